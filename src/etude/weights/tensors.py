@@ -49,12 +49,12 @@ class DType:
 
     @property
     def width(self) -> int:
-        """Number of bits of one item."""
+        """Number of bits of one item: of a code or of one half of it."""
         return self.bits // self.parts
 
     @property
     def items(self) -> np.dtype[Any]:
-        """The numpy dtype of an array of items. An item of 4 bits is stored in a uint8."""
+        """The numpy dtype of an array of items (codes or halves of codes). An item of 4 bits is stored in a uint8."""
         return np.dtype(f"u{max(8, self.width) // 8}")
 
 
@@ -84,9 +84,9 @@ DTYPES = {
 
 
 def to_items(codes: Codes, kind: DType) -> Codes:
-    """Split codes into items: the codes themselves, or their halves if `kind.parts` is 2. The order is kept.
+    """Split codes (elements as unsigned integers) into items: halves if `kind.parts` is 2, else the codes themselves.
 
-    Return a view if no bit has to move, else a copy.
+    The order is kept. Return a view if no bit has to move, else a copy.
 
     >>> to_items(np.array([0x21, 0x43], np.uint8), DTYPES["f4_e2m1x2"]).tolist()
     [1, 2, 3, 4]
@@ -97,7 +97,7 @@ def to_items(codes: Codes, kind: DType) -> Codes:
 
 
 def from_items(items: Codes, kind: DType) -> Codes:
-    """Join items to codes of dtype `kind`: the inverse of `to_items`."""
+    """Join the items from `to_items` to codes (elements as unsigned integers) of dtype `kind`."""
     if kind.width >= 8:
         return items if kind.parts == 1 else items.astype("<u4", copy=False).view("<u8").astype(np.uint64, copy=False)
     return items[0::2] | items[1::2] << np.uint8(4)

@@ -39,9 +39,10 @@ class CatchUpCost:
     since: int = 0
 
     def with_delta(self, delta_bytes: int, table_bytes: int, snapshot_bytes: int) -> CatchUpCost:
-        """Return the cost after one more delta of `delta_bytes`. `table_bytes`: size of its manifest's list of tensors.
+        """Return the cost after one more version that is stored as a delta.
 
-        `snapshot_bytes`: size of the whole model, uncompressed.
+        `delta_bytes`: size of its delta. `table_bytes`: size of its manifest's list of tensors. `snapshot_bytes`: size
+        of the whole model, uncompressed.
         """
         return replace(self, since=self.since + delta_bytes + table_bytes + snapshot_bytes // PASSES_PER_FETCH)
 
@@ -75,5 +76,5 @@ def catch_up_cost(store: BlobStore, at: Manifest) -> CatchUpCost:
 
 
 def table_bytes(manifest: Manifest) -> int:
-    """Return the size in bytes of a manifest's list of tensors: nearly the whole manifest of a large model."""
+    """Return the size in bytes of a manifest's list of tensors, which is nearly all of a large model's manifest."""
     return len(msgspec.json.encode(manifest.tensors))

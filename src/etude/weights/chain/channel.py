@@ -238,7 +238,7 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Manifest:
-        """Write the version's objects; returns its manifest."""
+        """Write the version's objects, and return its manifest."""
         nonce = secrets.token_hex(16)
         ways, facts = self._write(head, kept, entries, nonce)
         done("objects")
@@ -259,7 +259,6 @@ class Channel:
     def _write(
         self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], PublishMetrics]:
-        """Encode and write the objects of the version: its delta, and an anchor if one is due."""
         new = list(tensors.values())
         old = [head.tensors.get(name) for name in tensors] if head.tensors is not None else [None] * len(new)
         ways: list[Way] = []

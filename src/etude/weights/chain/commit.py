@@ -15,7 +15,10 @@ from etude.weights.chain.manifest import MAX_POINTER_BYTES, Damaged, Pointer, re
 
 
 class CommitUnknown(StoreError):
-    """The store gave no answer and could not be read afterwards, so it is not known whether the pointer moved."""
+    """Raised if the store did not answer a compare-and-swap and could not be read afterwards.
+
+    It is then not known whether the pointer, which names the newest version, has moved.
+    """
 
 
 class Outcome(enum.Enum):

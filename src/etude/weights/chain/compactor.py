@@ -79,7 +79,7 @@ class Compactor:
         return self._add(manifests[-1][1])
 
     def _after_held(self, head: Ref) -> list[tuple[Ref, Manifest]]:
-        """The versions after the held one, up to the head. At the start: as many as the longest span needs."""
+        """Return the versions after the held one, up to the head. At the start: as many as the longest span needs."""
         found: list[tuple[Ref, Manifest]] = []
         ref: Ref | None = head
         while ref is not None and ref != self._at and len(found) <= self._spans[-1]:
@@ -94,7 +94,6 @@ class Compactor:
         self._at, self._tensors = None, {}
 
     def _take(self, ref: Ref, manifest: Manifest) -> None:
-        """Move to the next version and keep what it overwrote."""
         held = self._at.version if self._at else None
         tensors = plans.fetch_version(self._store, manifest, held, self._tensors).tensors
         if self._at is not None:
@@ -104,7 +103,6 @@ class Compactor:
         self._at, self._tensors = ref, tensors
 
     def _add(self, manifest: Manifest) -> tuple[Way, ...]:
-        """Write the ways to a version that are smaller than the existing ones."""
         if plans.later_ways(self._store, manifest):
             return ()
         nonce = secrets.token_hex(4)
@@ -125,7 +123,7 @@ class Compactor:
         return ()
 
     def _compose(self, manifest: Manifest, span: int, nonce: str) -> Way | None:
-        """The composed delta over `span` steps; None if the single steps together are smaller."""
+        """Return the composed delta over `span` steps; None if the single steps together are smaller."""
         steps = list(self._steps)[-span:]
         base = steps[0][0].base
         chained = sum(step.delta.num_bytes if step.delta else step.ways[0].num_bytes for step, _ in steps)
@@ -141,7 +139,7 @@ class Compactor:
 
 
 def _undone(name: str, tensor: Tensor, undos: Sequence[UndoRecord]) -> Tensor | None:
-    """A tensor as it was before these steps; None if one of them replaced it in full."""
+    """Return a tensor as it was before these steps; None if one of them replaced it in full."""
     if any(name in undo.removed for undo in undos):
         return None
     if not any(name in undo.changed for undo in undos):

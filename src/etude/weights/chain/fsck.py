@@ -103,7 +103,6 @@ class _RecentVersions:
         self.ref, self.tensors = ref, tensors
 
     def at(self, ref: Ref) -> Mapping[str, Tensor] | None:
-        """The tensors of one of the recent versions; None for any other version."""
         tensors = self.tensors
         if ref == self.ref:
             return tensors
@@ -169,8 +168,7 @@ def _newest(store: BlobStore, name: str) -> Version | None:
 def _prove(
     store: BlobStore, manifest: Manifest, ways: tuple[Way, ...], lost: set[str], recent: _RecentVersions
 ) -> tuple[dict[str, Tensor] | None, list[tuple[Way, EtudeError]]]:
-    """Rebuild a version in every way. Returns its tensors (None if no way works), and the ways that fail with their
-    errors."""
+    """Rebuild a version in every way. Return its tensors (None if no way works), and the ways that fail with their errors."""
     made: dict[str, Tensor] | None = None
     failed: list[tuple[Way, EtudeError]] = []
     for way in ways:

@@ -199,7 +199,7 @@ def _delete(
     now: float,
     signer: Signer | None,
 ) -> frozenset[str]:
-    """Announce, fence, mark again, delete. Returns the deleted keys."""
+    """Announce, fence, mark again, delete. Return the deleted keys."""
     announcement = garbage_records.announce_deletion(store, name, now, superseded | unreachable)
     if unreachable and not _fence(store, name, signer):
         unreachable = frozenset()
@@ -213,7 +213,7 @@ def _delete(
 
 
 def _fence(store: BlobStore, name: str, signer: Signer | None) -> bool:
-    """Make the commit of every publish that began before now fail. Returns whether that worked."""
+    """Make the commit of every publish that began before now fail. Return whether that worked."""
     key = history.pointer_key(name)
     data = read_pointer_bytes(store, key)
     if data is None:

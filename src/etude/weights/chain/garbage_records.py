@@ -46,18 +46,21 @@ class DeletionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_sweep_record(store: BlobStore, name: str, seen: SweepRecord) -> None:
-    """Store a sweep record for channel `name`, under a new key."""
+    """Store the record of one garbage collection in channel `name`, under a new key."""
     store.put(_key(name, "seen", seen.time_s), msgspec.json.encode(seen))
 
 
 def read_sweep_records(store: BlobStore, name: str) -> list[tuple[str, SweepRecord]]:
-    """Return all sweep records of channel `name` with their keys, the oldest first. Unreadable records are ignored."""
+    """Return the records of earlier garbage collections with their store keys, the oldest first.
+
+    Unreadable records are ignored.
+    """
     records = _records(store, name, "seen", SweepRecord)
     return sorted(((key, seen) for key, seen in records), key=lambda one: one[1].time_s)
 
 
 def announce_deletion(store: BlobStore, name: str, time_s: float, keys: Iterable[str]) -> str:
-    """Store a record of the keys that are about to be deleted. Return the key of the record."""
+    """Store a record of the keys that are about to be deleted. Return the key of the record. `time_s`: Unix time."""
     key = _key(name, "doomed", time_s)
     store.put(key, msgspec.json.encode(DeletionRecord(format=FORMAT, time_s=time_s, keys=tuple(sorted(keys)))))
     return key
@@ -69,7 +72,10 @@ def pending_deletions(store: BlobStore, name: str) -> list[tuple[str, DeletionRe
 
 
 def record_deleted(store: BlobStore, name: str, time_s: float, keys: Iterable[str]) -> None:
-    """Store a record of the deleted keys, so that `fsck` does not report them as lost. `time_s`: Unix time."""
+    """Store a record of the keys that garbage collection deleted, so that `fsck` does not report them as lost.
+
+    `time_s`: Unix time. Stores nothing if there are no keys.
+    """
     taken = tuple(sorted(keys))
     if taken:
         store.put(

@@ -45,7 +45,7 @@ def pointer_key(name: str, branch: str = "") -> str:
 
 
 def head(store: BlobStore, name: str, branch: str = "", *, public_key: bytes | None = None) -> Pointer | None:
-    """Read the pointer of channel `name`, or of one of its branches. It names the newest version. One small read.
+    """Read the pointer of channel `name`, or of one of its branches: the small record that names the newest version.
 
     Return None before the first publish. `public_key`: accept only a pointer signed by this key (32 bytes). Raises
     `WeightsError` for a damaged pointer or a wrong signature, and `StoreError`.
@@ -101,28 +101,28 @@ def find(store: BlobStore, name: str, version: Version) -> Manifest | None:
 
 
 def lineage(store: BlobStore, name: str) -> list[Manifest]:
-    """Return the manifests from the first version to the newest, each trained from the one before.
+    """Return the manifests of channel `name` from the first version to the newest, each trained from the one before.
 
-    Versions that the newest does not descend from are not in the list. Raises `WeightsError` if a manifest cannot be
+    Versions that the newest was not trained from are not in the list. Raises `WeightsError` if a manifest cannot be
     read.
     """
     return _walk(store, name, lambda manifest: manifest.parent)
 
 
 def chain(store: BlobStore, name: str) -> list[Manifest]:
-    """Return the manifests up to the newest version of channel `name`, in order of publishing.
+    """Return the manifests of channel `name` up to the newest version, each published after the one before.
 
-    The list begins at the first version after which every version has a delta from the one before. Raises
-    `WeightsError` if a manifest cannot be read.
+    The delta of each version applies to the one before it. After a restart from an older checkpoint, this order differs
+    from the order of training (`lineage`). Raises `WeightsError` if a manifest cannot be read.
     """
     return _walk(store, name, lambda manifest: manifest.base)
 
 
 def readable(store: BlobStore, name: str, *, trained: bool = True) -> tuple[list[Manifest], Ref | None]:
-    """Return the readable part of `lineage` (or of `chain`, with `trained` False), the oldest first.
+    """Return the readable end of `lineage` (with `trained` False, of `chain`), the oldest first.
 
     The list goes back from the newest version until a manifest is lost or damaged. The second result is the reference
-    of that manifest; None if every manifest was readable.
+    to that manifest; None if every manifest was readable.
     """
     found = [*backward(store, name, trained=trained)]
     ref = found.pop() if found and isinstance(found[-1], Ref) else None
@@ -130,9 +130,9 @@ def readable(store: BlobStore, name: str, *, trained: bool = True) -> tuple[list
 
 
 def backward(store: BlobStore, name: str, *, trained: bool = True) -> Iterator[Manifest | Ref]:
-    """Yield the manifests of `lineage` (or of `chain`, with `trained` False) one at a time, the newest first.
+    """Yield the manifests of `lineage` (with `trained` False, of `chain`) one at a time, the newest first.
 
-    At a lost or damaged manifest, yield its reference in its place and end.
+    At a lost or damaged manifest, yield the reference to it instead, and end.
     """
     pointer = head(store, name)
     ref = pointer.head if pointer else None
@@ -186,7 +186,7 @@ def _walk(store: BlobStore, name: str, before: Callable[[Manifest], Ref | None])
 
 
 class LineageSteps:
-    """An iterable over (step, rollout ids) of each version that the newest was trained through, the newest first.
+    """An iterable over (step, rollout ids) of the versions in the training history of the newest, the newest first.
 
     Each loop reads the store again, one manifest at a time. `down_to`: the step before which it ends (exclusive). If a
     manifest is lost or damaged, the loop ends there and `damaged` is set to its reference. The rollouts up to its step

@@ -136,7 +136,7 @@ def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
 
 
 def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | None = None) -> None:
-    """Raise `WeightsError` if versions of channel `name` were published but its pointer is missing.
+    """Raise `WeightsError` if versions of channel `name` were published but the pointer to the newest is missing.
 
     For signed versions the hint asks for the key. Raises too if `signer` has another key than the one that signed them.
     """
@@ -156,7 +156,7 @@ def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | Non
 def repair(
     store: BlobStore, name: str = "policy", published: Sequence[str] = (), *, signer: Signer | None = None
 ) -> Version | None:
-    """Point the lost or damaged pointer of channel `name` at its newest certain version, and return that version.
+    """Set a lost or damaged pointer to the newest version that was certainly published, and return that version.
 
     Return None if the pointer was intact. Only for a channel whose writer has ended: a running writer repairs it by
     itself.
@@ -264,9 +264,10 @@ def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) 
 
 
 def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
-    """Compare two versions tensor by tensor, sorted by tensor name. `a`, `b`: texts as for `find`.
+    """Compare two versions of channel `name` and return one row per tensor, sorted by tensor name.
 
-    A tensor that only one of them has is listed with all its elements changed.
+    `a`, `b`: the older and the newer version, as texts for `find`. A tensor that only one of them has is listed with
+    all its elements changed.
     """
     old, new = (plans.rebuild(store, find(store, version, name)) for version in (a, b))
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]

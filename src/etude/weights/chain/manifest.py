@@ -62,9 +62,9 @@ class Ref(msgspec.Struct, frozen=True):
 class StoredObject(msgspec.Struct, frozen=True):
     """A stored file with encoded tensors, as a manifest lists it. The file never changes.
 
-    It contains the next `num_tensors` tensors of the manifest's list (`docs/formats/delta.md`). `num_bytes` and
-    `sha256` (hex) are of the complete file, `header_bytes` and `header_sha256` of its header. The header contains
-    digests of everything after it. So a reader of a part of the file can verify that part alone.
+    The objects of a way contain the tensors of the manifest's list in order, each the next `num_tensors` of them.
+    `num_bytes` and `sha256` (hex) are of the complete file, `header_bytes` and `header_sha256` of its header. The
+    header contains digests of everything after it. So a reader of a part of the file can verify that part alone.
     """
 
     key: str
@@ -196,10 +196,10 @@ class Pointer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaterWays(msgspec.Struct, frozen=True, kw_only=True):
-    """Additional ways to build a version, written after it was published.
+    """The record of additional ways (deltas or a snapshot) to build a version, written after it was published.
 
-    They are deltas over several versions, perhaps a full snapshot. A `Compactor` writes it. Nothing refers to this
-    record. The result of each way is verified by the digests in the manifest of the version.
+    A `Compactor` writes it. Nothing refers to this record. The result of each way is verified by the digests in the
+    manifest of the version.
     """
 
     format: int
@@ -222,7 +222,7 @@ def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
 
 
 def table_digest(entries: Sequence[TensorEntry]) -> str:
-    """Return the `content_digest` of a manifest's list of tensors. It is the `digest` of the version."""
+    """Return the digest of a version, given its manifest's list of tensors: the `content_digest` of these."""
     return content_digest({entry.name: entry.sha256 for entry in entries})
 
 
@@ -279,12 +279,15 @@ def read_pointer(data: bytes) -> Pointer:
 
 
 def later_key(manifest: Manifest) -> str:
-    """Return the store key of the list of ways that were added to a version after its publish."""
+    """Return the store key of the `LaterWays` of a version: deltas that were added after its publish."""
     return f"later/{manifest.channel}/{manifest.stem}.json"
 
 
 def read_later(data: bytes, manifest: Manifest) -> LaterWays:
-    """Decode the `LaterWays` of the version of `manifest` from untrusted bytes. Raises `WeightsError`."""
+    """Decode the `LaterWays` (deltas added later) of the version of `manifest` from untrusted bytes.
+
+    Raises `WeightsError` unless they are valid and of that version.
+    """
     later = _read("list of later ways", data, LaterWays, MAX_LATER_BYTES)
     try:
         _require(later.version == manifest.version, f"it is of {later.version}, not of {manifest.version}")

@@ -49,5 +49,5 @@ def put_objects(
 
 
 def objects_prefix(name: str) -> str:
-    """Return the prefix of the store keys of a channel's objects."""
+    """Return the prefix that the store keys of all encoded tensors of channel `name` have."""
     return f"objects/{name}/"

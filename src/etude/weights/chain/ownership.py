@@ -32,9 +32,10 @@ class OwnedManifests:
 
 
 def owned_manifests(store: BlobStore, name: str, signer: Signer | None) -> OwnedManifests:
-    """Return the readable manifests of a channel that the key of `signer` covers; all of them if none is signed.
+    """Return the readable manifests of a channel that the key of `signer` signed, and those that these refer to.
 
-    Raises `WeightsError` if some are signed and `signer` is None or has another key.
+    If no manifest of the channel is signed, all are returned. Raises `WeightsError` if some are signed and `signer` is
+    None or has another key.
     """
     whole = [*history.stored(store, name)]
     signed = [one for one in whole if one[1].signature]
@@ -61,9 +62,10 @@ def owned_manifests(store: BlobStore, name: str, signer: Signer | None) -> Owned
 
 
 def check_owner(store: BlobStore, name: str, key: str, old: Pointer | None, signer: Signer | None) -> None:
-    """Raise `WeightsError` unless `signer` (None: nobody) may replace the pointer `old` at the store key `key`.
+    """Raise `WeightsError` unless the owner of `signer` may replace the pointer that is stored under `key`.
 
-    If `old` is None, the pointer does not exist yet and belongs to the owner of channel `name`.
+    `old`: that pointer; None if it does not exist yet, and then it belongs to the owner of channel `name`. `signer`
+    None: the caller has no key, and may replace only an unsigned pointer.
     """
     if old is not None:
         check_signer(key, old, signer)

@@ -58,7 +58,7 @@ class ObjectLost(WeightsError):
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a plan: the objects to fetch, and the manifest of the version that they lead to."""
+    """One step of a plan: the delta or snapshot to fetch (`way`), and the manifest of the version that it leads to."""
 
     manifest: Manifest
     way: Way
@@ -66,9 +66,9 @@ class Hop:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps to take one after another, from version `start` to the version of the last step.
+    """The deltas to fetch one after another, from version `start` to the version of the last hop.
 
-    `start` is None if the first step is a full snapshot.
+    `start` is None if the first hop is a full snapshot.
     """
 
     start: Version | None
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def objects_in_manifests(self) -> bool:
-        """Whether manifests name all objects of the plan. False if one is from a list of later ways."""
+        """Whether manifests name all objects of the plan; False if `LaterWays` name some, which are less trusted."""
         return all(hop.way in hop.manifest.ways for hop in self.hops)
 
 
@@ -114,7 +114,10 @@ class Rebuilt:
 
 
 class Search:
-    """Searches plans that lead to one version. Manifests that were read are cached."""
+    """Finds the cheapest plan (the deltas to fetch) that leads to the version of `target`.
+
+    Manifests that were read are cached.
+    """
 
     def __init__(self, store: BlobStore, target: Manifest) -> None:
         self._store, self._target = store, target
@@ -122,7 +125,7 @@ class Search:
         self._excluded: set[Way] = set()
 
     def exclude(self, way: Way) -> None:
-        """Exclude a way from all later plans."""
+        """Exclude a delta or snapshot (`way`) from all later plans."""
         self._excluded.add(way)
 
     def cheapest(self, held: Version | None) -> Plan | None:
@@ -172,7 +175,10 @@ class Search:
 
 
 def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
-    """Return the ways to a version that were added after its publish; empty if there is no readable list of them."""
+    """Return the deltas and snapshots of a version that were added after its publish.
+
+    Empty if there is no readable list of them.
+    """
     try:
         return read_later(store.get(later_key(manifest), 0, MAX_LATER_BYTES + 1), manifest).ways
     except (KeyError, EtudeError):
@@ -191,11 +197,11 @@ def fetch_version(
     tensors: Tensors | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> Rebuilt:
-    """Fetch and verify the tensors of `target` by the cheapest plan that works.
+    """Fetch and verify the tensors of version `target` with the fewest bytes.
 
-    A plan starts from version `held` with its `tensors`, or from a full snapshot. `check` is called with each manifest
-    of the plan before its objects are fetched; it can raise to refuse it. If every plan fails, raises `WeightsError`
-    with the reasons.
+    After a failure, the next cheapest way is tried. A way starts from version `held` with its `tensors`, or from a full
+    snapshot. `check` is called with each manifest on the way before its objects are fetched; it can raise to refuse it.
+    If no way works, raises `WeightsError` with the reasons.
     """
 
     def start(plan: Plan) -> Decoded:
@@ -256,7 +262,7 @@ def try_plans(
 def rebuild(store: BlobStore, target: Manifest) -> dict[str, Tensor]:
     """Fetch and verify the tensors of a version, by name, starting from a full snapshot.
 
-    Plans are tried in order of their bytes. If every plan fails, raises `WeightsError` with the reasons.
+    The way with the fewest bytes is tried first. If no way works, raises `WeightsError` with the reasons.
     """
     return fetch_version(store, target).tensors
 
@@ -277,12 +283,18 @@ class Proof(enum.Enum):
 
 
 def required_proof(plan: Plan) -> Proof:
-    """Return what the tensors that a plan builds must be compared with."""
+    """Return what the tensors that a plan builds must be compared with: their checksums, or also their SHA-256.
+
+    Checksums are enough if manifests name all objects of the plan.
+    """
     return Proof.CHECKSUM if plan.objects_in_manifests else Proof.DIGEST
 
 
 def verify_tensors(manifest: Manifest, tensors: Tensors, proof: Proof = Proof.DIGEST) -> dict[str, Tensor]:
-    """Compare every tensor with its entry in the manifest. Return the tensors. Raises `TensorMismatch`."""
+    """Compare every tensor of a version with its entry in the manifest, and return the tensors.
+
+    Raises `TensorMismatch` if one differs.
+    """
     for entry in manifest.tensors:
         verify_tensor(manifest, entry, tensors[entry.name], proof)
     return dict(tensors)
@@ -319,7 +331,7 @@ def fetch_way(
     proof: Proof | None = None,
     listing: bool = False,
 ) -> Decoded:
-    """Fetch and decode one way to the version of `manifest`, and return all tensors of that version.
+    """Fetch and decode a delta or snapshot (`way`) of the version of `manifest`. Return all tensors of that version.
 
     `base`: the tensors of the way's base version by name; unused for a snapshot. If `proof` is given, each tensor is
     compared with the manifest. `listing`: also return lists of the changed elements; they need memory in proportion to
@@ -344,9 +356,10 @@ def fetch_way(
 
 
 def fetch_objects(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:
-    """Yield each object of a way, verified by its SHA-256, with the manifest's entries of the tensors in it.
+    """Yield each stored object of a delta or snapshot (`way`), with the manifest's entries of the tensors in it.
 
-    The next objects are fetched while the caller works on one. Raises `ObjectLost`, `StoreError`.
+    Each is verified by its SHA-256. The next objects are fetched while the caller works on one. Raises `ObjectLost`,
+    `StoreError`.
     """
     entries = iter(manifest.tensors)
     for item, fetch in _prefetch(store, way.objects):

@@ -48,7 +48,10 @@ class UndoRecord:
 
 
 def make_undo_record(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Changes) -> UndoRecord:
-    """Create the record that leads from `new` back to `old`. `changed`: from `compare_tensors(old, new)`, the first."""
+    """Create the record that leads from the tensors `new` back to `old`.
+
+    `changed`: the first result of `compare_tensors(old, new)`.
+    """
     lists: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     whole = {name: tensor for name, tensor in old.items() if name not in new or new[name].spec != tensor.spec}
     for name, (where, codes) in changed.items():

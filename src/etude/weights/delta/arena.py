@@ -41,7 +41,7 @@ def allocate(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def trim_heap() -> None:
     """Make glibc's allocator return free pages to the system; with other allocators, do nothing.
 
-    It takes milliseconds: do not call it in an engine's pause.
+    It takes milliseconds: do not call it while an engine is paused.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -1,4 +1,4 @@
-"""The changes of a tensor as a list: the positions of the elements that change, and their new codes."""
+"""The changes of a tensor as a list: the positions of the elements that change, and their new codes (bits)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def apply_changes(old: Tensor | None, one: Changes | Tensor) -> Tensor:
 def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     """Convert positions to the dtype that `Changes` uses for a tensor of `size` elements.
 
-    Return the same array if it has that dtype already.
+    It is uint32, or int64 from 2^32 elements on. The same array is returned if it has that dtype already.
     """
     return positions.astype(np.uint32 if size < 1 << 32 else np.int64, copy=False)
 

@@ -40,7 +40,7 @@ def checksum(codes: Codes) -> str:
 
 
 def checksums(old: Codes, new: Codes) -> tuple[str, str]:
-    """Return the checksums of two arrays of the same dtype and size, computed in one pass."""
+    """Return the checksums of two arrays of codes of the same dtype and size, computed in one pass."""
     sums = _sums(old, new)
     return as_text(sums[:2]), as_text(sums[2:])
 
@@ -98,7 +98,11 @@ def _added(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def sums_by_numpy(old: Codes, new: Codes | None = None, changes: Changes | None = None) -> tuple[int, ...]:
-    """Compute the sums of the old and the new codes with numpy. Same arguments and result as `NativeKernels.sums`."""
+    """Compute with numpy what `NativeKernels.sums` computes: two numbers of the old codes, then two of the new.
+
+    The new codes are `new`, or `old` with `changes` applied, or else `old`. Raises `ValueError` for positions that do
+    not ascend or are out of range.
+    """
     before = _numpy_sums(old)
     if new is not None:
         return *before, *_numpy_sums(new)

@@ -66,7 +66,7 @@ def object_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def encode(
     new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode = "best", *, kernels: Kernels = KERNELS
 ) -> bytes:
-    """Encode the delta from `old` to `new`, and return the bytes of a delta object. Names are not stored.
+    """Encode the delta from the tensors `old` to the tensors `new` as one delta object, which has no names.
 
     `new[i]` and `old[i]` are one tensor before and after. If `old[i]` is None or has another dtype or shape, `new[i]`
     is stored in full. `mode`: "best", or "fast" for faster encoding to about a third more bytes. `kernels`: the inner
@@ -168,7 +168,6 @@ def _native_changes(
 
 
 def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]) -> None:
-    """Append the changes of tiles to `found`, by tensor."""
     for tile, (places, items) in zip(batch, listed, strict=True):
         for tensor, positions, part in split_by_tensor(tile, places, items):
             found[tensor].append((narrow(positions, held[tensor].size), part))
@@ -194,7 +193,10 @@ def _or_empty(arrays: Iterable[Codes | None]) -> list[Codes]:
 
 
 def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple[int, Tile]]]:
-    """Group numbered tiles into batches of up to about `most` items or `BATCH_TILES` tiles."""
+    """Group tiles (parts of tensors that are coded alone), each with its number, into batches.
+
+    A batch has about `most` items or `BATCH_TILES` tiles at most.
+    """
     batch: list[tuple[int, Tile]] = []
     size = 0
     for number, tile in tiles:
@@ -208,9 +210,9 @@ def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple
 
 
 def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> bytes:
-    """Return the shorter form of a tile's payload: its coded changes, or all its new items as compressed byte planes.
+    """Return the shorter encoding of a tile: `coded` (its changes), or all its new items as compressed byte planes.
 
-    `new` returns the new items. It is called only if the coded form is long.
+    A tile is a part of a tensor that is coded alone. `new` returns its new items; it is called only if `coded` is long.
     """
     if len(coded) * 4 < tile.size * kind.items.itemsize * 3:
         return coded
@@ -218,7 +220,7 @@ def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> 
 
 
 def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
-    """Return a tile's payload in a form that kernels accept: byte planes are decoded to raw items."""
+    """Return the encoded bytes of a tile in a form that `Kernels` accept: byte planes are decoded to raw items."""
     if not payload or payload[0] != _PLANES:
         return payload
     items = np.empty(tile.size, kind.items)
@@ -227,7 +229,7 @@ def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
 
 
 def parse_object(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
-    """Parse the header of a complete delta object. `specs`: those of its tensors. Raises `WeightsError`."""
+    """Parse the header of a complete delta object. `specs`: dtype and shape of its tensors. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
         raise damaged(f"it has {len(data)} bytes, its header states {header.offsets[-1]}")
@@ -255,9 +257,10 @@ def changed_tiles(
     most: int,
     wanted: Callable[[Tile], bool] = lambda _: True,
 ) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
-    """Yield batches of the tiles in which something changes: their dtype, the tiles, and a payload for each.
+    """Yield the tiles of a delta object in which something changes, in batches of about `most` items of one dtype.
 
-    A batch has about `most` items of one dtype. `wanted` selects tiles; by default all are wanted.
+    A tile is a part of a tensor that is coded alone. A batch has the dtype, the tiles, and the encoded bytes of each.
+    `wanted` selects tiles; by default all are wanted.
     """
     view, offsets = memoryview(data), header.offsets
     for kind in DTYPES.values():
@@ -268,7 +271,7 @@ def changed_tiles(
 
 
 def decode_full(header: Header, data: bytes | memoryview, tensor: int) -> npt.NDArray[Any]:
-    """Decode a tensor that the object stores in full, given its number. Return its codes. Raises `WeightsError`."""
+    """Decode a tensor that the object stores in full, given its number, and return its codes. Raises `WeightsError`."""
     spec = header.layout.specs[tensor]
     codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
     for number, start, stop in header.layout.full_tiles(tensor):

@@ -172,7 +172,7 @@ def check_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
 
 
 def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
-    """Check that `old` has the tensors that a delta was made from, and return them.
+    """Check that `old` has the tensors that a delta was made from, and return these by name.
 
     Compares names, dtypes and shapes; reads no data yet. Raises `WeightsError` for a difference.
     """
@@ -272,7 +272,6 @@ def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], memoryview]]:
 
 
 def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:
-    """Verify the checksums of base tensors that no object covers. Raises `WeightsError`."""
     for entry in file.entries:
         if entry.old is not None and not entry.coded:
             _check_old(entry, checksum(base[entry.name].codes))

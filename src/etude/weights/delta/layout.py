@@ -49,9 +49,10 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of one tensor's items: row `r` starts at item `start + r * stride` and has `cols` items.
+    """A rectangle of one tensor, as a part of a `Tile`.
 
-    `tensor`: the tensor's index in the arrays that are given with the tiles.
+    Row `r` starts at item `start + r * stride` and has `cols` items. An item is an element or one half of it
+    (`tensors.DType`). `tensor`: the tensor's index in the arrays that are given with the tiles.
     """
 
     tensor: int
@@ -68,10 +69,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tile:
-    """Items that are coded together: those of `pieces`, one piece after another, each row by row.
+    """A part of one or several tensors that is coded alone: the items of `pieces`, piece after piece, each row by row.
 
-    The items are grouped into `classes` (1 to `MAX_CLASSES`) classes by the exponent of their old code. The class of an
-    item is `high` minus that exponent, clipped to [0, `classes` - 1].
+    An item is an element or one half of it (`tensors.DType`). Items are grouped into `classes` (1 to `MAX_CLASSES`)
+    classes by the exponent of their old code. The class of an item is `high` minus that exponent, clipped to [0,
+    `classes` - 1].
     """
 
     high: int
@@ -93,23 +95,25 @@ class Kernels(Protocol):
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         """Count the items, and the changed items, by the exponent of the old item. Return two arrays [256].
 
-        Counts every `stride`-th block of 64 items; a last, shorter block counts only if the stride is 1.
+        Only every `stride`-th block of 64 items is counted; a last, shorter block only if the stride is 1. `kind`: the
+        dtype.
         """
         ...
 
     def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], new: Sequence[Codes]) -> list[bytes]:
-        """Encode each tile. Return empty bytes for a tile in which nothing changed.
+        """Encode each tile, and return its bytes: empty for a tile in which nothing changed.
 
-        `old[i]`, `new[i]`: the items of the tensor that pieces call tensor i.
+        `old[i]`, `new[i]`: the items of tensor i before and after, where i is the `tensor` of a piece.
         """
         ...
 
     def changes(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
     ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
-        """Decode each tile to the changed positions in the tile (uint32, ascending) and the new items there.
+        """Decode each tile. Return the changed positions in the tile (uint32, ascending) and the new items there.
 
-        `payloads`: the bytes of each tile, coded or raw. Raises `WeightsError` for bytes that no encoder wrote.
+        `payloads`: the encoded bytes of each tile. `old[i]`: the old items of tensor i. Raises `WeightsError` for bytes
+        that no encoder wrote.
         """
         ...
 
@@ -123,14 +127,18 @@ class Kernels(Protocol):
     ) -> None:
         """Decode the tiles and write the changes into `new`, which contains the old items.
 
-        If it raises `WeightsError`, for bytes that no encoder wrote, `new` is partly written.
+        `payloads`: the encoded bytes of each tile. If it raises `WeightsError`, for bytes that no encoder wrote, `new`
+        is partly written.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How one tensor is cut into tiles, as the header stores it. `high` and `classes` are those of its `Tile`s."""
+    """How one tensor is cut into tiles, as the header stores it: into rectangles of `tile_rows` x `tile_cols` items.
+
+    `high` and `classes` are those of its tiles (`Tile`).
+    """
 
     high: int
     classes: int
@@ -139,7 +147,10 @@ class Grid:
 
 
 def table_shape(spec: Spec) -> tuple[int, int]:
-    """Return rows and columns of a tensor's items: the last dimension is the columns, all others are rows."""
+    """Return a tensor's shape as (rows, columns) of items: the last dimension is the columns, all others are rows.
+
+    An item is an element or one half of it (`tensors.DType`).
+    """
     cols = (spec.shape[-1] if spec.shape else 1) * DTYPES[spec.dtype].parts
     return math.prod(spec.shape[:-1]), cols
 
@@ -161,14 +172,14 @@ class Layout:
         self.num_tiles: int = ends[-1]
 
     def tiles(self, kind: DType) -> Iterator[tuple[int, Tile]]:
-        """Yield the number and the tile of all delta tiles of one dtype."""
+        """Yield the number and the tile of all tiles of one dtype, without those of tensors that are stored in full."""
         for tensor in self.grids:
             if self.specs[tensor].dtype == kind.name:
                 for number in self._ranges[tensor]:
                     yield number, self.tile(tensor, number)
 
     def tile(self, tensor: int, number: int) -> Tile:
-        """Return the tile with a number of a tensor of form DELTA."""
+        """Return the tile with number `number`, which belongs to the tensor with number `tensor` (of form DELTA)."""
         grid, (rows, cols) = self.grids[tensor], table_shape(self.specs[tensor])
         down, right = divmod(number - self._ranges[tensor].start, -(-cols // grid.tile_cols))
         row, col = down * grid.tile_rows, right * grid.tile_cols
@@ -180,9 +191,9 @@ class Layout:
         return Tile(grid.high, grid.classes, tuple(pieces))
 
     def tiles_over(self, tensor: int, rows: range, cols: range) -> Iterator[tuple[int, Tile]]:
-        """Yield the number and the tile of all delta tiles that contain a part of a rectangle of a tensor.
+        """Yield the number and the tile of all tiles that contain a part of a rectangle of a tensor.
 
-        For a tensor that joined the tile of another, that tile is yielded.
+        `rows`, `cols`: the rectangle, in items. For a tensor that joined the tile of another, that tile is yielded.
         """
         host = next((host for host, joined in self._joined.items() if tensor in joined), None)
         if host is not None:
@@ -196,7 +207,7 @@ class Layout:
                 yield number, self.tile(tensor, number)
 
     def full_tiles(self, tensor: int) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each tile of a tensor of form WHOLE: its number, its first element, and its end (exclusive)."""
+        """Yield the tiles of a tensor that is stored in full: number, first element, and end (exclusive) of each."""
         size = self.specs[tensor].size
         for i, number in enumerate(self._ranges[tensor]):
             yield number, i * WHOLE_TILE, min(size, (i + 1) * WHOLE_TILE)
@@ -221,7 +232,7 @@ class Header:
     pages: tuple[bytes, ...]
 
     def check_pages(self, start: int, data: bytes | memoryview) -> None:
-        """Verify the pages in `data` by their digests. Raises `WeightsError` if one differs.
+        """Verify the pages (runs of tiles) in `data` by their digests. Raises `WeightsError` if one differs.
 
         `data` starts at byte `start` of the object, which is a page boundary, and ends at one.
         """
@@ -233,9 +244,10 @@ class Header:
 
 
 def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return [start, stop) of each page, in bytes of the object, from the offsets of its tiles.
+    """Return [start, stop) of each page of a delta object, in bytes, from the offsets of its tiles.
 
-    A page has complete tiles and is closed as soon as it has `PAGE_BYTES`.
+    A page is the unit that a reader fetches and verifies. It has complete tiles and is closed as soon as it has
+    `PAGE_BYTES`.
     """
     bounds = []
     start, stop = int(offsets[0]), int(offsets[-1])
@@ -266,7 +278,7 @@ def write(layout: Layout, tiles: Sequence[bytes]) -> bytes:
 
 
 def header_bytes(data: bytes | memoryview) -> int:
-    """Read the length of the header in bytes from the first `FIXED_BYTES` of an object. Raises `WeightsError`."""
+    """Read the length of an object's header, in bytes, from its first `FIXED_BYTES` bytes. Raises `WeightsError`."""
     reader = Reader(data)
     if bytes(reader.take(len(MAGIC))) != MAGIC:
         raise damaged(f"it does not start as a delta of format {MAGIC[-1]} does")

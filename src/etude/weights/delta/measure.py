@@ -76,7 +76,10 @@ class Costs:
 
 
 def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mode: Mode = "best") -> Costs:
-    """Encode the delta from `old` to `new`, each tensor alone and all together, and measure the sizes."""
+    """Encode the delta from `old` to `new`, each tensor alone and all together, and measure the sizes.
+
+    `mode`: "best", or "fast" for faster encoding to more bytes.
+    """
     pairs = [(new[name], old.get(name)) for name in sorted(new)]
     rows = [_cost(name, *pair, mode) for name, pair in zip(sorted(new), pairs, strict=True)]
     kept = [pair for pair in pairs if not _is_whole(*pair)]
@@ -122,7 +125,6 @@ def _is_whole(new: Tensor, old: Tensor | None) -> bool:
 
 
 def _coded_bytes(pairs: Sequence[tuple[Tensor, Tensor | None]], mode: Mode) -> int:
-    """Total size of the objects for pairs of new and old tensors."""
     after, before = [new for new, _ in pairs], [old for _, old in pairs]
     return sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in codec.object_spans(after))
 
@@ -132,7 +134,6 @@ def _bound(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> float:
 
 
 def _weights(tensor: Tensor) -> Codes:
-    """Return one code per weight: packed 4-bit codes are unpacked."""
     if tensor.dtype != "f4_e2m1x2":
         return tensor.codes
     return np.concatenate([tensor.codes & np.uint8(15), tensor.codes >> np.uint8(4)])

@@ -109,7 +109,7 @@ class NativeKernels:
 
     @property
     def threads(self) -> int:
-        """Maximum number of threads."""
+        """Maximum number of threads that share the work."""
         return self._threads or _threads or self._cores
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
@@ -148,12 +148,12 @@ class NativeKernels:
     ) -> Iterator[tuple[int, npt.NDArray[np.uint32], Codes, tuple[int, ...]]]:
         """Decode complete tensors to lists of changes, with checksums. Reads the old items once and copies nothing.
 
-        Yields per tensor: its number, the changed positions, the new items there, and four sums. These are the sums
-        that `sums` computes, before and after the changes.
+        Yields per tensor: its number, the changed positions, the new items there, and four numbers. These are what
+        `sums` computes for the items before and after the changes.
 
-        `tiles`: all tiles of these tensors, in the order of their layout. An empty payload means that nothing changes
-        in the tile. Positions are relative to the tensor and ascend within a tile. Each tensor has one item per code
-        and at most 2^32 items. Raises `WeightsError` for bytes that no encoder wrote.
+        `tiles`: all tiles of these tensors, in the order of their layout. `payloads`: the encoded bytes of each; empty
+        if nothing changes in the tile. Positions are relative to the tensor and ascend within a tile. Each tensor has
+        one item per code and at most 2^32 items. Raises `WeightsError` for bytes that no encoder wrote.
         """
         if not tiles:
             return
@@ -193,7 +193,7 @@ class NativeKernels:
         new: Sequence[Codes],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Decode the changes and write them into `new`, which contains the old items or *is* `old`.
+        """Decode the tiles and write the changes into `new`, which contains the old items or *is* `old`.
 
         No list of changes is created. Raises `WeightsError` for bytes that no encoder wrote; `new` is then partly
         written, so never pass live weights.

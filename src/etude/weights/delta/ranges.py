@@ -35,7 +35,7 @@ Read = Callable[[int, int], bytes]
 
 
 class Parts:
-    """Reads parts of one delta object.
+    """Reads the changes of some tensors, or of some rows, from one delta object without fetching all of it.
 
     `read(offset, count)` returns bytes of the object. `header`: its verified header. `specs`: those of its tensors; a
     tensor is named by its index in them. Raises `WeightsError` for bytes that no encoder wrote for these specs, and
@@ -50,9 +50,9 @@ class Parts:
         self._pages = np.array([start for start, _ in page_bounds(self._header.offsets)], np.int64)
 
     def needs_old(self, tensor: int) -> frozenset[int]:
-        """Return the numbers of the tensors whose old codes are needed to decode a tensor.
+        """Return the numbers of the tensors whose old values are needed to decode the tensor with number `tensor`.
 
-        They are the tensor and those that share its tile; none if it is stored in full.
+        They are that tensor and those that share its tile, the unit of coding. None is needed if it is stored in full.
         """
         form = self._header.layout.forms[tensor]
         if form in (SAME, WHOLE):
@@ -169,7 +169,7 @@ class Parts:
         return to_items(known.codes, DTYPES[spec.dtype])
 
     def _fetch(self, numbers: Sequence[int]) -> dict[int, memoryview]:
-        """Fetch the payloads of the tiles that have any, by number; consecutive pages in one read."""
+        """Return the payloads of the tiles that have any, by number. Consecutive pages are fetched in one read."""
         offsets = self._header.offsets
         wanted = [number for number in numbers if offsets[number] < offsets[number + 1]]
         page_of = np.searchsorted(self._pages, offsets[wanted], side="right") - 1

@@ -137,7 +137,10 @@ class Reader:
         return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
     def low_bits(self, counts: Longs, widths: Longs) -> tuple[Longs, Longs]:
-        """Take the output of the function `low_bits`. Return the low bits of each number, and their count."""
+        """Take the output of the function `low_bits` for the same `counts` and `widths`.
+
+        Return the low bits of each number, and the width of each.
+        """
         packed = self.take((int((counts * widths).sum()) + 7) // 8)
         width = np.repeat(widths, counts)
         at = np.cumsum(width)
@@ -166,7 +169,7 @@ def words(values: Numbers) -> bytes:
 
 
 def gaps(places: Longs) -> Longs:
-    """Return, for ascending positions, the number of positions between each and the one before it.
+    """Return how many positions lie between each of ascending positions and the one before it.
 
     >>> gaps(np.array([0, 3, 4])).tolist()
     [0, 2, 0]
@@ -202,7 +205,7 @@ def runs(flags: Flags, count: int) -> Longs:
 
 
 def low_bits(values: Numbers, counts: Longs, widths: Longs) -> bytes:
-    """Encode the low bits of numbers, lowest bit first. Group i has `counts[i]` numbers of `widths[i]` bits each."""
+    """Encode the lowest bits of numbers. Group i has `counts[i]` numbers, of which `widths[i]` bits each are kept."""
     parts, start = [np.empty(0, np.uint8)], 0
     for count, width in zip(counts.tolist(), widths.tolist(), strict=True):
         if count and width:
@@ -214,7 +217,7 @@ def low_bits(values: Numbers, counts: Longs, widths: Longs) -> bytes:
 
 
 def encode_planes(codes: Codes) -> bytes:
-    """Encode codes as byte planes: one block for each byte of the code's width, the lowest byte first."""
+    """Encode codes as compressed byte planes: first the lowest byte of every code, then the next, and so on."""
     octets = np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).view(np.uint8)
     width = codes.dtype.itemsize
     return b"".join(block(np.ascontiguousarray(octets[plane::width])) for plane in range(width))

@@ -61,13 +61,15 @@ class NumpyKernels:
 
 
 def gather(tile: Tile, arrays: Sequence[Codes]) -> Codes:
-    """Return the items of a tile, in order. `arrays`: the items of each tensor. A view if the tile is one range."""
+    """Return the items of a tile, in order; a view if they are one range. `arrays`: the items of each tensor."""
     parts = [_rectangle(piece, arrays[piece.tensor]) for piece in tile.pieces]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def rice_parameter(universe: int, listed: int) -> int:
-    """Return the Rice parameter for the gaps between `listed` of `universe` items: about log2 of the median gap.
+    """Return the Rice parameter for coding the gaps between `listed` of `universe` items.
+
+    It is about log2 of the median gap.
 
     >>> [rice_parameter(1000, n) for n in (0, 1, 100, 500, 1000)]
     [0, 9, 2, 0, 0]
@@ -153,7 +155,7 @@ class _Classes:
 
     @classmethod
     def of(cls, items: Longs) -> _Classes:
-        """Classes of these sizes, without changes."""
+        """Return classes of these sizes, without changes."""
         zeros = np.zeros((4, items.size), np.int64)
         return cls(items, zeros[0], zeros[1], np.zeros(items.size, np.bool_), zeros[2], zeros[3])
 
@@ -179,12 +181,11 @@ class _Lists:
 
     @property
     def low_bits(self) -> Longs:
-        """The Rice parameters of the gaps."""
         pairs = zip(self.items.tolist(), self.listed.tolist(), strict=True)
         return np.array([rice_parameter(items, listed) for items, listed in pairs])
 
     def gaps(self, places: Longs) -> Numbers:
-        """The gaps of all lists. `places`: the subset."""
+        """Return the gaps of all lists. `places`: the subset."""
         starts = _starts(self.items)
         if self.inverted.any():
             flags = np.repeat(self.inverted, self.items)
@@ -197,7 +198,7 @@ class _Lists:
         return gaps.astype(np.uint32)
 
     def places(self, gaps: Longs) -> Longs:
-        """The subset, from the gaps. Inverse of `gaps`. Raises `WeightsError`."""
+        """Return the subset, from the gaps: the inverse of `gaps`. Raises `WeightsError`."""
         starts, ends = _starts(self.items), np.cumsum(self.listed)
         places = gaps + 1
         np.cumsum(places, out=places)
@@ -238,7 +239,7 @@ def _encode(kind: DType, tile: Tile, old: Codes, new: Codes) -> bytes:
 
 
 def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
-    """Encode a tile from its changes. The items of a tile are grouped into classes, numbered from 0.
+    """Encode the changes of a tile, whose items are grouped into classes.
 
     `items` [classes]: number of items of each class. `where` [changes]: the changed items, numbered by class, then by
     position. `down`, `size` [changes]: whether each change goes down, and its number of ULP steps.
@@ -304,7 +305,7 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
 
 
 def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
-    """Decode a tile after its mode byte: the inverse of `pack`. Return its arguments `where`, `down` and `size`.
+    """Decode what `pack` encoded, except for the first byte. Return `where`, `down` and `size` as given to `pack`.
 
     `items` [classes]: number of items of each class. Raises `WeightsError` for bytes that no encoder wrote.
     """
@@ -323,7 +324,7 @@ def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Code
 
 
 def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
-    """Decode the `count` new items of a raw tile, after its mode byte. Raises `WeightsError`."""
+    """Decode the `count` new items of a tile that is stored raw, except for its first byte. Raises `WeightsError`."""
     new = np.frombuffer(reader.take(count * kind.items.itemsize), kind.items.newbyteorder("<"))
     reader.end()
     if kind.width < 8 * kind.items.itemsize and new.size and int(new.max()) >> kind.width:
@@ -332,7 +333,10 @@ def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
 
 
 def in_place_order(where: Longs, items: Codes, count: int) -> tuple[Numbers, Codes]:
-    """Sort the changes of a tile of `count` items by position: the positions `where`, and the new items there."""
+    """Sort the changes of a tile by position. Return the positions, and the new items there.
+
+    `where`: the positions, `items`: the new items, `count`: the number of items of the tile.
+    """
     if 16 * where.size < count:
         order = np.argsort(where)
         return where[order].astype(np.uint32), items[order]

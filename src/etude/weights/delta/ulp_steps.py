@@ -37,7 +37,7 @@ def from_order(ordered: Codes, kind: DType) -> Codes:
 
 
 def exponents(items: Codes, kind: DType) -> npt.NDArray[np.uint8]:
-    """Return the exponent bits of each item, [N] uint8; 0 for integers."""
+    """Return the exponent bits of each item (a float as an unsigned integer), [N] uint8; 0 for integers."""
     if kind.exponent_shift is None:
         return np.zeros(items.size, np.uint8)
     bits = kind.width - 1 - kind.exponent_shift
@@ -57,13 +57,13 @@ def steps_between(old: Codes, new: Codes, kind: DType) -> tuple[npt.NDArray[np.b
 
 
 def step_from(old: Codes, down: npt.NDArray[np.bool_], sizes: Numbers, kind: DType) -> Codes:
-    """Return the new items, given old items and steps: the inverse of `steps_between`."""
+    """Return the new items, given the old ones and the steps: the inverse of `steps_between`."""
     step, ordered = sizes.astype(old.dtype), to_order(old, kind)
     return from_order(_within(np.where(down, ordered - step, ordered + step), kind), kind)
 
 
 def _ones_where_negative(items: Codes, kind: DType) -> Codes:
-    """All ones for an item with a set sign bit, else 0."""
+    """Return all ones for an item with a set sign bit, else 0."""
     lift = 8 * items.itemsize - kind.width
     ones = ((items << _one(items, lift)).view(f"i{items.itemsize}") >> (8 * items.itemsize - 1)).view(items.dtype)
     return _within(ones, kind)

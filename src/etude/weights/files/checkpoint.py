@@ -227,7 +227,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> str:
-    """Read an index, which must only name files of its own directory. Returns its text. Raises `CheckpointError`."""
+    """Read the text of an index, which must only name files of its own directory. Raises `CheckpointError`."""
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -243,7 +243,6 @@ def _read_index(path: Path) -> str:
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
-    """Check that every tensor is in the file that the index names for it. Raises `CheckpointError`."""
     for name, file in weight_map.items():
         found = places[name][0] if name in places else "no file"
         if found != file:

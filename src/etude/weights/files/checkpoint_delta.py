@@ -147,7 +147,6 @@ def open_delta(path: Path) -> Iterator[DeltaFile]:
 
 
 def _check_free_space(file: DeltaFile, folder: Path) -> None:
-    """Raise `StoreError` if the disk has too little free space for the target. Called before anything is decoded."""
     with store_errors(f"{folder} cannot be written"):
         free = shutil.disk_usage(folder).free
     if file.target_bytes > free:

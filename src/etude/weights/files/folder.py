@@ -105,7 +105,10 @@ class CheckpointFolder:
 
     @property
     def followed(self) -> FollowedPointer | None:
-        """The store's pointer that led to the version; None if none was passed to `adopt` or `remember`."""
+        """The store's pointer (its record of the newest version) that led to the version.
+
+        None if none was passed to `adopt` or `remember`.
+        """
         return self._state.followed if self._state else None
 
     @property
@@ -153,9 +156,9 @@ class CheckpointFolder:
         return num_bytes
 
     def remember(self, followed: FollowedPointer) -> None:
-        """Store the pointer that led to the held version, durably. Does nothing if it names another version.
+        """Store the pointer (the store's record of the newest version) that led to the held version, durably.
 
-        Raises `StoreError`.
+        Does nothing if it names another version. Raises `StoreError`.
         """
         if self._state is None or self._state.version != followed.version or self._state.followed == followed:
             return

@@ -24,7 +24,7 @@ from etude.weights.tensors import Spec, tensor_digest
 
 @dataclass(frozen=True)
 class AdoptedVersion:
-    """A version that was written to the directory, and the work it took.
+    """A version that `FolderFollower.advance` wrote to the directory, and the work it took.
 
     `list_bytes`: memory of the decoded lists of changes. `fetch_s`: seconds of fetching, decoding and verifying.
     `healed`: the errors of the ways to fetch the version that failed before one worked.
@@ -40,7 +40,7 @@ class AdoptedVersion:
 
 
 class FolderFollower:
-    """Moves a `CheckpointFolder` to the newest version of a channel. Not thread-safe.
+    """Moves a checkpoint directory (`folder`) to the newest version of channel `name`. Not thread-safe.
 
     The other arguments are those of `Follower`. Raises `StoreError`.
     """
@@ -160,5 +160,5 @@ def _spec_text(spec: Spec | None) -> str:
 
 
 def list_bytes(update: Update) -> int:
-    """Return the memory of the lists of changes in an update, in bytes."""
+    """Return the memory of the lists of changed elements in an update, in bytes."""
     return sum(places.nbytes + codes.nbytes for places, codes in update.changed.values())

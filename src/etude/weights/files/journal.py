@@ -70,7 +70,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def write_journal(journal: Journal) -> bytes:
-    """Encode a journal."""
+    """Encode a journal as the bytes of its file."""
     listed = [_Listed(c.file, c.start, c.codes.itemsize, c.codes.size, c.places is None) for c in journal.changes]
     header = msgspec.json.encode(_Header(journal.version, listed, journal.moves, journal.removes, journal.followed))
     parts = [_HEAD.pack(MAGIC, FORMAT, 0, len(header)), header]

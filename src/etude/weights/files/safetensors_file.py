@@ -141,9 +141,9 @@ def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
 
 
 def codes_at(memory: Any, place: Place) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the flat codes of a tensor in a buffer of the complete file.
+    """Return the elements of a tensor as a flat array of unsigned integers, given a buffer of the complete file.
 
-    They are writable if the buffer is, and may be unaligned.
+    The array is a view: writable if the buffer is, and perhaps unaligned.
     """
     spec = place.spec
     return np.frombuffer(memory, DTYPES[spec.dtype].codes, spec.size, place.start if spec.size else 0)

@@ -19,7 +19,7 @@ def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
     """Map the `model.state_dict()` of a `transformers` model (5.x): checkpoint name -> where the tensor is in memory.
 
     The names are those of the checkpoint, except for stacked experts: `experts.gate_up_proj` [E, 2I, H] and
-    `experts.down_proj` [E, H, I]. Raises `WeightsError` for other shapes of these.
+    `experts.down_proj` [E, H, I] are split by expert. Raises `WeightsError` if these have other than three dimensions.
     """
     return merge_pieces(
         *(_experts(name, value, ".gate_up_proj", ".down_proj") or named({name: value}) for name, value in live.items())

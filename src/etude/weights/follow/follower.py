@@ -94,7 +94,7 @@ class Follower:
 
     @property
     def followed(self) -> FollowedPointer | None:
-        """The store's pointer to the held version; None before the first update.
+        """The store's pointer (its record of the newest version) as followed last; None before the first update.
 
         Pass it to a new follower, also in another process, which then refuses a pointer that moved back.
         """
@@ -165,7 +165,6 @@ class Follower:
         self._held = HeldVersion(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
 
     def _move(self, target: Manifest, started: float) -> Update | None:
-        """Move to a version and hold it; None if it is held already."""
         if target.version == self.version:
             return None
         self._check_size(target)

@@ -180,8 +180,6 @@ class FollowerProcess:
 
 
 class _Child:
-    """One child process and the socket to it."""
-
     def __init__(self, args: bytes) -> None:
         self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end:
@@ -199,8 +197,7 @@ class _Child:
         return self._process.pid
 
     def send(self, request: Request, deadline_s: float) -> tuple[Response, list[int]]:
-        """Send a request. Returns the response and the file descriptors that came with it. Raises `OSError`,
-        `EOFError`, `TimeoutError`."""
+        """Send a request. Return the response and its file descriptors. Raises `OSError`, `EOFError`, `TimeoutError`."""
         self._socket.settimeout(deadline_s)
         self._socket.send(msgspec.msgpack.encode(request))
         flags = socket.MSG_CMSG_CLOEXEC
@@ -210,7 +207,6 @@ class _Child:
         return msgspec.msgpack.decode(data, type=Response), fds
 
     def end(self) -> int:
-        """Kill the process and wait for its end. Returns its exit code."""
         self._process.kill()
         exit_code = self._process.wait(_END_S)
         self._socket.close()

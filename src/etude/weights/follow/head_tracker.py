@@ -29,14 +29,17 @@ class Behind(WeightsError):
 
 
 class MovedBack(WeightsError):
-    """Raised if the pointer moved back to an older version without the new generation that marks a rollback."""
+    """Raised if a channel's pointer names an older version than before, without the mark of an intended rollback.
+
+    That mark is a higher `generation` of the pointer.
+    """
 
 
 class FollowedPointer(msgspec.Struct, frozen=True):
-    """A note of the pointer that a reader followed last, by which it recognises a pointer that moved back.
+    """What a reader notes of the pointer (the record of the newest version) that it followed last.
 
-    `pointer`: its key in the store. `version`: the version that it named. The pair (`generation`, `serial`), of the
-    pointer and of that version, never decreases.
+    By this it recognises a pointer that moved back. `pointer`: its key in the store. `version`: the version that it
+    named. The pair (`generation` of the pointer, `serial` of the version) never decreases.
     """
 
     pointer: str
@@ -46,7 +49,7 @@ class FollowedPointer(msgspec.Struct, frozen=True):
 
 
 class HeadTracker:
-    """Reads the pointer of a channel or of a branch, and remembers which one was followed last.
+    """Reads the pointer (the record of the newest version) of a channel or branch, and refuses one that moved back.
 
     `public_key` (32 bytes): accept only pointers signed by this key. `followed`: the pointer that an earlier reader
     followed last; ignored if it is of another channel or branch.

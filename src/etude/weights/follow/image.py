@@ -126,7 +126,6 @@ def _populate(memory: mmap.mmap) -> None:
 
 
 def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
-    """Write everything. Returns the offset of the table."""
     at = 0
     entries = []
     for name, tensor in tensors.items():
@@ -144,7 +143,7 @@ def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _write(fd: int, at: int, values: npt.NDArray[Any]) -> int:
-    """Write an array. Returns the aligned offset after it."""
+    """Write an array at an offset. Return the aligned offset after it."""
     data = np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
     end = at + len(data)
     while data:  # one call writes 2 GiB at most

@@ -34,7 +34,7 @@ _SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # torch dtypes by wi
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scatter:
-    """A call that writes codes to indices of flat host memory.
+    """A call that writes codes (elements as unsigned integers) to the indices `places` of flat host memory.
 
     `places`: uint32 for the native kernels, else int64.
     """
@@ -54,7 +54,7 @@ class Scatter:
 
 @dataclass(eq=False)
 class DeviceScatter:
-    """A call that writes codes to indices of a device's storage. Everything is on the device already.
+    """A call that writes codes (elements as integers) to indices of a device's storage. All is on the device already.
 
     `storage`: the complete storage as a 1-D torch tensor of signed integers. `places`: int64 torch tensor of indices
     into it. `codes`: torch tensor.
@@ -69,7 +69,7 @@ class DeviceScatter:
 
 
 def batch_calls(calls: Sequence[Call]) -> Call:
-    """Combine calls into one.
+    """Combine calls into one that does the work of all.
 
     Scatters into host memory become one call of the native kernels, if available. Scatters into the same device storage
     become one, since thousands of kernel launches would take longer than the writes.
@@ -168,9 +168,10 @@ class Window:
         return found
 
     def read(self, places: Places | None = None, arena: Arena | None = None) -> Codes:
-        """Return a copy of the codes at indices of `flat`, in host memory; None: all codes, in C order of `shape`.
+        """Return a copy, in host memory, of the elements at the indices `places` of `flat`, as unsigned integers.
 
-        The copy is allocated from `arena` if that is given and the memory is the host's.
+        `places` None: all elements, in C order of `shape`. The copy is allocated from `arena` if that is given and the
+        memory is the host's.
         """
         flat = self.flat
         if isinstance(flat, np.ndarray):
@@ -184,15 +185,15 @@ class Window:
         return _host(self.flat[_to_device(places.astype(np.int64, copy=False), self.flat.device)])
 
     def equals(self, codes: Codes) -> bool:
-        """Return whether the memory equals these codes, which must have its shape."""
+        """Return whether the memory equals these codes (elements as unsigned integers), which must have its shape."""
         if isinstance(self.view, np.ndarray):
             return np.array_equal(self.view, codes)
         return bool(_torch().equal(self.view, _to_device(codes.view(_SIGNED[self.itemsize]), self.view.device)))
 
     def writer(self, places: Places, codes: Codes) -> Call:
-        """Return a function that writes codes at indices of `flat`: a `Scatter` or `DeviceScatter`.
+        """Return a function that writes `codes` (elements as unsigned integers) to the indices `places` of `flat`.
 
-        For a device, indices and codes are copied there now.
+        For a device, indices and codes are copied there now, so that calling the function only scatters them.
         """
         flat = self.flat
         if isinstance(flat, np.ndarray):
@@ -203,7 +204,10 @@ class Window:
         return DeviceScatter(storage, from_start, _to_device(codes.view(_SIGNED[self.itemsize]), flat.device))
 
     def fill(self, codes: Codes) -> None:
-        """Write all elements, from codes of the same shape. Needs no extra memory on a host."""
+        """Write all elements, from their bits as unsigned integers (`codes`) of the same shape.
+
+        Needs no extra memory on a host.
+        """
         if isinstance(self.view, np.ndarray):
             np.copyto(self.view, codes)
         else:

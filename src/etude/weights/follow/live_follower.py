@@ -56,10 +56,10 @@ class _Result:
 
 
 class LiveFollower:
-    """Follows one channel of a store, or a branch of it, with live memory as its copy of the weights. Not thread-safe.
+    """Follows a channel of a store like `Follower`, but uses an engine's own memory as its copy of the weights.
 
     `live`: the engine's memory by checkpoint name, or a function that returns it. Nothing may write it from `prepare`
-    until the update was applied or abandoned. The other arguments are those of `Follower`.
+    until the update was applied or abandoned. The other arguments are those of `Follower`. Not thread-safe.
 
     >>> from etude.stores import MemoryStore
     >>> LiveFollower(MemoryStore(), {}).prepare() is None
@@ -90,7 +90,7 @@ class LiveFollower:
 
     @property
     def followed(self) -> FollowedPointer | None:
-        """The store's pointer that was followed last; None before the first.
+        """The store's pointer (its record of the newest version) as followed last; None before the first update.
 
         Pass it to a new follower, also in another process, which then refuses a pointer that moved back.
         """
@@ -273,7 +273,6 @@ def _from_live(live: Tensor | None, before: Changes | Tensor | None, one: Change
 
 
 def _written(live: Tensor | None, *changes: Changes | Tensor | None) -> Tensor | None:
-    """Apply changes to a tensor; returns it unchanged if nothing changes."""
     made = live
     for one in changes:
         if isinstance(one, Tensor):
@@ -315,7 +314,6 @@ def _checksum(live: Tensor | None, one: Changes | Tensor) -> str:
 
 
 def _pieces(codes: Codes, changes: Changes) -> Iterator[Codes]:
-    """Yield the codes with the changes applied, piece by piece."""
     most = PIECE_BYTES // codes.itemsize
     starts = range(0, codes.size, most)
     firsts = np.searchsorted(changes.positions, np.array(starts, changes.positions.dtype)).tolist()

@@ -24,7 +24,10 @@ _PART = re.compile(r"(.+)\[(0|[1-9][0-9]{0,12}):([1-9][0-9]{0,12})\]", re.DOTALL
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Rows [start, stop) of a tensor, along its first dimension. `tensor`: the name of the complete tensor."""
+    """Rows [start, stop) of a tensor, along its first dimension, that are published as a tensor of their own.
+
+    `tensor`: the name of the complete tensor.
+    """
 
     tensor: str
     start: int
@@ -37,7 +40,7 @@ class Part:
 
 
 def part_of(name: str) -> Part | None:
-    """Parse the name of a part; None if it is the name of a complete tensor.
+    """Parse the name of a part of a tensor; return None for the name of a complete tensor.
 
     >>> part_of("w[512:1024]"), part_of("w")
     (Part(tensor='w', start=512, stop=1024), None)
@@ -48,7 +51,7 @@ def part_of(name: str) -> Part | None:
 
 
 def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """Return the dtype and shape of each complete tensor, from those of published tensors and parts.
+    """Return the dtype and shape of each complete tensor, from those of published tensors and parts (`w[0:512]`).
 
     Raises `WeightsError` unless the parts of a tensor follow each other from row 0 without a gap, with equal dtype and
     row shape. Whether the last part is missing cannot be seen here.
@@ -72,7 +75,7 @@ def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Concatenate parts to complete tensors, and return all complete tensors by name.
+    """Concatenate parts (`w[0:512]`, `w[512:1024]`) to complete tensors, and return all complete tensors by name.
 
     Tensors that are complete already are the same objects. Raises as `full_specs` does.
 
@@ -92,9 +95,9 @@ def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors and parts with these names: the inverse of `assemble`. Parts are views of complete tensors.
+    """Return the tensors and parts with these names, such as `w` and `w[0:512]`: the inverse of `assemble`.
 
-    Names whose tensor is missing or has fewer rows are left out.
+    Parts are views of complete tensors. Names whose tensor is missing or has fewer rows are left out.
     """
     found = {}
     for name in names:

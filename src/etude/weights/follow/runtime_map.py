@@ -68,7 +68,7 @@ class Piece:
         return None if self.box is None else tuple(stop - start for start, stop in self.box)
 
     def check(self, name: str, spec: Spec) -> None:
-        """Raise `WeightsError` unless this memory can hold its part of the tensor exactly. `name`: for the error."""
+        """Raise `WeightsError` unless this memory can hold its part of a tensor exactly. `name`: for the error."""
         inside = self.box is None or (
             len(self.box) == len(spec.shape)
             and all(0 <= a <= b <= n for (a, b), n in zip(self.box, spec.shape, strict=True))
@@ -141,7 +141,6 @@ class Piece:
         return all(np.array_equal(window.flat[one], self._converted(spec.dtype, flat[one])) for one in pieces)
 
     def _converted(self, dtype: str, codes: Codes) -> Codes:
-        """Convert published codes to the memory's dtype."""
         convert = _EXACT.get((dtype, self.window.dtype))
         if convert is None:
             return codes
@@ -165,7 +164,7 @@ class Derived:
 
 
 class Map:
-    """All places of all tensors in an engine. Raises `WeightsError` if two places overlap without being equal.
+    """The places of all tensors in an engine's memory. Raises `WeightsError` if two places overlap without being equal.
 
     `pieces`: checkpoint name -> the pieces that hold the tensor. `derived`: memory that is computed from tensors.
     `ignored`: names of published tensors that this engine does not use.
@@ -188,12 +187,12 @@ def piece(name: str, value: Any, box: Sequence[tuple[int, int]] | None = None) -
 
 
 def named(live: Mapping[str, Any]) -> dict[str, list[Piece]]:
-    """Map complete tensors whose names are the checkpoint's: `named(model.state_dict())`."""
+    """Map complete tensors that have the names of the checkpoint, for instance `named(model.state_dict())`."""
     return {name: [piece(name, value)] for name, value in live.items()}
 
 
 def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[Piece]]:
-    """Map tensors that follow one another in `live` along an axis.
+    """Map tensors that follow one another in one array `live`, along an axis. Return name -> pieces.
 
     `parts`: tensor name -> length along that axis, in order. Raises `WeightsError` if the lengths do not add up.
     """

@@ -169,7 +169,7 @@ class Swap:
             raise self._refused("the probe returned False")
 
     def undo(self) -> None:
-        """Write back the old codes. Raises `WeightsError` if nothing was applied or the old codes were not kept."""
+        """Write back the old weights. Raises `WeightsError` if nothing was applied or they were not kept."""
         if not self.applied or not self.undoable:
             why = "it is committed, or was prepared with undoable=False" if self.applied else "it was not applied"
             raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that you want")
@@ -242,7 +242,7 @@ def _spec(known: Tensor | Spec) -> Spec:
 
 
 def _nothing() -> None:
-    """Does nothing: the undo of an update whose old codes were not kept."""
+    """Do nothing: the undo of an update whose old codes were not kept."""
 
 
 def _check_equal(first: _PlannedWrite, second: _PlannedWrite, tensors: Known) -> None:

@@ -29,11 +29,11 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The items of some tiles, cut into blocks. All tensors are on the device.
+    """The items (elements) of some tiles, cut into blocks, each of which one device program reads.
 
-    `table` [blocks, len(FIELDS)] int64: one row per block, with the columns of `FIELDS`. `tile` [blocks]: the index of
-    the block's tile. `first` [tiles]: the first block of each tile. `full` (int32): the numbers of the blocks that can
-    be read without masks; `partial`: those of all others.
+    All tensors are on the device. `table` [blocks, len(FIELDS)] int64: one row per block, with the columns of `FIELDS`.
+    `tile` [blocks]: the index of the block's tile. `first` [tiles]: the first block of each tile. `full` (int32): the
+    numbers of the blocks that can be read without masks; `partial`: those of all others.
     """
 
     table: torch.Tensor
@@ -49,7 +49,10 @@ class Blocks:
 
 
 def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width: int, block: int) -> Blocks:
-    """Cut the items of tiles into blocks of at most `block` items. `width`: bits per item."""
+    """Cut tiles (parts of tensors) into blocks of at most `block` items, each of which one device program reads.
+
+    `old[i]`, `new[i]`: the items of tensor i in both snapshots. `width`: bits per item.
+    """
     of_piece = [
         (i, tile.high, tile.classes, old[t].address, new[t].address, *shape)
         for i, tile in enumerate(tiles)
@@ -80,7 +83,7 @@ def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width
 
 
 def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
-    """Return a table of the pieces of all tiles, and where the pieces of each tile start in it.
+    """Return a table of the rectangles (pieces) of all tiles, and where those of each tile start in it.
 
     The table is [pieces, 6]: address, start, cols, stride, position in the tile, number of items. The second array is
     [tiles + 1].

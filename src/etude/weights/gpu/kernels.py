@@ -45,7 +45,7 @@ Unpacked = tuple[Longs, Flags, Numbers]
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """The changes of some tiles, on the device.
+    """The changes of some tiles (parts of tensors), on the device.
 
     `splits` [tiles + 1]: where each tile's changes start. `places` [changes] int32: positions in their tile, unordered.
     `codes` [changes]: the new items, one integer each.
@@ -108,7 +108,7 @@ class DeviceKernels:
     def lists(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[Lists]:
-        """Decode tiles to lists of changes on the device. `payloads`: the bytes of each tile.
+        """Decode tiles to lists of changes on the device. `payloads`: the encoded bytes of each tile.
 
         Raises `WeightsError` for bytes that no encoder wrote.
         """
@@ -122,7 +122,10 @@ class DeviceKernels:
         return _scatter(lists, new, read=False)
 
     def read(self, lists: Lists, old: Sequence[Items]) -> Lists:
-        """Return `lists` with the items that are at their positions now. Writing these later undoes the update."""
+        """Return lists like `lists`, with the items that are in memory now instead of the new ones.
+
+        Writing the result later undoes the update.
+        """
         held = Lists(lists.kind, lists.tiles, lists.splits, lists.places, torch.empty_like(lists.codes))
         _scatter(held, old, read=True)()
         return held
@@ -357,7 +360,6 @@ def _sampled(items: Items, kind: DType, stride: int) -> torch.Tensor:
 
 
 def _host(lists: torch.Tensor) -> Any:
-    """Copy the lists to host memory, in one copy."""
     pinned = torch.empty(lists.shape, dtype=lists.dtype, pin_memory=lists.is_cuda)
     return pinned.copy_(lists).numpy()
 

@@ -19,7 +19,7 @@ _CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # t
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The items of one tensor in device memory.
+    """The items of one tensor in device memory: its elements as integers, or halves of them (`tensors.DType`).
 
     `codes`: 1-D, contiguous; uint8, int16 or int32, with two 4-bit items per byte. `size`: the number of items.
     """
@@ -59,7 +59,7 @@ class Items:
 
 
 def fetched(tile: Tile, arrays: list[Items], kind: DType) -> Codes:
-    """Copy a tile's items to host memory, in order. `arrays`: the items of each tensor."""
+    """Copy the items of a tile to host memory, in order. `arrays`: the items of each tensor."""
     parts = []
     for piece in tile.pieces:
         if not piece.size:

@@ -40,7 +40,10 @@ def at(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def unpacked(word, index, WIDTH: tl.constexpr):
-    """Return items as 32-bit integers; bits above their width are 0."""
+    """Return items (elements as integers of `WIDTH` bits) as 32-bit integers; bits above `WIDTH` are 0.
+
+    `word`: the loaded words. `index`: the numbers of the items; two 4-bit items share a word.
+    """
     item = word.to(tl.uint32)
     if WIDTH == 4:
         item = (item >> ((index & 1) * 4).to(tl.uint32)) & 15
@@ -51,9 +54,10 @@ def unpacked(word, index, WIDTH: tl.constexpr):
 
 @triton.jit
 def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the item numbers of a block, and a mask of those that exist.
+    """Return the numbers of the items of a block, and a mask of those that exist.
 
-    The numbers are relative to the tensor, or in a full block to its first item.
+    `row`: pointer to the block's row in the table of blocks. The numbers are relative to the tensor, or in a full block
+    to its first item.
     """
     j = tl.arange(0, BLOCK)
     if FULL:
@@ -69,7 +73,10 @@ def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def items(row, side: tl.constexpr, index, inside, WIDTH: tl.constexpr, FULL: tl.constexpr):
-    """Return pointers to a block's items in one snapshot, and the items."""
+    """Load the items of a block from one snapshot. Return pointers to them, and the items.
+
+    `row`: pointer to the block's row in the table of blocks. `side`: OLD or NEW. `index`, `inside`: from `numbers`.
+    """
     address = tl.load(row + side)
     if FULL:
         address += tl.load(row + START) * WIDTH // 8
@@ -81,7 +88,11 @@ def items(row, side: tl.constexpr, index, inside, WIDTH: tl.constexpr, FULL: tl.
 
 @triton.jit
 def classes_of(row, old, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Return the class of each item of a block, from its old code."""
+    """Return the class of each item of a block, which follows from the exponent of its old code.
+
+    `row`: pointer to the block's row in the table of blocks. `old`: the old items. `SHIFT`, `EXPONENTS`: shift and mask
+    of the exponent.
+    """
     exponent = ((old >> SHIFT) & EXPONENTS).to(tl.int32)
     last = tl.load(row + CLASSES).to(tl.int32) - 1
     return tl.minimum(tl.maximum(tl.load(row + HIGH).to(tl.int32) - exponent, 0), last)
@@ -91,7 +102,7 @@ def classes_of(row, old, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr):
 def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the number of items of the same class before each item of a block.
 
-    `GROUPS`: groups of four classes; 0: a single class.
+    `kind`: the class of each item; `inside`: which items exist. `GROUPS`: groups of four classes; 0: a single class.
     """
     rank = tl.arange(0, BLOCK)
     if GROUPS > 0:
@@ -106,7 +117,7 @@ def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Map items to the monotone scale of `ulp_steps.to_order`."""
+    """Map items to integers in the order of the floats that they stand for, as `ulp_steps.to_order` does."""
     if EXPONENTS != 0:
         negative = ((item >> (WIDTH - 1)) & 1) == 1
         item = tl.where(negative, item ^ (2**WIDTH - 1), item ^ (2 ** (WIDTH - 1)))
@@ -115,7 +126,7 @@ def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Return items moved by `step` on the monotone scale."""
+    """Return each old item moved by `step` ULP steps (signed) in the order of floats."""
     item = in_order(old, WIDTH, EXPONENTS) + step.to(tl.uint32, bitcast=True)
     if EXPONENTS != 0:
         positive = ((item >> (WIDTH - 1)) & 1) == 1
@@ -125,7 +136,7 @@ def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def bits_below(word, bit):
-    """Return the number of set bits of a word below a bit."""
+    """Return the number of set bits of a word below the bit with number `bit`."""
     x = word & ((1 << bit) - 1)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -196,7 +207,7 @@ def count(
     blocks, which, counts,
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the items of each class in a block."""
+    """Count the items of each class in a block, and store the counts in the block's row of `counts`."""
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
     index, inside = numbers(row, FULL, BLOCK)
@@ -207,7 +218,7 @@ def count(
 
 @triton.jit
 def mark(where, words, size, CHUNK: tl.constexpr):
-    """Set the bits with the numbers `where` in an array of words."""
+    """Set the bits with the numbers `where[:size]` in an array of 32-bit words."""
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     bit = tl.load(where + i, mask=i < size, other=0)
     tl.atomic_or(words + (bit >> 5), tl.full([CHUNK], 1, tl.int32) << (bit & 31), mask=i < size)

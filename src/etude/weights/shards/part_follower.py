@@ -82,10 +82,10 @@ def fetch_some(
     tensors: Mapping[str, Tensor] | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> plans.Rebuilt:
-    """Fetch and verify the wanted tensors of `target` by the cheapest plan that works.
+    """Fetch and verify the wanted tensors of version `target`, with the fewest bytes.
 
-    The result also has the tensors that share tiles with them, which the next version may need. The other arguments and
-    the errors are those of `plans.fetch_version`.
+    `wants(name)` returns whether a tensor is wanted. The result also has the tensors that are coded together with
+    wanted ones, which the next version may need. The other arguments and the errors are those of `plans.fetch_version`.
     """
     search, failures = plans.Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
@@ -137,7 +137,6 @@ class _Walk:
         self.at: plans.Hop | None = None  # the current hop, for error messages
 
     def take(self, plan: plans.Plan, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a plan from start to end. Returns the tensors."""
         last = {entry.name for entry in plan.hops[-1].manifest.tensors}
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
@@ -183,7 +182,6 @@ def _objects_with(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, S
 def _decode_hop(
     hop: plans.Hop, objects: Sequence[_Opened], names: frozenset[str], base: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Decode the tensors of these names from one hop's objects."""
     made: dict[str, Tensor] = {}
     for one in objects:
         old = [base.get(entry.name) if hop.way.base else None for entry in one.entries]
@@ -196,7 +194,6 @@ def _decode_hop(
 
 
 def _verify(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
-    """Compare each tensor with the manifest. Returns the tensors. Raises `TensorMismatch`."""
     for entry in target.tensors:
         if entry.name in made:
             plans.verify_tensor(target, entry, made[entry.name], proof)

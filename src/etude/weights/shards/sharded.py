@@ -205,7 +205,6 @@ class _ShardWriter:
             return _Shard(error=_error_parts(error))
 
     def write(self, order: _Order) -> _Written:
-        """Encode and store what an order asks for."""
         new = list(self._offered.values())
         try:
             old: list[Tensor | None] = [None] * len(new)
@@ -310,7 +309,6 @@ class _Leader(Channel):
         return unknown.ref.version if unknown is not None and unknown.ref is not None else None
 
     def _merge(self, shards: Sequence[_Shard]) -> tuple[TensorEntry, ...]:
-        """Concatenate the tables of all shards to one. Raises `WeightsError`."""
         for rank, shard in enumerate(shards):
             _refuse(rank, shard.error)
         self._counts = [len(shard.entries) for shard in shards]
