@@ -168,7 +168,7 @@ def _newest(store: BlobStore, name: str) -> Version | None:
 def _prove(
     store: BlobStore, manifest: Manifest, ways: tuple[Way, ...], lost: set[str], recent: _RecentVersions
 ) -> tuple[dict[str, Tensor] | None, list[tuple[Way, EtudeError]]]:
-    """Rebuild a version in every way. Return its tensors (None if no way works), and the ways that fail with their errors."""
+    """Rebuild a version in every way. Return its tensors (None if no way works), and the ways that fail."""
     made: dict[str, Tensor] | None = None
     failed: list[tuple[Way, EtudeError]] = []
     for way in ways:

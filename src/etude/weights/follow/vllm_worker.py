@@ -82,7 +82,7 @@ class WorkerExtension:
         _sync_of(self).prepare(None if version is None else Version(**version))
 
     def etude_prepared(self) -> dict[str, Any] | None:
-        """Return the version that waits to be adopted (a dict); None if there is none. Raises the error of preparing."""
+        """Return the version that waits to be adopted (a dict), or None. Raises the error if preparing failed."""
         swap = _sync_of(self).prepared()
         return None if swap is None else _version_fields(swap.version)
 
