@@ -146,7 +146,6 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Published:
-        """Publish the version that `entries` describe. `kept` is passed to `_write`, and kept for the next delta."""
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
             head = self._state = self._current_state()
@@ -215,7 +214,6 @@ class Channel:
         return WriterState(data, pointer.head, tensors, cost, at.serial, pointer.generation)
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
-        """Return the tensors that the next delta is computed from."""
         return plans.rebuild(self._store, at)
 
     def _current_state(self) -> WriterState:
@@ -238,7 +236,6 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Manifest:
-        """Write the version's objects, and return its manifest."""
         nonce = secrets.token_hex(16)
         ways, facts = self._write(head, kept, entries, nonce)
         done("objects")
@@ -304,10 +301,7 @@ class Channel:
         return outcome is not Outcome.SWEPT
 
     def _ref(self, version: Version, head: WriterState) -> Ref:
-        """Return the reference to a version that was published, or at least written, in this channel.
-
-        If its manifest is damaged, take the reference from manifests that name it, so that a copy can be put back.
-        """
+        """Return the reference to a version of this channel; if its manifest is damaged, from others that name it."""
         if head.ref and head.ref.version == version:
             return head.ref
         named: Ref | None = None
@@ -342,7 +336,6 @@ def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, 
 
 
 def _where(store: BlobStore, key: str) -> str:
-    """Return a text for an error: the version that a pointer names."""
     try:
         data = read_pointer_bytes(store, key)
         return f"it names {read_pointer(data).head.version}" if data is not None else "it is missing"

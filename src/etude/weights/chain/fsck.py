@@ -216,7 +216,6 @@ def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> Finding:
 
 
 def _notice(manifest: Manifest, way: Way, error: EtudeError, is_later: bool) -> Finding:
-    """Return the notice for a way that fails while another way to the same version works."""
     kind = "an added way" if is_later else "its delta" if way.base else "its anchor"
     origin = f" from {way.base.version}" if way.base else ""
     return Finding(
@@ -235,10 +234,7 @@ def _was_collected(way: Way, error: EtudeError, taken: set[str], collected: set[
 
 
 def _reachable(store: BlobStore, name: str, found: list[Finding]) -> tuple[list[tuple[Ref, Manifest]], set[str]]:
-    """Return the manifests that every pointer leads to by base and parent, bases first, and all keys that they name.
-
-    A manifest that cannot be read is added to `found`.
-    """
+    """Return the manifests that every pointer leads to, bases first, and their keys; unreadable ones go to `found`."""
     roots = _roots(store, name, found)
     known: dict[str, tuple[Ref, Manifest]] = {}
     seen: set[str] = set()

@@ -100,7 +100,6 @@ def _vouched(whole: list[tuple[Ref, Manifest]], mine: set[str]) -> set[str]:
 
 
 def _count_text(total: int, *, signed: int = 0, mine: int = 0, others: int = 0) -> str:
-    """Return a text: how many manifests of a channel are signed, and by whom."""
     groups = ((signed, "signed"), (mine, "signed with this key"), (others, "signed with another"))
     parts = [f"{count} {'is' if count == 1 else 'are'} {how}" for count, how in groups if count]
     unsigned = total - signed - mine - others

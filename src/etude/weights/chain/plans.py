@@ -389,8 +389,7 @@ def fetch_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> by
 
 
 def _prefetch(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:
-    """Yield each object with a function that waits for its bytes. Up to `AHEAD` further objects are fetched meanwhile.
-    One byte more than expected is requested, to detect objects that are too long."""
+    """Yield each object with a function that waits for its bytes, one more than expected, to detect longer objects."""
 
     def get(item: StoredObject) -> bytes:
         return store.get(item.key, 0, item.num_bytes + 1)

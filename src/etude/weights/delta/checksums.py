@@ -76,8 +76,7 @@ def _sums(old: Codes, new: Codes | None = None, changes: Changes | None = None) 
 def _parts(
     old: Codes, changes: Changes, elements: int = 1 << 31
 ) -> Iterator[tuple[Codes, tuple[npt.NDArray[np.uint32], Codes], int]]:
-    """Split codes that need positions above 32 bits. Yields, per part: its codes, its changes, and the number of its
-    first block."""
+    """Split codes that need positions above 32 bits. Yield the codes, changes and first block of each part."""
     if changes.positions.size and int(changes.positions[-1]) >= old.size:
         raise ValueError(f"position {changes.positions[-1]} is outside of {old.size}")
     for start in range(0, old.size, elements):
@@ -115,10 +114,7 @@ def sums_by_numpy(old: Codes, new: Codes | None = None, changes: Changes | None 
 
 
 def _numpy_sums(codes: Codes, changes: Changes | None = None) -> tuple[int, int]:
-    """Compute the two sums of codes with the changes applied, piece by piece.
-
-    Products of two 16-bit numbers are summed in float64, which represents sums of 4096 of them exactly.
-    """
+    """Compute the two sums of changed codes. Sums of 4096 products of 16-bit numbers are exact in float64."""
     most = _PIECE * BLOCK_BYTES // codes.itemsize
     first = second = 0
     for start in range(0, codes.size, most):

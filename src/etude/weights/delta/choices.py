@@ -41,8 +41,6 @@ _WHOLE_ROW, _PART_OF_ROW = 4096, 2048  # rows up to this length are not cut; min
 
 @dataclass
 class _Group:
-    """Tensors of one dtype that share a tile."""
-
     tensor: int  # the first of them
     counts: Counts  # items by exponent
     bits: int
@@ -108,8 +106,7 @@ def _sample(old: Codes, new: Codes, spec: Spec, kernels: Kernels) -> tuple[Count
 
 
 def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
-    """Choose tiles of about `_TILE_BITS` of delta: much smaller ones are mostly headers, much larger ones force readers
-    of a part to fetch too much."""
+    """Choose tiles of about `_TILE_BITS` of delta: smaller ones are mostly headers, larger ones hinder part readers."""
     tile = MAX_TILE
     while tile > _LEAST_TILE and tile * bits > _TILE_BITS * size:
         tile //= 2
@@ -119,8 +116,7 @@ def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
 
 
 def _classes(counts: Counts, mode: Mode) -> tuple[int, int]:
-    """Choose the exponent of the first class, and the number of classes. Rare exponents at either end are merged with
-    their neighbour."""
+    """Choose the exponent of the first class, and the number of classes; rare exponents are merged."""
     total = int(counts.sum())
     from_above, from_below = np.cumsum(counts[::-1])[::-1], np.cumsum(counts)
     high = int(np.flatnonzero(from_above * 256 >= total)[-1])

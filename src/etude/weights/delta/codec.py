@@ -152,8 +152,7 @@ def changes(
 def _native_changes(
     header: Header, data: bytes | memoryview, held: Sequence[Codes], kernels: NativeKernels, in_order: bool
 ) -> Iterator[tuple[int, Changes]]:
-    """Decode with the native kernels: changes of tensors of one item per code and fewer than 2^32 items, with their
-    checksums, in one pass per tensor."""
+    """Decode with the native kernels what they support: changes of tensors, with checksums, in one pass per tensor."""
     view, offsets, layout = memoryview(data), header.offsets, header.layout
     for kind in DTYPES.values():
         if kind.parts > 1:
@@ -174,10 +173,7 @@ def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Cod
 
 
 def _sides(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[list[Codes | None], list[Codes | None]]:
-    """Return the new and the old items of each tensor.
-
-    New: None if nothing changed. Old: None if there is nothing to compare with.
-    """
+    """Return the new items of each tensor (None: nothing changed) and the old ones (None: nothing to compare with)."""
     after: list[Codes | None] = []
     before: list[Codes | None] = []
     for n, o in zip(new, old, strict=True):
@@ -237,10 +233,7 @@ def parse_object(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
 
 
 def _open(data: bytes | memoryview, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
-    """Parse the header and check that the needed old tensors are there.
-
-    Also return the old items of the tensors that change.
-    """
+    """Parse the header, and return it with the old items of the tensors that change. Raises if one is missing."""
     header = parse_object(data, specs)
     held: list[Codes | None] = []
     for form, spec, known in zip(header.layout.forms, specs, old, strict=True):

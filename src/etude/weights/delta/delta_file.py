@@ -241,8 +241,6 @@ def _text(data: memoryview) -> str:
 
 
 class _Reader:
-    """Takes bytes from the front of a buffer; never reads past the end."""
-
     def __init__(self, data: memoryview, at: int) -> None:
         self._data, self._at = data, at
 

@@ -214,8 +214,7 @@ class _Write:
 
 
 def _put(writes: Sequence[_Write]) -> None:
-    """Do all writes: full tensors first, then changes. Buffers that share memory are written once; their results are
-    equal."""
+    """Do all writes, full tensors first. Buffers that share memory are written once; their results are equal."""
     for one in writes:
         if one.target.ctypes.data != one.whole.ctypes.data:
             one.target[:] = one.whole
@@ -251,8 +250,7 @@ def _pieces(
 def _checked_changes(
     file: DeltaFile, base: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[Codes, codec.Changes | None]]]:
-    """Yield, for each coded tensor, its base codes (or full new codes) and its changes. The checksum of the result is
-    verified without creating it."""
+    """Yield base codes (or full new codes) and changes of each coded tensor, after verifying the result's checksum."""
     for entries, data in _objects(file):
         held = [base.get(entry.name) for entry in entries]
         with _of_this_base(entries, held):

@@ -331,10 +331,7 @@ def _grid_count(spec: Spec, grid: Grid) -> int:
 
 
 def _joined(specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Grid]) -> dict[int, list[int]]:
-    """Return, for each tensor that shares its tile, the tensors that joined it.
-
-    A joined tensor belongs to the last single-tile tensor of its dtype before it.
-    """
+    """Return, for each tensor that shares its tile (the last single-tile one of its dtype), those that joined it."""
     hosts: dict[str, int] = {}
     joined: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}

@@ -376,7 +376,6 @@ def _aligned(*arrays: Codes) -> None:
 
 
 def _open(path: Path) -> Any:
-    """Load the library and declare the signatures of its functions. Raises `OSError`."""
     library = ctypes.CDLL(str(path))
     try:
         version = library.etude_abi_version()

@@ -113,7 +113,6 @@ def _rice_bits(values: Longs, counts: Longs, low: Longs) -> Longs:
 
 
 def _sums(values: Longs, counts: Longs) -> Longs:
-    """Return the sum of each group. No group is empty."""
     return np.add.reduceat(values, _starts(counts)) if counts.size else counts
 
 
@@ -155,13 +154,11 @@ class _Classes:
 
     @classmethod
     def of(cls, items: Longs) -> _Classes:
-        """Return classes of these sizes, without changes."""
         zeros = np.zeros((4, items.size), np.int64)
         return cls(items, zeros[0], zeros[1], np.zeros(items.size, np.bool_), zeros[2], zeros[3])
 
     @property
     def changes(self) -> _Lists:
-        """Which items change."""
         return _Lists(self.items, np.where(self.inverted, self.items - self.changed, self.changed), self.inverted)
 
     @property
@@ -261,7 +258,6 @@ def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
 
 
 def _counts(places: Longs, sizes: Longs) -> Longs:
-    """Return the number of places in each of several consecutive ranges."""
     return np.diff(np.searchsorted(places, np.concatenate([[0], np.cumsum(sizes)])))
 
 
@@ -279,8 +275,7 @@ def _headers(c: _Classes) -> bytes:
 
 
 def _planes(down: Flags, numbers: Sequence[tuple[Numbers, Longs, Longs]]) -> bytes:
-    """Encode all fields after the headers. `numbers`: for each list, the values, the number of values per class, and
-    their Rice parameters."""
+    """Encode all fields after the headers. `numbers`: values, counts per class, and Rice parameters of each list."""
     quotients = [values >> np.repeat(low.astype(np.uint32), counts) for values, counts, low in numbers]
     unaries = [streams.unary(each) for each in quotients]
     fields = [streams.varint(flags.size) for flags in unaries]
@@ -361,8 +356,7 @@ def _read_headers(reader: Reader, c: _Classes) -> None:
 
 
 def _read_planes(reader: Reader, c: _Classes) -> tuple[Flags, Longs, Longs]:
-    """Decode the fields after the headers: which steps go down, and, in order of classes, which items change and by how
-    many steps."""
+    """Decode the fields after the headers: which steps go down, which items change, and by how many steps."""
     lists, long = c.changes, c.long
     groups = [(lists.listed, c.gap_bits), (long.listed, long.low_bits), (c.exceptions, c.size_bits)]
     counts = [int(each.sum()) for each, _ in groups]

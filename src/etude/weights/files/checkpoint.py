@@ -218,7 +218,6 @@ class CheckpointWriter:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names of a directory's safetensors files that belong to its checkpoint."""
     if (folder / INDEX).is_file():
         return sorted(set(json.loads(_read_index(folder / INDEX))["weight_map"].values()))
     if (folder / WEIGHTS).is_file():

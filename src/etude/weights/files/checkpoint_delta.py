@@ -165,7 +165,6 @@ def _write_note(old: Checkpoint, new: Checkpoint) -> bytes:
 
 
 def _read_note(file: DeltaFile, base: Checkpoint) -> tuple[dict[str, str], str | None]:
-    """Return the target's headers by file name, and its index. Raises `WeightsError`."""
     try:
         files = json.loads(file.note)["files"]
         texts = {name: base.index if name == INDEX and text is None else text for name, text in files.items()}

@@ -217,10 +217,7 @@ class CheckpointFolder:
         shutil.rmtree(self.path / NEXT, ignore_errors=True)
 
     def _refuse_links(self) -> None:
-        """Raise `InputError` for linked weight files.
-
-        They are changed in place, and the target of a link (a download cache, say) is not part of this directory.
-        """
+        """Raise `InputError` for linked weight files: writing in place would change files outside of the directory."""
         for name in self._held.headers if self._held else ():
             if (self.path / name).is_symlink():
                 raise InputError(
@@ -283,10 +280,7 @@ def _change(held: Checkpoint, name: str, places: Any, codes: Any, tensor: Tensor
 
 
 def _write_changes(path: Path, changes: list[Change]) -> None:
-    """Write codes into a mapped file and sync it.
-
-    Raises `OSError` for a link, `ValueError` for a file that is too short.
-    """
+    """Write codes into a mapped file and sync it. Raises `OSError` for a link, `ValueError` if it is too short."""
     with open(path, "r+b", opener=_open_no_link) as file, mmap.mmap(file.fileno(), 0) as memory:
         for change in changes:
             kind, count = change.codes.dtype, change.codes.size

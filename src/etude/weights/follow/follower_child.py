@@ -77,10 +77,7 @@ def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response
 
 
 def _news(follower: Follower, held: Version | None) -> Update:
-    """Return the update from `held` to the head.
-
-    If this process held another version than `held`, the update contains all tensors.
-    """
+    """Return the update from `held` to the head; one with all tensors if this process held another version."""
     before, started = follower.version, time.perf_counter()
     update = follower.advance()
     if update is not None and before in (held, None):

@@ -197,7 +197,6 @@ class _Child:
         return self._process.pid
 
     def send(self, request: Request, deadline_s: float) -> tuple[Response, list[int]]:
-        """Send a request. Return the response and its file descriptors. Raises `OSError` or `EOFError`."""
         self._socket.settimeout(deadline_s)
         self._socket.send(msgspec.msgpack.encode(request))
         flags = socket.MSG_CMSG_CLOEXEC

@@ -118,11 +118,7 @@ class HeadTracker:
         return history.head(self._store, self._name, self._branch, public_key=self._public_key)
 
     def _note(self, pointer: Pointer) -> None:
-        """Remember a pointer to the held version.
-
-        Reads the manifest that the pointer names: the held manifest may be any that the store has of that version, and
-        only its tensors were verified.
-        """
+        """Remember a pointer to the held version, after reading its manifest, which may differ from the held one."""
         if pointer == self._noted:
             return
         try:
@@ -132,7 +128,6 @@ class HeadTracker:
         self.followed, self._noted = self._admitted(pointer, named), pointer
 
     def _admitted(self, pointer: Pointer, target: Manifest) -> FollowedPointer:
-        """Return the record of a pointer that may be followed. Raises `MovedBack`."""
         seen = self.followed
         if seen is not None:
             known = target.serial and seen.serial and pointer.head.version != seen.version

@@ -115,11 +115,7 @@ def read_image(fd: int, table_at: int) -> Image:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Map all pages now, so that no page fault occurs in the pause.
-
-    Releases the GIL meanwhile: with MAP_POPULATE, `mmap.mmap` would hold it for a tenth of a second per GB, and delay
-    the engine's steps.
-    """
+    """Map all pages now, not in the pause, and release the GIL meanwhile, which MAP_POPULATE would hold."""
     pages = np.frombuffer(memory, np.uint8)
     if ctypes.CDLL(None).madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), _POPULATE_READ):
         pages[:: mmap.PAGESIZE].max(initial=0)  # an older kernel: touch each page
@@ -143,7 +139,6 @@ def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _write(fd: int, at: int, values: npt.NDArray[Any]) -> int:
-    """Write an array at an offset. Return the aligned offset after it."""
     data = np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
     end = at + len(data)
     while data:  # one call writes 2 GiB at most

@@ -88,10 +88,7 @@ def batch_calls(calls: Sequence[Call]) -> Call:
 
 
 def _by_storage(calls: Sequence[Call]) -> list[Call]:
-    """Merge the scatters into each device storage.
-
-    The single ones become views of the merged one, so no memory is used twice.
-    """
+    """Merge the scatters into each device storage; the single ones become views, so no memory is used twice."""
     groups: dict[tuple[int, object], list[DeviceScatter]] = {}
     for call in calls:
         if isinstance(call, DeviceScatter):

@@ -251,10 +251,7 @@ def _before(hop: plans.Hop, names: Sequence[str], made: _Result, views: Tensors)
 
 
 def _from_live(live: Tensor | None, before: Changes | Tensor | None, one: Changes | Tensor) -> Changes | Tensor:
-    """Combine the result before a hop (`before`) and the hop's change (`one`) to the difference to the live tensor.
-
-    The live tensor has the same spec; None: there is none.
-    """
+    """Combine the result before a hop (`before`) and the hop's change to the difference to the live tensor, if any."""
     if isinstance(one, Tensor):
         return one if live is None else _as_list(live, one)
     if before is None:

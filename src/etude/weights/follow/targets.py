@@ -114,7 +114,6 @@ class Target:
         return pieces
 
     def _check_ties(self, name: str, update: Update, tensors: Known) -> None:
-        """If a tensor changes, all published tensors that share its storage must change. Raises `WeightsError`."""
         for tie in self._map.tied.get(name, ()):
             if tie in tensors and tie not in update.changed and tie not in update.replaced:
                 raise _untied(name, tie, "one of them changed")
@@ -216,10 +215,7 @@ class _Hook:
 
 
 def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Arena | None) -> _Write:
-    """Prepare the write of a piece: changes, or the complete piece if there is no list or scattering would take longer.
-
-    `kept`: allocates what an undo needs; None: the update cannot be undone.
-    """
+    """Prepare the write of a piece, in full if scattering would take longer. `kept`: allocates what an undo needs."""
     window = piece.window
     fill = partial(piece.fill, known.spec, known.codes) if isinstance(known, Tensor) else None
     if change is None:

@@ -205,7 +205,6 @@ class _WeightSync:
         self._follower, self._preparing, self._adopted = self._new_follower(), None, None
 
     def _new_follower(self) -> Follower:
-        """Return a new follower that holds nothing, and still refuses a pointer that moved back."""
         return self._make(followed=self._follower.followed)
 
     def _prepare(self, version: Version | None) -> Swap | None:
@@ -259,7 +258,7 @@ def _version_fields(version: Version) -> dict[str, Any]:
 
 
 def _wait_for_gpu() -> bool:
-    """Wait for the work queued on the GPU. Used as the probe of a swap."""
+    """Wait for the work queued on the GPU, as the probe of a swap."""
     import torch
 
     if torch.cuda.is_available():
@@ -314,10 +313,7 @@ def _refuse_rearranged(name: str, module: Any, *, on_cpu: bool) -> None:
 
 
 def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Call | None]:
-    """Return memory in the order of the checkpoint for a module that is packed, and the function that packs it.
-
-    The CPU build packs linears, embeddings, heads and experts in `process_weights_after_loading`.
-    """
+    """Return memory in the order of the checkpoint for a module that the CPU build packs, and the packing function."""
     import torch
     from vllm.model_executor.layers.linear import LinearBase  # type: ignore[import-not-found]
 

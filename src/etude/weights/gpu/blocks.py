@@ -98,10 +98,7 @@ def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
 
 
 def _shapes(tile: Tile) -> list[tuple[int, ...]]:
-    """Return, for each piece that has items: tensor, start, rows, cols, stride, number of items, position in the tile.
-
-    A piece that is one range has one row.
-    """
+    """Return tensor, start, rows (1 for a range), cols, stride, size and position in the tile of each piece."""
     shapes: list[tuple[int, ...]] = []
     base = 0
     for piece in tile.pieces:

@@ -196,7 +196,6 @@ class DeviceKernels:
     def _listed(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[tuple[list[int], Lists]]:
-        """Return the lists of raw tiles and of coded ones, each with the numbers of its tiles."""
         by_mode = _Payloads(kind, payloads)
         raw = self._raw(kind, tiles, by_mode, old)
         found = [(list(by_mode.raw), raw)] if raw else []
@@ -291,10 +290,7 @@ class _Numbered:
 
 
 def _scatter(lists: Lists, arrays: Sequence[Items], *, read: bool) -> Callable[[], None]:
-    """Return a function that writes the items to their positions, or reads them.
-
-    Its tables are copied to the device now.
-    """
+    """Return a function that writes or reads the items at their positions. Tables are copied to the device now."""
     table, firsts = blocks.pieces(lists.tiles, arrays)
     chunks = [
         (first, min(first + SPREAD, stop), *firsts[tile : tile + 2].tolist())
@@ -328,7 +324,6 @@ def _constants(kind: DType) -> dict[str, int]:
 
 
 def _exponents(kind: DType) -> tuple[int, int]:
-    """Return the shift and the mask of the exponent of an item; 0 for integers."""
     if kind.exponent_shift is None:
         return 0, 0
     return kind.exponent_shift, (1 << kind.width - 1 - kind.exponent_shift) - 1

@@ -158,7 +158,6 @@ def apply(
 
 
 def _held(data: bytes, specs: Mapping[str, Spec], live: Mapping[str, torch.Tensor]) -> tuple[Header, list[Items]]:
-    """Return the header, and the memory of each tensor that the object changes."""
     header = codec.parse_object(data, list(specs.values()))
     held = []
     for form, (name, spec) in zip(header.layout.forms, specs.items(), strict=True):
@@ -169,7 +168,6 @@ def _held(data: bytes, specs: Mapping[str, Spec], live: Mapping[str, torch.Tenso
 
 
 def _wholes(header: Header, data: bytes, held: Sequence[Items]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the memory of tensors that are stored in full, and their codes in host memory."""
     found = []
     for i, form in enumerate(header.layout.forms):
         if form == WHOLE:

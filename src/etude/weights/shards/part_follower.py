@@ -122,15 +122,11 @@ class _NotHeld(WeightsError):
 
 @dataclass(frozen=True)
 class _Opened:
-    """An object whose header was read, and the entries that it covers."""
-
     entries: Sequence[TensorEntry]
     parts: Parts
 
 
 class _Walk:
-    """Runs one plan for the wanted tensors only."""
-
     def __init__(self, store: BlobStore, wants: Wants) -> None:
         self._store, self._wants = store, wants
         self.fetched_bytes = 0

@@ -225,7 +225,6 @@ class _ShardWriter:
             return _Written(error=_error_parts(error))
 
     def hold(self, end: _End) -> None:
-        """Keep the tensors that are published, or may be, for the next delta."""
         if end.version is not None:
             last = {} if end.published is not None else self._held
             self._held = {**last, end.version: self._offered}
@@ -246,10 +245,7 @@ class _ShardWriter:
         return put_objects(self._store, self._name, order.nonce, new, lambda a, b: old[a:b])
 
     def _base(self, ref: Ref) -> dict[str, Tensor] | None:
-        """Return this rank's tensors of the version published last; None if the store no longer has them.
-
-        They are in memory, or read back from the store after a restart.
-        """
+        """Return this rank's tensors of the version published last, or read them back; None if they are lost."""
         if ref.version not in self._held:
             try:
                 at = history.load(self._store, ref)
@@ -330,11 +326,7 @@ class _Leader(Channel):
     def _write(
         self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], PublishMetrics]:
-        """Let all ranks write, and combine the results.
-
-        An anchor is due by the deltas published so far, so it is written one version later than by `Channel`, which
-        also counts the current delta.
-        """
+        """Let all ranks write, and combine the results. An anchor is one version later than by `Channel`."""
         base = head.ref if head.tensors is not None else None
         order = _Order(nonce, base, base is None or (self._anchors and head.cost.is_due))
         written = self._ask(order)
