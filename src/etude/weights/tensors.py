@@ -44,7 +44,7 @@ class DType:
 
     @property
     def codes(self) -> np.dtype[Any]:
-        """The numpy dtype of the codes: unsigned, `bits` wide."""
+        """The numpy dtype of the codes (elements as unsigned integers): unsigned, `bits` wide."""
         return np.dtype(f"u{self.bits // 8}")
 
     @property
@@ -167,7 +167,7 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """Size of the elements in bytes."""
         return self.codes.nbytes
 
     def copy(self) -> Tensor:

@@ -68,7 +68,7 @@ def drop(store: BlobStore, name: str, branch: str) -> None:
 
 
 def list_branches(store: BlobStore, name: str) -> dict[str, Pointer]:
-    """Return the pointer of each branch of channel `name`, by branch name."""
+    """Return the branches of channel `name`: branch name -> the pointer, which names the version of the branch."""
     own = history.pointer_key(name)
     return {key.rpartition("/")[2]: pointer for key, pointer in history.pointers(store, name).items() if key != own}
 

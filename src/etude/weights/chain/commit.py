@@ -66,7 +66,10 @@ def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -
 
 
 def read_pointer_bytes(store: BlobStore, key: str) -> bytes | None:
-    """Return the bytes of the pointer at `key`, cut after `MAX_POINTER_BYTES + 1`; None if there is no pointer."""
+    """Return the stored bytes of the pointer (the record of the newest version) at `key`; None if there is none.
+
+    At most `MAX_POINTER_BYTES + 1` bytes are returned.
+    """
     try:
         return store.get(key, 0, MAX_POINTER_BYTES + 1)
     except KeyError:
@@ -74,10 +77,10 @@ def read_pointer_bytes(store: BlobStore, key: str) -> bytes | None:
 
 
 def swept_since(before: bytes | None, now: bytes | None) -> bool:
-    """Return whether only garbage collection rewrote a pointer between the bytes `before` and `now`.
+    """Return whether garbage collection, and nothing else, rewrote a pointer since it had the bytes `before`.
 
-    None stands for a missing pointer. Garbage collection raises the pointer's `sweep` count and leaves its version as
-    it is.
+    `now`: its bytes now. None stands for a missing pointer. Garbage collection raises the `sweep` count of the pointer,
+    and leaves the version that it names.
     """
     try:
         a, b = (read_pointer(data) if data is not None else None for data in (before, now))
@@ -91,7 +94,7 @@ def _without_sweep(pointer: Pointer) -> Pointer:
 
 
 def is_missing_or_damaged(data: bytes | None) -> bool:
-    """Return whether a pointer, given as its bytes, is missing (None) or unreadable.
+    """Return whether a pointer (the record of the newest version), given as its bytes, is missing (None) or unreadable.
 
     A pointer of another format is neither: another version of etude wrote it.
     """

@@ -35,11 +35,11 @@ SPANS = (4, 16)
 
 
 class Compactor:
-    """Follows a channel and adds deltas over several steps to its newest version. Not thread-safe.
+    """Follows a channel of weights and adds deltas over several steps to its newest version. Not thread-safe.
 
-    One per channel is enough; more would repeat the same work. `spans`: how many steps each added delta covers, all at
-    least 2. `anchors`: also add a full snapshot when one is due, for a writer that writes none
-    (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
+    With them a late reader fetches fewer bytes. One per channel is enough; more would repeat the same work. `spans`:
+    how many steps each added delta covers, all at least 2. `anchors`: also add a full snapshot when one is due, for a
+    writer that writes none (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Compactor:
         return sum(undo.num_bytes for _, undo in self._steps)
 
     def step(self) -> tuple[Way, ...] | None:
-        """Fetch the newest version, and write deltas over several steps that lead to it. Return what was added.
+        """Fetch the newest version, and store deltas over several steps that lead to it. Return what was stored.
 
         Return None if there is no newer version than at the last call. The result is empty if no added delta would be
         smaller than the existing ones. After a `WeightsError` or `StoreError` the next call continues where this one

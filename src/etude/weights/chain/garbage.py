@@ -51,11 +51,11 @@ class Collected:
 
 @dataclass(frozen=True)
 class Marks:
-    """The keys that a store has of one channel, and which of them are needed. `mark` creates it.
+    """All store keys of one channel, and which of them are needed. `mark` creates it.
 
-    `kept`: manifests that must stay rebuildable, by key. `old`: the other manifests that a pointer leads to, by key.
-    `unreachable`: keys that no pointer or record leads to. `stored`: all keys of the channel. `keys`: the keys of each
-    version's objects, by `Manifest.stem`.
+    `kept`: manifests of versions that must stay rebuildable, by key. `old`: the manifests of superseded versions, by
+    key. `unreachable`: keys that no pointer or record leads to. `stored`: all keys of the channel. `keys`: the keys of
+    each version's objects, by `Manifest.stem`.
     """
 
     kept: dict[str, Manifest]
@@ -66,7 +66,7 @@ class Marks:
 
     @property
     def superseded(self) -> frozenset[str]:
-        """The stored keys that belong to old versions and that no kept version needs."""
+        """The stored keys of old versions' objects that no kept version needs, so that they can be deleted."""
         mine = self.needed_by(self.old.values()) - self.needed_by(self.kept.values())
         return self.stored & mine
 

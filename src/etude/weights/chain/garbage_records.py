@@ -25,10 +25,10 @@ T = TypeVar("T", bound="SweepRecord | DeletionRecord")
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a channel when one garbage collection looked at it.
+    """What one garbage collection saw: the version of each pointer of the channel, and the keys that nothing led to.
 
-    `time_s`: Unix time by the collector's clock. `heads`: the version that each pointer names, by the pointer's key.
-    `adrift`: unreachable keys, of a running publish or left by a killed one.
+    `time_s`: Unix time by the collector's clock. `heads`: pointer's key -> reference to its version. `adrift`:
+    unreachable keys, of a running publish or left by a killed one.
     """
 
     format: int

@@ -35,7 +35,7 @@ _HINT_MANIFEST = (
 
 
 def pointer_key(name: str, branch: str = "") -> str:
-    """Return the store key of the pointer of channel `name`, or of one of its branches.
+    """Return the store key of the pointer (the record of the newest version) of channel `name`, or of a branch.
 
     Raises `WeightsError` for a branch name that is not allowed.
     """
@@ -65,7 +65,7 @@ def head(store: BlobStore, name: str, branch: str = "", *, public_key: bytes | N
 
 
 def pointers(store: BlobStore, name: str) -> dict[str, Pointer]:
-    """Return all pointers of channel `name`, its own and its branches', by store key.
+    """Read all pointers of channel `name`, by store key: its own, to the newest version, and those of its branches.
 
     Raises `WeightsError` if one is damaged.
     """
@@ -79,7 +79,10 @@ def pointers(store: BlobStore, name: str) -> dict[str, Pointer]:
 
 
 def load(store: BlobStore, ref: Ref) -> Manifest:
-    """Read the manifest that a reference names. Raises `WeightsError` if it is missing or its SHA-256 differs."""
+    """Read the manifest (the description of a version) that a reference names.
+
+    Raises `WeightsError` if it is missing or its SHA-256 differs.
+    """
     try:
         data = store.get(ref.key, 0, MAX_MANIFEST_BYTES + 1)
     except KeyError:
@@ -93,7 +96,7 @@ def load(store: BlobStore, ref: Ref) -> Manifest:
 
 
 def find(store: BlobStore, name: str, version: Version) -> Manifest | None:
-    """Find the manifest of a version of channel `name` among all stored ones; None if there is none.
+    """Find the manifest (the description) of a version of channel `name` among all stored ones; None if there is none.
 
     It is also found if no pointer leads to it. Only its list of tensors is verified, by the digest in `version`.
     """

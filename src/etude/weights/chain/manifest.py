@@ -146,7 +146,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stem(self) -> str:
-        """The part that the store keys of all files of this manifest have in common."""
+        """The part that all store keys of this version have in common: its name and 8 random characters."""
         return f"{self.version}-{self.nonce[:8]}"
 
     @property
@@ -227,7 +227,7 @@ def table_digest(entries: Sequence[TensorEntry]) -> str:
 
 
 def write_manifest(manifest: Manifest) -> tuple[Ref, bytes]:
-    """Encode a manifest. Return the reference to it, and its bytes. Nothing is stored."""
+    """Encode a manifest as JSON. Return the reference to it, and its bytes. Nothing is stored."""
     data = msgspec.json.encode(manifest)
     key = f"manifests/{manifest.channel}/{manifest.stem}.json"
     return Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), data
@@ -261,7 +261,7 @@ def write_pointer(pointer: Pointer) -> bytes:
 
 
 def signed_text(key: str, pointer: Pointer) -> bytes:
-    """Return the bytes that the signature of a pointer covers: its store key and all of its fields."""
+    """Return the bytes that the signature of a pointer covers: the store key `key` and all fields of the pointer."""
     head = pointer.head
     lines = (f"etude pointer {FORMAT}", key, head.version, head.key, head.sha256, pointer.nonce)
     return "\n".join(map(str, (*lines, pointer.generation, pointer.sweep))).encode()

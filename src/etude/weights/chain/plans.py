@@ -87,9 +87,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The tensors of a version by name; and, if they were requested, the lists of elements that changed.
+    """The tensors of a version by name, decoded from a delta or snapshot.
 
-    `lists` has only tensors with changes, relative to the tensors before.
+    `lists`: if requested, the changed elements of each tensor that changed, relative to the tensors before.
     """
 
     tensors: dict[str, Tensor]
@@ -100,8 +100,8 @@ class Decoded:
 class Rebuilt:
     """The verified tensors of a version, and how they were fetched.
 
-    The lists of changes in `decoded` are relative to the tensors that the caller held. `fetched_bytes`: size of the
-    plan that worked. `failures`: why the plans that were tried before it failed.
+    The lists of changes in `decoded` are relative to the tensors that the caller held. `fetched_bytes`: size of what
+    was fetched, without failed attempts. `failures`: the errors of these.
     """
 
     decoded: Decoded
@@ -186,7 +186,7 @@ def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
 
 
 def snapshot(store: BlobStore, manifest: Manifest) -> Way | None:
-    """Return the full snapshot of a version, from its manifest or added later; None if there is none."""
+    """Return the full snapshot of a version, from its manifest or added later; None if it has only deltas."""
     return manifest.anchor or next((way for way in later_ways(store, manifest) if way.base is None), None)
 
 
@@ -223,7 +223,7 @@ def try_plans(
     start: Callable[[Plan], Made],
     step: Callable[[Plan, Hop, Made], Made],
 ) -> tuple[Made, int, tuple[str, ...]]:
-    """Run the cheapest plan to `target` that works; after a failure, the next cheapest.
+    """Build version `target` by the plan (deltas to fetch) with the fewest bytes; after a failure, by the next cheapest.
 
     Return the result of the last step, the bytes of the plan, and the errors of the plans that failed before it.
     `start(plan)` creates the initial state. `step(plan, hop, state)` fetches the objects of one hop (`fetch_objects`)
@@ -301,7 +301,10 @@ def verify_tensors(manifest: Manifest, tensors: Tensors, proof: Proof = Proof.DI
 
 
 def verify_tensor(manifest: Manifest, entry: TensorEntry, tensor: Tensor, proof: Proof) -> None:
-    """Compare one tensor with its entry in the manifest. Raises `TensorMismatch` if they differ."""
+    """Compare one tensor with its entry in the manifest. Raises `TensorMismatch` if they differ.
+
+    `proof`: compare only checksums, or SHA-256 too.
+    """
     verify_lazily(manifest, entry, proof, lambda: tensor_digest(tensor), lambda: checksum(tensor.codes))
 
 
@@ -373,9 +376,9 @@ def fetch_objects(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tu
 
 
 def fetch_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> bytes:
-    """Fetch the header of one object, verify it by its SHA-256, and return it, for readers of a part of the object.
+    """Fetch the header of one stored object in one request, verify it by its SHA-256, and return it.
 
-    One request. Raises `ObjectLost`, `StoreError`.
+    For readers that then fetch only a part of the object. Raises `ObjectLost`, `StoreError`.
     """
     try:
         data = store.get(item.key, 0, item.header_bytes)

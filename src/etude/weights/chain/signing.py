@@ -93,7 +93,7 @@ def verify_signature(public_key: bytes, text: bytes, signature: str) -> bool:
 
 
 def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
-    """Encode a pointer that is stored under `key`, signed unless `signer` is None. Nothing is stored."""
+    """Encode a pointer as the bytes to store under `key`, signed unless `signer` is None. Nothing is stored."""
     if signer is None:
         return write_pointer(pointer)
     signature = signer.sign(signed_text(key, pointer))

@@ -79,7 +79,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A parsed delta file whose SHA-256 was verified. Its objects are not decoded.
+    """A parsed delta file whose SHA-256 was verified. Its objects (groups of encoded tensors) are not decoded.
 
     `entries`: one per tensor, sorted by name. `note`: bytes for the program that wrote the file. `objects`: for each
     object, the number of entries whose data it contains, and its bytes.
@@ -111,7 +111,7 @@ def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes
 
 
 def write_object_head(num_bytes: int, num_tensors: int) -> bytes:
-    """Encode the prefix of an object: its size in bytes, and the number of tensors in it."""
+    """Encode the prefix of a group of tensors in a delta file: its size in bytes, and the number of tensors in it."""
     return _OBJECT.pack(num_bytes, num_tensors)
 
 

@@ -221,7 +221,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Header:
-    """The parsed header of a delta object.
+    """The parsed header of a delta object (a file of encoded tensors).
 
     `offsets` [tiles + 1]: where each tile starts in the object, in bytes; the last is the end of the object. `pages`:
     the SHA-256 of each page. A page is a run of complete tiles (`page_bounds`).
@@ -259,7 +259,7 @@ def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def write(layout: Layout, tiles: Sequence[bytes]) -> bytes:
-    """Encode a delta object: the header, then the tiles. `tiles`: the encoded tiles by number."""
+    """Encode a delta object: the header that describes `layout`, then the encoded tiles, given by number."""
     body = b"".join(tiles)
     offsets = np.cumsum([0, *map(len, tiles)], dtype=np.int64)
     view = memoryview(body)
@@ -289,7 +289,8 @@ def header_bytes(data: bytes | memoryview) -> int:
 def read_header(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
     """Parse the header of a delta object. `data`: the object, or at least its header. Raises `WeightsError`.
 
-    Needs memory in proportion to the length of the header and the number of specs, whatever the header claims.
+    `specs`: dtype and shape of the object's tensors. Needs memory in proportion to the length of the header and the
+    number of specs, whatever the header claims.
     """
     num_bytes = header_bytes(data)
     reader = Reader(Reader(data).take(num_bytes))

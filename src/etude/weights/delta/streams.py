@@ -122,7 +122,7 @@ class Reader:
             shift += 7
 
     def block(self, size: int) -> Bytes:
-        """Take the output of the function `block` for `size` bytes, and return these bytes."""
+        """Take bytes that the function `block` encoded, and return them decoded. `size`: their number when decoded."""
         length = self.varint(size)
         if length == 0:
             return np.frombuffer(self.take(size), np.uint8)
@@ -193,7 +193,7 @@ def unary(quotients: Numbers) -> Flags:
 def runs(flags: Flags, count: int) -> Longs:
     """Decode `count` numbers from the flags that `unary` returned. Raises `WeightsError` for other flags.
 
-    A number of `LONGEST_RUN` or more is returned as `LONGEST_RUN`; its value is stored elsewhere.
+    A number of `LONGEST_RUN` or more is returned as `LONGEST_RUN`; its true value is stored elsewhere.
     """
     ends = np.flatnonzero(flags)
     if ends.size != count or flags.size != (ends[-1] + 1 if count else 0):

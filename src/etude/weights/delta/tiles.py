@@ -80,7 +80,7 @@ def rice_parameter(universe: int, listed: int) -> int:
 
 
 def size_parameters(values: Numbers, counts: Longs) -> Longs:
-    """Return the Rice parameter for the step sizes of each class.
+    """Return the Rice parameter with which the step sizes of each class are coded.
 
     It is about log2 of their mean, or less if a few large values raised the mean. The first `_SAMPLE` values of a class
     are used. `values`: the sizes, class after class; `counts`: the number of values of each class.

@@ -37,7 +37,7 @@ def from_order(ordered: Codes, kind: DType) -> Codes:
 
 
 def exponents(items: Codes, kind: DType) -> npt.NDArray[np.uint8]:
-    """Return the exponent bits of each item (a float as an unsigned integer), [N] uint8; 0 for integers."""
+    """Return the exponent bits of each item (the bits of a float of type `kind`), [N] uint8; 0 for integers."""
     if kind.exponent_shift is None:
         return np.zeros(items.size, np.uint8)
     bits = kind.width - 1 - kind.exponent_shift

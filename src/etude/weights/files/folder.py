@@ -117,7 +117,7 @@ class CheckpointFolder:
         return self._held.tensors if self._held else MappingProxyType({})
 
     def files(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of the files that contain these tensors.
+        """Return the names of the directory's files that contain the tensors with these names.
 
         A tensor that is in no file counts as one of the default weights file.
         """

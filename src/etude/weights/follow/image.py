@@ -66,10 +66,10 @@ class _Table(msgspec.Struct, frozen=True):
 
 
 def write_image(update: Update, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Write `tensors`, the version that `update` led to, to new shared memory. Return two numbers for `read_image`.
+    """Write `tensors`, the version that `update` led to, to new sealed shared memory, for `read_image` in another process.
 
-    They are its file descriptor and the offset of its table. If a list of changes would be longer than its tensor, it
-    is left out; readers find the tensor among the replaced ones. Raises `OSError` if the machine has not enough memory.
+    Return the file descriptor and the offset of a table. If a list of changes would be longer than its tensor, it is
+    left out; readers find the tensor among the replaced ones. Raises `OSError` if the machine has not enough memory.
     """
     fd = os.memfd_create("etude-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

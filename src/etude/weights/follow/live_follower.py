@@ -123,7 +123,7 @@ class LiveFollower:
         return self._prepared[0]
 
     def mark_adopted(self, update: Update) -> None:
-        """Record that the live memory now has the version of the last `prepare`, whose result `update` is.
+        """Record that the live memory now has the version that `update`, the result of the last `prepare`, leads to.
 
         Raises `WeightsError` for another update.
         """

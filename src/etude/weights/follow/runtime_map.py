@@ -87,10 +87,10 @@ class Piece:
             )
 
     def take(self, spec: Spec, positions: Places, codes: Codes) -> tuple[Places, Codes]:
-        """Select the changes of a tensor that lie in the box, and convert them for writing.
+        """Select the changes of a tensor that lie in this piece, and convert them for writing.
 
-        `positions`: ascending indices into the complete tensor in C order; `codes`: the new code at each. Return the
-        indices into the window's `flat`, and the codes in the memory's dtype.
+        `positions`: ascending indices into the complete tensor in C order; `codes`: the new code (bits) at each. Return
+        the indices into the window's `flat`, and the codes in the memory's dtype.
         """
         if self.box is not None or self.reorder is not None or not self.window.contiguous:
             positions = positions.astype(np.int64, copy=False)  # indices into the window can exceed 32 bits

@@ -84,7 +84,10 @@ class Target:
         return swap
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Compare live memory with tensors, bit for bit. Return the names of those that differ."""
+        """Compare live memory with tensors, bit for bit. Return the names of those that differ.
+
+        For verifying an update, or detecting a flipped bit.
+        """
         return [
             name
             for name, tensor in sorted(tensors.items())
@@ -145,7 +148,7 @@ class Swap:
 
     @property
     def undo_bytes(self) -> int:
-        """Memory used to undo the update, in bytes: old codes, and saved outputs of derived memory."""
+        """Memory used to undo the update, in bytes: old codes (elements), and saved outputs of derived memory."""
         kept = [write.old for write in self.writes if write.old is not None]
         return sum(codes.nbytes for codes in (*kept, *(codes for hook in self.derived for codes in hook.old)))
 

@@ -117,7 +117,7 @@ class DeviceKernels:
     def writer(self, lists: Lists, new: Sequence[Items]) -> Callable[[], None]:
         """Return a function that writes the new items of `lists` to their positions in the tensors `new`.
 
-        It does nothing else. Its writes are absolute and safe to repeat.
+        The function does nothing else. Its writes are absolute and safe to repeat.
         """
         return _scatter(lists, new, read=False)
 

@@ -150,10 +150,12 @@ def scan(
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
     GROUPS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find what changed in a block, in order: class and rank (in the block) in `found`, and the step in `steps`.
+    """Find what changed in a block of items, in order, and count its items by class.
 
-    The block reserves space for its changes in `total`; nothing is written above `capacity`, and the caller repeats the
-    call with more. `counts`: unchanged items by class, then changed items by class.
+    `blocks`: the table of blocks; `which`: the number of the block of each program. Each change is written to `found`
+    (its class, and its rank among the block's items of that class) and `steps` (its signed ULP steps). The block
+    reserves space for its changes in `total`; nothing is written above `capacity`, and the caller repeats the call with
+    more. `counts`: unchanged items by class, then changed items by class.
     """
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
@@ -179,9 +181,11 @@ def scan(
 
 @triton.jit
 def sort_out(counts, starts, bases, slots, found, steps, where, sizes, CHUNK: tl.constexpr):
-    """Sort the changes of a block by tile, class and rank. `where` counts items in the order of classes.
+    """Sort the changes that `scan` found in a block by tile, class and rank, and write them to `where` and `sizes`.
 
-    `bases`: by class, the number of the block's first item; `slots`: the number of its first change.
+    `where`: the numbers of the changed items, in the order of classes. `sizes`: their steps. `bases`: by class, the
+    number of the block's first item; `slots`: the number of its first change. `CHUNK`: changes that are sorted at a
+    time.
     """
     block = tl.program_id(0)
     kinds = tl.arange(0, 16)
@@ -230,10 +234,10 @@ def place(
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
     GROUPS: tl.constexpr, LISTED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the changed items of a block, from their bits in the order of classes.
+    """Compute the changed items of a block, and write them over the old items, or to lists if `LISTED`.
 
-    They are written over the old items, or listed if `LISTED`. `before`: for each word, the number of the first change
-    in it.
+    `words`: a bit per item, in the order of classes, that says whether it changes. `before`: for each word, the number
+    of the first change in it. `steps`: the signed ULP steps of the changes.
     """
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
