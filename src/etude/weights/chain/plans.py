@@ -223,7 +223,7 @@ def try_plans(
     start: Callable[[Plan], Made],
     step: Callable[[Plan, Hop, Made], Made],
 ) -> tuple[Made, int, tuple[str, ...]]:
-    """Build version `target` by the plan (deltas to fetch) with the fewest bytes; after a failure, by the next cheapest.
+    """Build version `target` by the plan (deltas to fetch) with the fewest bytes; after a failure, by the next.
 
     Return the result of the last step, the bytes of the plan, and the errors of the plans that failed before it.
     `start(plan)` creates the initial state. `step(plan, hop, state)` fetches the objects of one hop (`fetch_objects`)

@@ -66,7 +66,7 @@ class _Table(msgspec.Struct, frozen=True):
 
 
 def write_image(update: Update, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Write `tensors`, the version that `update` led to, to new sealed shared memory, for `read_image` in another process.
+    """Write `tensors`, the version that `update` led to, to new shared memory, for `read_image` elsewhere.
 
     Return the file descriptor and the offset of a table. If a list of changes would be longer than its tensor, it is
     left out; readers find the tensor among the replaced ones. Raises `OSError` if the machine has not enough memory.
