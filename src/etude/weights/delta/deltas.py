@@ -196,11 +196,7 @@ def decode_tensors(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict
     Checksums of base and result are verified. Changed tensors are in new memory. Tensors without a change are not
     yielded. Raises `WeightsError`.
     """
-    for entries, data in _objects(file):
-        held = [base.get(entry.name) for entry in entries]
-        with _of_this_base(entries, held):
-            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
-        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
+    for entries, held, found in _checked_objects(file, base):
         yield {entry.name: apply_changes(old, one) for entry, old, one in zip(entries, held, found, strict=True)}
 
 
@@ -250,12 +246,8 @@ def _pieces(
 def _checked_changes(
     file: DeltaFile, base: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[Codes, codec.Changes | None]]]:
-    """Yield base codes (or full new codes) and changes of each coded tensor, after verifying the result's checksum."""
-    for entries, data in _objects(file):
-        held = [base.get(entry.name) for entry in entries]
-        with _of_this_base(entries, held):
-            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
-        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
+    """Yield base codes (or full new codes) and changes of each coded tensor."""
+    for entries, held, found in _checked_objects(file, base):
         for entry, old, made in zip(entries, held, found, strict=True):
             if isinstance(made, Tensor):
                 yield entry.name, (made.codes, None)
@@ -263,10 +255,18 @@ def _checked_changes(
                 yield entry.name, (old.codes, made)
 
 
-def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], memoryview]]:
+def _checked_objects(
+    file: DeltaFile, base: Mapping[str, Tensor]
+) -> Iterator[tuple[list[Entry], list[Tensor | None], list[codec.Changes | Tensor]]]:
+    """Yield the entries, base tensors and changes of each object, after verifying the checksums of both sides."""
     coded = iter([entry for entry in file.entries if entry.coded])
     for count, data in file.objects:
-        yield [next(coded) for _ in range(count)], data
+        entries = [next(coded) for _ in range(count)]
+        held = [base.get(entry.name) for entry in entries]
+        with _of_this_base(entries, held):
+            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
+        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
+        yield entries, held, found
 
 
 def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:
@@ -377,7 +377,10 @@ def _span(codes: Codes) -> tuple[int, int]:
 
 
 def wrong_base(facts: str, more: str = "") -> WeightsError:
-    """Create the error for a base that the delta was not made from. `more` is appended to its hint."""
+    """Create the error for a base that the delta was not made from.
+
+    `facts`: what differs. `more` is appended to the hint of the error.
+    """
     hint = "apply it to the version that it was made from; nothing was changed"
     return WeightsError("this delta is for another base", facts, hint=f"{hint}{'; ' + more if more else ''}")
 

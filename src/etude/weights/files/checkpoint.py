@@ -66,12 +66,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
     if path.is_file():
         names, index = [WEIGHTS], None
+        verify_files(path.parent, [path.name], kind=CheckpointError)
     else:
         names = _names(path)
         index = _read_index(path / INDEX) if (path / INDEX).is_file() else None
-    if path.is_file():
-        verify_files(path.parent, [path.name], kind=CheckpointError)
-    else:
         verify_files(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
     headers: dict[str, str] = {}
     places: dict[str, tuple[str, Place]] = {}
