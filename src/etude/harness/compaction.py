@@ -73,7 +73,7 @@ class Compactor:
             if not self._fits(episode, episode.messages, limits.turn_tokens):
                 episode.ending = Ending.CONTEXT
             return
-        summary = await self._summary(episode)
+        summary = await self.summary(episode)
         if summary is None:
             episode.ending = episode.ending or Ending.CONTEXT
             return
@@ -86,7 +86,7 @@ class Compactor:
         if not self._fits(episode, episode.messages, limits.turn_tokens):
             episode.ending = Ending.CONTEXT
 
-    async def _summary(self, episode: Episode) -> str | None:
+    async def summary(self, episode: Episode) -> str | None:
         """Sample a summary. None: it does not fit, or all attempts were refused."""
         messages: list[Message] | None = episode.messages
         while messages is not None and not self._fits(episode, with_request(messages), episode.limits.summary_tokens):
