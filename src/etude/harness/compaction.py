@@ -109,7 +109,7 @@ class Compactor:
         return episode.num_tokens(messages) + max_tokens <= episode.limits.context_tokens
 
     async def _write_history(self, episode: Episode) -> str:
-        """Write all messages so far into the machine, and return the file's path; "" if the agent's files prevent it."""
+        """Write all messages so far into the machine. Returns the file's path; "" if the agent's files prevent it."""
         try:
             await episode.machine.write(HISTORY, history_text(self._history).encode())
         except MachineError as error:

@@ -40,7 +40,7 @@ class SummaryFault(enum.StrEnum):
 class Carried:
     """What a conversation goes on with after a summary.
 
-    `summary`: the model's text. `number`: how many summaries there were, this one included. `turns_left`: how many turns
+    `summary`: the model's text. `number`: how many summaries there were, with this one. `turns_left`: how many turns
     the agent has left; None: unlimited. `history`: the path of the file with all earlier messages, "" for none."""
 
     summary: str
@@ -50,7 +50,7 @@ class Carried:
 
 
 def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
-    """Return the length from which a conversation is summarised: 50 to 80 % of the context, drawn from the group's seed.
+    """Return the length from which a conversation is summarised: 50 to 80 % of the context, by the group's seed.
 
     All rollouts of a group have the same trigger, so that their rewards differ only by what the model did. Several
     lengths occur over a run, so that the model does not learn to count on one.
@@ -66,9 +66,9 @@ def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
 def is_due(num_tokens: int, *, trigger: int, exchange: int, reserved: int, context_tokens: int) -> bool:
     """Return whether a conversation should be summarised before the model's next turn.
 
-    It is due from `trigger` tokens on, and when another exchange would leave no room for a summary. `num_tokens`: tokens
-    of the next prompt. `exchange`: tokens of the longest exchange so far (a turn of the model and the outputs of its
-    calls). `reserved`: tokens of the request for a summary, and of the summary."""
+    It is due from `trigger` tokens on, and when another exchange would leave no room for a summary. `num_tokens`: of
+    the next prompt. `exchange`: tokens of the longest exchange so far (a model turn and the outputs of its calls).
+    `reserved`: tokens of the request for a summary, and of the summary."""
     return num_tokens >= trigger or num_tokens + exchange + reserved > context_tokens
 
 

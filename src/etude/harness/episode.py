@@ -37,9 +37,9 @@ class RequestOptions:
     """Settings that all completion requests of one rollout share.
 
     `session_id` is the name of the rollout's engine session. `seed` is the rollout's seed, from which `turn_seed`
-    derives that of each turn. `group_seed` is that of the rollout's group, for draws that all its rollouts share: from it
-    the length follows at which a conversation is summarised. `keep_routes`: whether completions must have their routes (experts chosen by the MoE
-    routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
+    derives that of each turn. `group_seed` is that of its group, for draws that all its rollouts share: the length from
+    which a conversation is summarised. `keep_routes`: whether completions must have their routes (experts chosen by the
+    MoE routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
     seed, so a fault changes no token."""
 
     session_id: str
@@ -151,9 +151,9 @@ class Episode:
     ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
-        `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools` are
-        those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With `reuse`
-        the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
+        `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools`
+        are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With
+        `reuse` the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
         `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which

@@ -73,9 +73,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     else:
         signatures = standard_tools(config.harness.tools).signatures
         documents = [chat.encode_conversation(talk, signatures) for talk in talks]
-        heldout = [
-            chat.encode_conversation(talk, signatures) for talk in _play(source, HELDOUT_DOCUMENTS, **held)
-        ]
+        heldout = [chat.encode_conversation(talk, signatures) for talk in _play(source, HELDOUT_DOCUMENTS, **held)]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
     documents += [chat.document(text) for text in chain(library, own)]
     random.Random(f"corpus {config.seed}").shuffle(documents)

@@ -232,7 +232,7 @@ def test_credit_is_computed_again_from_a_trace_to_the_bit_and_under_other_settin
 
 
 def summarised(kit: Any, *, refused: bool = False, steps: tuple[int, int, int] = (0, 0, 0)) -> Trace:
-    """A rollout of three conversations: a turn and its summary, twice, and a last turn. `steps` of the conversations."""
+    """A rollout of three conversations: a turn and a summary, twice, and a last turn. `steps`: of each."""
     turns = []
     for step in steps:
         turns.append(kit.turn(None, 5, kit.completion([(step, 4)], context=5)))

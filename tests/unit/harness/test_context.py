@@ -275,7 +275,7 @@ def test_siblings_share_the_trigger_and_groups_differ() -> None:
 
 
 def test_without_summaries_a_full_context_ends_the_episode() -> None:
-    run, engine, machine = play([CAT] * 20, summary_tokens=0)
+    run, _, machine = play([CAT] * 20, summary_tokens=0)
     assert run.ending is Ending.CONTEXT
     assert HISTORY not in machine.files
     assert {turn.kind for turn in run.trace.turns} == {TurnKind.ACT}
