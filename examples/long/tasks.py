@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from etude.errors import TaskError
@@ -22,6 +22,7 @@ WORDS = (
     "zinc", "apple", "bronze", "copper", "dune", "elm", "fern",
 )
 LABELS = ("user", "disk", "host", "mode", "path", "zone")
+STATES = ("ok", "busy", "idle", "slow")
 # fmt: on
 FILE = "answer.py"
 INSTRUCTION = "write the keys of all logs"
@@ -71,7 +72,7 @@ class Logs:
         return Problem(tuple(self._log(rng, n, key) for n, key in enumerate(keys, 1)), tuple(keys))
 
     def _log(self, rng: random.Random, number: int, key: str) -> str:
-        lines = [f"{rng.choice(LABELS)} {rng.choice(WORDS)}" for _ in range(self.num_lines - 1)]
+        lines = [f"{rng.choice(LABELS)} {rng.choice(STATES)}" for _ in range(self.num_lines - 1)]
         if key:
             lines[rng.randrange(len(lines))] = f"key {key}"
         return "\n".join([f"log {number}", *lines]) + "\n"
@@ -145,6 +146,20 @@ def spoil(keys: dict[int, str], rng: random.Random) -> None:
             del keys[place]
         else:
             keys[place] = rng.choice(WORDS)
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """A corpus source: lists of words, each several times. A model learns to copy from them, which takes longest."""
+
+    count: int = 4_000
+    most: int = 6  # words of a list
+
+    def documents(self, seed: int) -> Iterator[str]:
+        rng = random.Random(f"repetitions {seed}")
+        for _ in range(self.count):
+            words = " ".join(rng.choices(WORDS, k=rng.randint(2, self.most)))
+            yield f"keys {words}\n" * 4
 
 
 def guess(num_keys: int, rng: random.Random) -> Script:

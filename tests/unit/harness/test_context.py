@@ -188,8 +188,8 @@ def test_a_summary_is_sampled_recorded_and_a_new_root_begins() -> None:
     assert len(run.trace.leaves()) == 2
     asked, after = engine.requests[-2:]
     assert asked.sampling.max_tokens == SMALL.summary_tokens
-    assert CHAT.readable(asked.prompt_ids).endswith(f"[user] {REQUEST}\n[assistant]")
-    seen = CHAT.readable(after.prompt_ids)
+    assert CHAT.readable(asked.prompt_ids).rstrip().endswith(f"[user] {REQUEST}\n[assistant]")
+    seen = CHAT.readable(after.prompt_ids).rstrip()
     left = SMALL.max_turns - reads - 1
     assert seen == (
         f"[user] {TASK.instruction}\n[summary 1, {left} turns left, history: {HISTORY}]\ncalc is wrong\n[assistant]"
