@@ -152,7 +152,7 @@ def spoil(keys: dict[int, str], rng: random.Random) -> None:
 class Repetitions:
     """A corpus source: lists of words, each several times. A model learns to copy from them, which takes longest."""
 
-    count: int = 4_000
+    count: int = 14_000
     most: int = 6  # words of a list
 
     def documents(self, seed: int) -> Iterator[str]:
