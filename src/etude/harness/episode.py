@@ -148,9 +148,9 @@ class Episode:
     ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
-        `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools` are
-        those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With `reuse`
-        the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
+        `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools`
+        are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With
+        `reuse` the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
