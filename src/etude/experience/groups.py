@@ -44,8 +44,7 @@ class Group:
         return tuple(one.outcome for one in self.finished if isinstance(one.outcome, Invalid))
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """The state of one rollout, as its row in the ledger (the database of all rollouts of a run)."""
 
     rollout_id: str
@@ -61,22 +60,12 @@ class Row:
     version: str | None  # None until trained, or when a restart found it in the lineage
 
 
+_STATES = {state.value: state for state in State}  # a live run reads each row four times
 COLUMNS = "rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version"
 
 
 def as_row(values: tuple[Any, ...]) -> Row:
     """Create a `Row` from one result row of `SELECT {COLUMNS}`: its values, in this order."""
     rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version = values
-    return Row(
-        rollout_id=rollout_id,
-        group_id=group_id,
-        state=State(state),
-        attempt=attempt,
-        reason=reason,
-        reward=reward,
-        boundary=boundary,
-        batch_id=batch_id,
-        step=step,
-        has_sample=None if has_sample is None else bool(has_sample),
-        version=version,
-    )
+    known = None if has_sample is None else bool(has_sample)
+    return Row(rollout_id, group_id, _STATES[state], attempt, reason, reward, boundary, batch_id, step, known, version)

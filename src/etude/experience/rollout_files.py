@@ -131,10 +131,11 @@ class RolloutFiles:
     def keep_only(self, names: Collection[str], wanted: Collection[tuple[str, int]]) -> int:
         """Delete those of the named files whose (rollout id, attempt) is not in `wanted`. Returns the number of deleted
         files."""
-        keep, gone = {self.path(*one).name for one in wanted}, 0
+        keep, gone = {f"{rollout_id}.{attempt}{SUFFIX}" for rollout_id, attempt in wanted}, 0
         for name in names:
             if name.partition(SUFFIX)[0] + SUFFIX not in keep:
-                self.folder.joinpath(name).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{self.folder}/{name}")
                 gone += 1
         return gone
 
