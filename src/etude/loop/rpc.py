@@ -174,7 +174,9 @@ class Caller(asyncio.Protocol):
         for waiting in self._waiting.values():
             if not waiting.answer.done():
                 hint = f"see logs/{self.name}.log"
-                waiting.answer.set_exception(ProcessLost(f"{self.name} is gone", f"calling {waiting.method}", hint=hint))
+                waiting.answer.set_exception(
+                    ProcessLost(f"{self.name} is gone", f"calling {waiting.method}", hint=hint)
+                )
 
     def close(self) -> None:
         """Close the socket. The child sees end-of-file and exits. Idempotent."""
