@@ -74,14 +74,50 @@ class Traffic(enum.StrEnum):
     PRODUCTION = "production"
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters. The random numbers depend on `seed` and the token's position in the context only, so the
-    same request gives the same tokens on any engine and in any batch."""
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of a completion are chosen. All parameters after `seed` are neutral by default.
+
+    The random numbers depend on `seed` and the token's position in the context only, so the same request gives the same
+    tokens on any engine and in any batch.
+
+    The engine changes the logits in this order, which is vLLM's: `grammar`, `min_tokens`, `logit_bias`,
+    `repetition_penalty`, `frequency_penalty` and `presence_penalty`, `temperature`, `min_p`, `top_k`, `top_p`. Tokens
+    of the prompt count for `repetition_penalty` only; sampled tokens count for all three penalties.
+
+    With a `grammar` the sampled text is a sentence of it, followed by a stop token, or the beginning of a sentence when
+    `max_tokens` ends it. A grammar is a text that `etude.inference.grammars` makes and describes.
+    """
 
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     temperature: float = 1.0  # 0.0 is greedy
     seed: int = 0
+    top_p: float = 1.0  # sample from the likeliest tokens that together have this probability
+    top_k: int = 0  # sample from this many likeliest tokens; 0: from all
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest token's probability
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that it was sampled
+    presence_penalty: float = 0.0  # subtracted from the logit of a token that was sampled
+    repetition_penalty: float = 1.0  # divides positive logits, and multiplies others, of tokens in the context
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit); no id twice
+    min_tokens: int = 0  # sample no stop token before this many tokens
+    grammar: str = ""  # "": none
+    top_logprobs: int = 0  # how many of the likeliest tokens to return at each position
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are sampled from the softmax of the model's own logits at `temperature`. Only such tokens can
+        be trained, since the learner computes their probabilities by that formula."""
+        return (
+            self.top_p == 1.0
+            and self.top_k == 0
+            and self.min_p == 0.0
+            and self.frequency_penalty == 0.0
+            and self.presence_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and not self.logit_bias
+            and self.min_tokens == 0
+            and not self.grammar
+        )
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,12 +147,22 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     traffic: Traffic = Traffic.ROLLOUT
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+NO_TOP_IDS: I32 = np.zeros((0, 0), np.int32)
+NO_TOP_LOGPROBS: F32 = np.zeros((0, 0), np.float32)
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The sampled tokens of one request, with everything that training needs of them.
+
+    `logprobs` and `top_logprobs` are of the model's own distribution at the sampling temperature (1.0 when greedy):
+    before penalties, biases, grammars and truncation. So they are the same whatever else `Sampling` asks for.
+    `top_ids` and `top_logprobs` have the K likeliest tokens at each position, the likeliest first, where K is
+    `Sampling.top_logprobs`. The sampled token is not always among them. Both are [0, 0] when K is 0. The servers of
+    vLLM and SGLang do not follow this for all parameters: see their `protocol` modules.
 
     `routes[i]` has the experts of context position `routes_start + i`. The last one is the position that predicted the
     last token: `routes_start + len(routes) == P + T - 1`. It is empty when the request wanted no routes. Raises
-    `ValueError` when token ids, log-probabilities and spans have different lengths.
+    `ValueError` when token ids, log-probabilities, spans and likeliest tokens have different lengths.
     """
 
     request_id: str
@@ -128,11 +174,16 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason
     engine: str  # name of the engine that served it
     num_cached: int = 0  # prompt tokens whose KV was reused
+    top_ids: I32 = NO_TOP_IDS  # [T, K]
+    top_logprobs: F32 = NO_TOP_LOGPROBS  # [T, K]
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         if len(self.logprobs) != n or sum(s.num_tokens for s in self.spans) != n:
             raise ValueError(f"completion {self.request_id}: token ids, logprobs and spans cover different lengths")
+        shape = self.top_ids.shape
+        if self.top_logprobs.shape != shape or len(shape) != 2 or shape[0] not in ((n,) if shape[1] else (0, n)):
+            raise ValueError(f"completion {self.request_id}: top_ids and top_logprobs are not [{n}, K]")
 
     @property
     def oldest_steps(self) -> I32:

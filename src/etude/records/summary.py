@@ -162,3 +162,4 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
     num_trained: int  # tokens with loss
     num_masked: int  # tokens with an advantage but without loss, because they are too stale
     digest: str  # SHA-256 of everything in the batch that the learner uses
+    num_not_plain: int = 0  # tokens with an advantage but without loss, because their sampling was not plain
