@@ -15,6 +15,10 @@ class MalformedRequest(EngineError):
     """A request that every engine would refuse (HTTP 400). It must not be sent to another one."""
 
 
+class InvalidGrammar(MalformedRequest):
+    """A request whose grammar is invalid, too complex, or cannot be used with this engine (HTTP 400)."""
+
+
 class Unauthorised(EngineError):
     """The bearer token is missing or wrong (HTTP 401)."""
 
@@ -41,6 +45,7 @@ class EngineGone(EngineError):
 
 _KINDS: dict[str, tuple[int, type[EngineError]]] = {
     "malformed": (400, MalformedRequest),
+    "grammar": (400, InvalidGrammar),
     "unauthorised": (401, Unauthorised),
     "behind": (409, EngineBehind),
     "not-registered": (410, NotRegistered),

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from etude.inference.errors import EngineBusy, EngineLate
+from etude.inference.shaping import Shaping
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
 from etude.records.wire import I32
 
@@ -150,6 +151,8 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)  # completed spans
     num_spanned: int = 0  # tokens in `spans`
     kv_epoch: int = 0
+    shaping: Shaping | None = None  # how its tokens are chosen; None: plainly
+    likeliest: list[list[tuple[float, int]]] = field(default_factory=list)  # (log-probability, id) for each token
     on_tokens: Callable[[], None] | None = None  # called on the stepping thread after each step that sampled for it
 
     @property
@@ -195,7 +198,16 @@ class Sequence:
     def restart(self) -> None:
         """Reset everything that was computed and sampled."""
         self.slot, self.num_cached, self.num_computed, self.kv_epoch = None, 0, 0, 0
-        self.token_ids, self.logprobs, self.spans, self.num_spanned = [], [], [], 0
+        self.token_ids, self.logprobs, self.spans, self.num_spanned, self.likeliest = [], [], [], 0, []
+        if self.shaping is not None:
+            self.shaping.restart()
+
+    def append(self, token: int, logprob: float) -> None:
+        """Append a sampled token."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if self.shaping is not None and not self.finished:
+            self.shaping.add(token)
 
     def close_span(self, version: Version) -> None:
         """Add a span: `version` sampled all tokens since the last span. A version that computed but sampled nothing
