@@ -151,9 +151,9 @@ class ChatTokenizer(PreTrainedTokenizerFast):
 
     def parse_response(self, response: Any, **_: Any) -> dict[str, Any]:
         reply = self.chat.parse(response, self.tools.signatures)
-        if reply.call is not None and reply.call.name == "submit":
+        if any(call.name == "submit" for call in reply.calls):
             return {"role": "assistant", "content": SUBMITTED}
-        call = reply.call or Call("unreadable", {"error": reply.error or "call a tool"})
+        call = reply.calls[0] if reply.calls else Call("unreadable", {"error": reply.error or "call a tool"})
         function = {"name": call.name, "arguments": call.arguments}
         return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 

@@ -207,7 +207,7 @@ def write_task(folder: Path, split: str, digit: int, *, name: str) -> None:
 def mid_train_player(folder: Path, **sizes: int) -> Path:
     """A checkpoint that edits the right line to a random digit and submits."""
     from etude.harness import Call, ChatFormat, chat_template, standard_tools
-    from etude.harness.chat import SPECIAL_TOKENS
+    from etude.harness.chat import SPECIAL_TOKENS, Reply
     from etude.harness.episode import assistant_message
     from etude.models import ModelConfig
     from etude.training import mid_train
@@ -221,9 +221,9 @@ def mid_train_player(folder: Path, **sizes: int) -> Path:
         edit = Call("edit", {"path": "m.py", "line": "2", "text": f"return {draw.choice(DIGITS)}"})
         return [
             {"role": "user", "content": f"m{draw.randrange(12)} {digit}"},
-            assistant_message("", edit, call_id="call_1"),
+            assistant_message(Reply("", (edit,)), turn=1),
             {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
-            assistant_message("", Call("submit", {}), call_id="call_2"),
+            assistant_message(Reply("", (Call("submit", {}),)), turn=2),
         ]
 
     words = ["edit m.py 2 return 1", "submit", "ok", "m1 2"] * 20

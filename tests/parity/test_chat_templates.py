@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.parity import chats
 
 from etude.harness import Call, ChatFormat, standard_tools
+from etude.harness.chat import Reply
 from etude.harness.checkpoint_chat import CheckpointChatFormat
 from etude.harness.episode import assistant_message
 
@@ -86,7 +87,7 @@ def test_what_follows_a_sampled_message_is_what_the_template_writes_behind_it(fo
     chat = ChatFormat.load(folder)
     signatures = chat.signatures([WEATHER])
     call = Call("weather", {"city": "Paris"})
-    said = assistant_message("", call, call_id="c1")
+    said = assistant_message(Reply("", (call,)), turn=1)
     new = chat.continuation([ASKED, said], [TOLD], signatures)
     text = chat.decode(new, special=True)
     expected = {
@@ -112,10 +113,10 @@ def test_a_call_is_spelled_and_read_back(folder: Path) -> None:
     call = Call("weather", {"city": 'Pa"ris\n<think>', "days": 3})
     ids = chat.encode_call(call).tolist()
     reply = chat.parse([*chat.encode("so"), *ids], signatures)
-    assert (reply.text, reply.call) == ("so", call)
+    assert (reply.text, reply.calls) == ("so", (call,))
     assert chat.num_text_tokens([*chat.encode("so"), *ids]) == len(chat.encode("so"))
     assert chat.parse(ids[:-1], signatures).error == "too long"
-    assert chat.parse([*ids[:-1], *ids], signatures).error == "one call a turn"
+    assert chat.parse([*ids[:-1], *ids], signatures).calls == (call, call)
     assert chat.parse([*ids[:2], chat.end_id], signatures).error == "the call cannot be read"
     for arguments, error in (
         ({"town": "x"}, "usage: weather CITY DAYS"),
@@ -124,6 +125,7 @@ def test_a_call_is_spelled_and_read_back(folder: Path) -> None:
     ):
         assert chat.parse(chat.encode_call(Call("weather", arguments)), signatures).error == error
     assert chat.parse(chat.encode_call(Call("rain", {})), signatures).error == "no such tool: rain"
+    assert chat.parse(chat.encode_call(Call("rain", {})), signatures, strict=False).calls == (Call("rain", {}),)
     assert chat.parse([*chat.encode("it is mild"), chat.end_id], signatures).text == "it is mild"
 
 
@@ -152,4 +154,4 @@ def test_text_that_spells_a_token_stays_text(formats: dict[str, ChatFormat], tex
 def test_any_completion_parses_to_a_reply(formats: dict[str, ChatFormat], ids: list[int]) -> None:
     for chat in formats.values():
         reply = chat.parse([*ids, chat.end_id], standard_tools().signatures)
-        assert reply.call is None or not reply.error
+        assert not (reply.calls and reply.error)

@@ -21,12 +21,15 @@ class ParsedCall(Protocol):
 
 
 class ParsedReply(Protocol):
-    """A parsed completion: its text, and its tool call if it has one. With an `error` the call could not be parsed."""
+    """A parsed completion: its text, its reasoning ("" without) and its tool calls, in order. With an `error` a call
+    could not be parsed; then `text` is the complete completion and `calls` is empty."""
 
     @property
     def text(self) -> str: ...
     @property
-    def call(self) -> ParsedCall | None: ...
+    def reasoning(self) -> str: ...
+    @property
+    def calls(self) -> Sequence[ParsedCall]: ...
     @property
     def error(self) -> str: ...
 
@@ -63,8 +66,11 @@ class Chat(Protocol):
         prompt, [P] int32. `ended`: whether that message ends with a stop token; if not, the tokens begin with one."""
         ...
 
-    def parse(self, ids: I32, signatures: Any) -> ParsedReply:
-        """Parse the token ids of a completion. Never raises."""
+    def parse(self, ids: I32, signatures: Any, *, strict: bool = True) -> ParsedReply:
+        """Parse the token ids of a completion. Never raises.
+
+        `strict`: a call of an unknown tool, or with arguments that do not fit the tool's signature, is an error.
+        Without it such a call is returned as it is, where its format allows this: the caller checks it."""
         ...
 
     def num_text_tokens(self, ids: Sequence[int]) -> int:

@@ -2,8 +2,9 @@
 
 A request repeats its whole conversation as messages. The tree finds the deepest recorded turn that the messages repeat,
 and renders and tokenises only the messages after it. So a sampled token is never tokenised again. Messages are compared
-by content (the tools, then each message, as canonical JSON), so the order of a call's arguments does not matter. A
-changed history becomes a branch, or a new root when none of its turns is known.
+by content (`message_digest`): clients may leave out the reasoning, and write a call's arguments in another order. A
+changed history becomes a branch, or a new root when none of its turns is known. A request that repeats an answered one
+(a retry) can take the recorded turn instead of a new one.
 
 Each turn is a separate node, also when two siblings have the same tokens. The first request that continues a turn uses
 the turn's engine session. Every further one is a branch with a new session, which starts as a copy
@@ -16,6 +17,8 @@ recently used turn first, always children before their parent.
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import hashlib
 import json
 import threading
@@ -32,6 +35,17 @@ from etude.records.rollout import ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
 
 
+class Start(enum.StrEnum):
+    """Why a turn does or does not continue the engine session of the turn before it."""
+
+    FIRST = "first"  # the first turn of the tree
+    NEXT = "next"  # it continues its parent
+    FORK = "fork"  # its parent has another continuation already
+    TOOLS = "tools"  # a new root: the tools are others than in all requests before
+    SYSTEM = "system"  # a new root: the first message is another one
+    HISTORY = "history"  # a new root: the first message is known, but no turn of the model is repeated
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """A turn and its position in a tree. Fields without a comment are as in `records.rollout.Turn`."""
@@ -42,10 +56,13 @@ class Node:
     sampling: Sampling
     calls: tuple[ToolCall, ...]
     kind: TurnKind
-    key: bytes  # digest of the tools and of all messages, including the model's of this turn
+    prompt_key: bytes  # digest of the tools and of the messages of the request
+    key: bytes  # the same with the model's message of this turn
+    reply_digest: bytes  # `message_digest` of the model's message
     session_id: str  # engine session of this turn
     number: int  # number of turns that the tree recorded before
     num_tokens: int  # tokens of the context, including this turn
+    start: Start
     continued: bool = False  # whether a request has taken over its session
 
     @property
@@ -64,6 +81,20 @@ class Node:
             yield at
             at = at.parent
 
+    def prompt(self) -> Prompt:
+        """The request that this turn answers, with the turn as `Prompt.answered`."""
+        before = [] if self.parent is None else [self.parent.context()]
+        return Prompt(
+            parent=self.parent,
+            token_ids=np.concatenate([*before, self.prompt_ids]),
+            new_ids=self.prompt_ids,
+            key=self.prompt_key,
+            session_id=self.session_id,
+            fork_from=None,
+            start=self.start,
+            answered=self,
+        )
+
     def context(self) -> I32:
         """All tokens that the model has read and sampled up to and including this turn, [num_tokens] int32."""
         parts = [ids for node in self.ancestry() for ids in (node.completion.token_ids, node.prompt_ids)]
@@ -80,6 +111,9 @@ class Prompt:
     key: bytes  # digest of the tools and the messages
     session_id: str
     fork_from: str | None  # as in `CompletionRequest`
+    start: Start
+    num_resampled: int = 0  # replies of the model among the new messages that are tokenised from their text
+    answered: Node | None = None  # the recorded turn of an equal request, see `TurnTree.prompt`
 
     @property
     def routes_from(self) -> int:
@@ -102,6 +136,9 @@ class TurnTree:
         self._num_sessions = self._num_recorded = 0
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # least recently used first
         self._by_key: dict[bytes, list[Node]] = {}
+        self._by_prompt: dict[bytes, Node] = {}  # the newest turn of each request
+        self._tools: set[bytes] = set()  # digests of the tools of all requests
+        self._first_messages: set[bytes] = set()  # keys of the tools and the first message of all requests
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -114,27 +151,36 @@ class TurnTree:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        reuse: bool = False,
     ) -> Prompt:
         """Encode a request: the tokens of the deepest known turn, then those of the messages after it.
 
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
-        same tools in OpenAI's format, needed when the tools may change within the tree. Raises `ContextFull`, before it
+        same tools in OpenAI's format, needed when the tools may change within the tree. `reuse`: if the tree has a turn
+        of an equal request, return it as `Prompt.answered`; then no session is taken. Raises `ContextFull`, before it
         tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
         keys = conversation_keys(tools, messages)
         with self._lock:
+            if reuse and (answered := self._by_prompt.get(keys[-1])) is not None:
+                self._touch(answered)
+                return answered.prompt()
             parent = self._deepest(keys[:-1])
+            start = self._start(parent, tools, keys[0])
             session_id, fork_from = self._session(parent)
+            known = 0 if parent is None else keys.index(parent.key) + 1
+            replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
+            recorded = {node.reply_digest for node in self._nodes} if replies else set()
+        num_resampled = sum(reply in recorded for reply in replies)
         if parent is None:
             new_ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
-            return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from)
-        known = keys.index(parent.key) + 1
+            return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
         remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
         ended = parent.completion.stop_reason is StopReason.STOP
         new_ids = self._chat.continuation(
             messages[:known], messages[known:], signatures, ended=ended, max_tokens=remaining
         )
         token_ids = np.concatenate([parent.context(), new_ids])
-        return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from)
+        return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
 
     def record(
         self,
@@ -150,7 +196,8 @@ class TurnTree:
 
         `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
-        key, num_before = _extend_key(prompt.key, message), prompt.parent.num_tokens if prompt.parent else 0
+        digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
+        key = _extend_key(prompt.key, digest)
         with self._lock:
             for node in self._by_key.get(key, ()):
                 if node.parent is prompt.parent and node.sampling == sampling and node.has_tokens_of(completion):
@@ -162,10 +209,13 @@ class TurnTree:
                 sampling=sampling,
                 calls=calls,
                 kind=kind,
+                prompt_key=prompt.key,
                 key=key,
+                reply_digest=digest,
                 session_id=prompt.session_id,
                 number=self._num_recorded,
                 num_tokens=num_before + len(prompt.new_ids) + len(completion.token_ids),
+                start=prompt.start,
             )
             self._num_recorded += 1
             self._touch(node)
@@ -204,6 +254,20 @@ class TurnTree:
         self._touch(node)
         return node
 
+    def _start(self, parent: Node | None, tools: Sequence[Mapping[str, Any]], first: bytes) -> Start:
+        """Why a request continues `parent`, or starts a root (None). `first`: key of the tools and first message."""
+        if self.max_tokens is not None:  # only of interest for one rollout; the sets would grow without bound
+            return Start.NEXT if parent is not None else Start.FIRST
+        digest = _tools_digest(tools)
+        any_before, same_tools, same_first = bool(self._tools), digest in self._tools, first in self._first_messages
+        self._tools.add(digest)
+        self._first_messages.add(first)
+        if parent is not None:
+            return Start.FORK if parent.continued else Start.NEXT
+        if not any_before:
+            return Start.FIRST
+        return Start.HISTORY if same_first else Start.SYSTEM if same_tools else Start.TOOLS
+
     def _session(self, parent: Node | None) -> tuple[str, str | None]:
         """The engine session for a request that continues a turn, and the session to fork it from."""
         if parent is not None and not parent.continued:
@@ -220,6 +284,7 @@ class TurnTree:
             if at not in self._nodes:
                 self._nodes[at] = None
                 self._by_key.setdefault(at.key, []).append(at)
+                self._by_prompt[at.prompt_key] = at
                 self.num_tokens += at.num_added
             self._nodes.move_to_end(at)
 
@@ -230,6 +295,8 @@ class TurnTree:
         same.remove(node)
         if not same:
             del self._by_key[node.key]
+        if self._by_prompt.get(node.prompt_key) is node:
+            del self._by_prompt[node.prompt_key]
 
 
 def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
@@ -239,16 +306,48 @@ def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mes
     >>> conversation_keys([], [one]) == conversation_keys([], [same])
     True
     """
-    key = hashlib.sha256(_canonical(list(tools))).digest()
+    key = _tools_digest(tools)
     keys = []
     for message in messages:
-        key = _extend_key(key, message)
+        key = _extend_key(key, message_digest(message))
         keys.append(key)
     return keys
 
 
-def _extend_key(key: bytes, message: Message) -> bytes:
-    return hashlib.sha256(key + _canonical(message)).digest()
+def message_digest(message: Message) -> bytes:
+    """A digest of the content of a message, by which messages are compared.
+
+    Reasoning, ids and names do not count, and of the model's messages neither blanks around the text nor the order of a
+    call's arguments, since clients change all of these when they repeat a conversation.
+
+    >>> call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
+    >>> same = {"function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}
+    >>> reply = {"role": "assistant", "content": "so\\n", "tool_calls": [call], "reasoning_content": "hm"}
+    >>> message_digest(reply) == message_digest({"role": "assistant", "content": "so", "tool_calls": [same]})
+    True
+    """
+    content = message.get("content") or ""
+    if message["role"] == "assistant" and isinstance(content, str):
+        content = content.strip()
+    calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
+    return hashlib.sha256(_canonical([message["role"], content, calls])).digest()
+
+
+def _call_identity(call: Mapping[str, Any]) -> list[Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return [function["name"], arguments]
+
+
+def _tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    return hashlib.sha256(_canonical(list(tools))).digest()
+
+
+def _extend_key(key: bytes, digest: bytes) -> bytes:
+    return hashlib.sha256(key + digest).digest()
 
 
 def _canonical(value: Any) -> bytes:

@@ -82,10 +82,10 @@ def make_response(
 
     `signatures`: the tools; None: do not look for tool calls. A malformed call is returned as text. `created`: unix
     seconds."""
-    reply = chat.parse(completion.token_ids, signatures) if signatures is not None else None
+    reply = chat.parse(completion.token_ids, signatures, strict=False) if signatures is not None else None
     calls: tuple[dict[str, Any], ...] = ()
-    if reply is not None and reply.call is not None:
-        calls = ({"name": reply.call.name, "arguments": reply.call.arguments},)
+    if reply is not None:
+        calls = tuple({"name": call.name, "arguments": call.arguments} for call in reply.calls)
     text = reply.text if reply is not None and not reply.error else chat.decode(completion.token_ids)
     end = min((at for s in stop if (at := text.find(s)) >= 0), default=-1)
     stopped_by_text = end >= 0

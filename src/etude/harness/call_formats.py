@@ -25,23 +25,43 @@ class CallFormat:
     pattern: re.Pattern[str]
     template: str  # with NAME, ARGUMENTS (JSON) and BOTH (JSON of name and arguments) to be replaced
 
-    def read(self, text: str, signatures: Mapping[str, Signature]) -> tuple[str, Call | str | None]:
-        """Split a completion into (text before the call, the call). The second element is a `Call`, an error message,
-        or None when there is no call."""
+    def read(
+        self, text: str, signatures: Mapping[str, Signature], *, strict: bool = True
+    ) -> tuple[str, tuple[Call, ...] | str]:
+        """Split a completion into (text before the first call, the calls). The second element is an error message when
+        a call cannot be parsed; `strict`: also when it does not fit its tool's signature."""
         start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0:
-            return text, None
-        calls = list(self.pattern.finditer(text, start))
-        if len(calls) != 1:
-            return text, "one call a turn" if calls else "the call cannot be read"
+            return text, ()
+        found = list(self.pattern.finditer(text, start))
+        if not found or len(found) != self._num_opened(text[start:]):
+            return text, "the call cannot be read"
+        calls = []
+        for one in found:
+            call = self._read_one(one.groupdict(), signatures, strict=strict)
+            if isinstance(call, str):
+                return text, call
+            calls.append(call)
+        return text[:start], tuple(calls)
+
+    def _num_opened(self, text: str) -> int:
+        """The number of calls that a text opens, complete or not. The last opening token begins a single call."""
+        return text.count(self.opening_tokens[-1])
+
+    @staticmethod
+    def _read_one(parts: Mapping[str, str], signatures: Mapping[str, Signature], *, strict: bool) -> Call | str:
         try:
-            parts = calls[0].groupdict()
             both = json.loads(parts["both"]) if "both" in parts else {}
             arguments = both.get("arguments") if "both" in parts else json.loads(parts["arguments"] or "{}")
             name = both.get("name") if "both" in parts else parts["name"].strip()
         except (ValueError, RecursionError, AttributeError):
-            return text, "the call's arguments are no JSON"
-        return text[:start], check_call(name, arguments, signatures)
+            return "the call's arguments are no JSON"
+        checked = check_call(name, arguments, signatures)
+        if isinstance(checked, Call) or strict:
+            return checked
+        if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+            return checked
+        return unwritable({"name": name, **arguments}) or Call(name, arguments)
 
     def write(self, name: str, arguments: str) -> str:
         """Return the text of a tool call, with the tokens that open and close it. `name`: of the tool; `arguments`: a

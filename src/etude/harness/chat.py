@@ -58,13 +58,14 @@ Message = dict[str, Any]
 class Reply:
     """A parsed completion.
 
-    `text` is the text before the call, or all of it. When `error` is set, the call could not be parsed: `text` is then
-    the complete completion, and `error` is the message for the model.
+    `text` is the text before the first call, or all of it, without the reasoning. When `error` is set, a call could not
+    be parsed: `text` is then the complete completion, and `error` is the message for the model.
     """
 
     text: str
-    call: Call | None = None
+    calls: tuple[Call, ...] = ()
     error: str = ""
+    reasoning: str = ""  # the text inside <think>...</think>
 
 
 def chat_template() -> str:
@@ -200,22 +201,27 @@ class ChatFormat:
 
     # tokens to messages
 
-    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
-        """Parse the token ids of a completion, with or without its stop token. Never raises."""
+    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
+        """Parse the token ids of a completion, with or without its stop token. Never raises.
+
+        `strict`: a call that lacks a required argument is an error. Calls of unknown tools are errors in any case,
+        since the names of their arguments are not known."""
         body = [int(i) for i in ids]
         if not body or body[-1] != self.end_id:
             return Reply(self.decode(body, special=True), error="too long")
         del body[-1]
-        structure = [i for i in body if i in self._special_ids]
-        if not structure:
+        opened = [at for at, i in enumerate(body) if i in self._special_ids]
+        if not opened:
             return Reply(self.decode(body))
-        if structure != [self._call_id]:
-            return Reply(self.decode(body, special=True), error="one call a turn")
-        at = body.index(self._call_id)
-        call = read_call(self.decode(body[at + 1 :]), signatures)
-        if isinstance(call, str):
-            return Reply(self.decode(body, special=True), error=call)
-        return Reply(self.decode(body[:at]), call)
+        if any(body[at] != self._call_id for at in opened):
+            return Reply(self.decode(body, special=True), error="only calls may follow the text")
+        calls = []
+        for start, stop in itertools.pairwise([*opened, len(body)]):
+            call = read_call(self.decode(body[start + 1 : stop]), signatures, strict=strict)
+            if isinstance(call, str):
+                return Reply(self.decode(body, special=True), error=call)
+            calls.append(call)
+        return Reply(self.decode(body[: opened[0]]), tuple(calls))
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""

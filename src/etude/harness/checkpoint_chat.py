@@ -96,16 +96,19 @@ class CheckpointChatFormat(ChatFormat):
         arguments = self._escape(json.dumps(call.arguments, ensure_ascii=False))
         return self._encode_rendering(self.calls.write(self._escape(call.name), arguments) + self.end)
 
-    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
-        """Parse the token ids of a completion, with or without its stop token. Never raises."""
+    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
+        """Parse the token ids of a completion, with or without its stop token. Never raises.
+
+        `strict`: a call of an unknown tool, or with arguments that do not fit its signature, is an error."""
         body = [int(i) for i in ids]
         if not body or body[-1] not in self.stop_token_ids:
             return Reply(self.decode(body, special=True), error="too long")
         text = self.decode(body[:-1], special=True)
-        before, call = self.calls.read(text, signatures)
-        if isinstance(call, str):
-            return Reply(text, error=call)
-        return Reply(self.decode(body[:-1])) if call is None else Reply(before, call)
+        before, calls = self.calls.read(text, signatures, strict=strict)
+        if isinstance(calls, str):
+            return Reply(text, error=calls)
+        reasoning, answer = split_reasoning(before if calls else self.decode(body[:-1]))
+        return Reply(answer, calls, reasoning=reasoning)
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return the number of leading tokens of a completion before the first token that opens a tool call and before
@@ -171,6 +174,19 @@ class CheckpointChatFormat(ChatFormat):
         function = {"name": self._escape(name), "arguments": self._escape_all(plain)}
         kept = {key: self._escape(str(call[key])) for key in ("id",) if call.get(key) is not None}
         return {**kept, "type": "function", "function": function}
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Split a completion into (reasoning, answer) at ``</think>``. The opening ``<think>`` is optional, since some
+    templates write it as part of the generation prompt.
+
+    >>> split_reasoning("<think>\\n2 + 2\\n</think>\\n\\n4"), split_reasoning("4")
+    (('2 + 2', '4'), ('', '4'))
+    """
+    reasoning, closed, answer = text.partition("</think>")
+    if not closed:
+        return "", text
+    return reasoning.strip().removeprefix("<think>").strip(), answer.lstrip("\n")
 
 
 def _with_text(messages: Sequence[Message]) -> list[Message]:

@@ -99,8 +99,9 @@ class Call:
     arguments: dict[str, Any]
 
 
-def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
-    """Parse a command line. Returns the call, or a short error message for the model."""
+def read_call(line: str, signatures: Mapping[str, Signature], *, strict: bool = True) -> Call | str:
+    """Parse a command line. Returns the call, or a short error message for the model. `strict`: a missing required
+    argument is an error."""
     name, space, rest = line.partition(" ")
     signature = signatures.get(name.rstrip())
     if signature is None:
@@ -116,9 +117,8 @@ def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
             arguments[parameter.name] = _value(word, parameter, last=last)
         except ValueError:
             return f"{parameter.name} is not of type {parameter.kind}"
-    if len(words) > len(signature.parameters) or any(
-        p.required and p.name not in arguments for p in signature.parameters
-    ):
+    missing = any(p.required and p.name not in arguments for p in signature.parameters)
+    if len(words) > len(signature.parameters) or (missing and strict):
         return usage(signature)
     if wrong := unwritable(arguments):
         return wrong

@@ -11,7 +11,8 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from etude.capture import Prompt, TurnTree
 from etude.capture.tree import Node
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.harness.chat import ChatFormat, Message, Reply
-from etude.harness.commands import Call
+from etude.harness.commands import Call, Signature
 from etude.harness.config import HarnessConfig
 from etude.harness.tools import ToolSet, Workbench
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason
@@ -127,13 +128,24 @@ class Episode:
             output_chars=limits.output_chars,
         )
         self._tree = TurnTree(chat, session_id=options.session_id)
+        self._num_asked: Counter[bytes] = Counter()  # requests by the key of their prompt
         self._clock = clock
 
-    async def ask(self, messages: list[Message] | None = None, *, kind: TurnKind = TurnKind.ACT) -> ModelTurn:
+    async def ask(
+        self,
+        messages: list[Message] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kind: TurnKind = TurnKind.ACT,
+        reuse: bool = False,
+    ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
-        `messages`: the conversation, by default `self.messages`; its last message is not the model's. `kind`: what the
-        turn is for. The policy limits the time of a turn, since it knows whether tokens still arrive.
+        `messages`: the conversation, by default `self.messages`; its last message is not the model's. `tools`: those of
+        the turn in OpenAI's format, by default the episode's. `kind`: what the turn is for. `reuse`: the request may be a
+        retry: if an equal one was answered, return its turn and sample nothing. The seed of a turn depends only on its
+        conversation, and on how often it was sent before, so the order in which sub-agents ask changes no token. The
+        policy limits the time of a turn, since it knows whether tokens still arrive.
 
         Raises `EpisodeEnded` when `ending` is set or `harness.max_turns` turns were requested, `ContextFull` when the
         conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`, `EngineError`, and `ChatError`
@@ -146,7 +158,11 @@ class Episode:
             await asyncio.sleep(0)  # a program that catches the error and asks again cannot block the event loop
             raise EpisodeEnded(self.ending)
         messages = self.messages if messages is None else messages
-        prompt = self._tree.prompt(messages, self.tools.signatures)
+        signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
+        prompt = self._tree.prompt(messages, signatures, tools=tools or (), reuse=reuse)
+        if prompt.answered is not None:
+            await asyncio.sleep(0)  # a program that repeats a request for ever cannot block the event loop
+            return self._turn(prompt.answered, messages, signatures)
         if (num_tokens := len(prompt.token_ids) + self.limits.turn_tokens) > self.limits.context_tokens:
             facts = (
                 f"{num_tokens} tokens with the next turn, and harness.context_tokens is {self.limits.context_tokens}"
@@ -155,35 +171,46 @@ class Episode:
         number, self.num_turns = self.num_turns, self.num_turns + 1
         request = self._request(prompt, number)
         completion = await self._complete(request)
-        reply = self.chat.parse(completion.token_ids, self.tools.signatures)
-        message = assistant_message(reply.text, reply.call, call_id=_call_id(number))
+        reply = self.chat.parse(completion.token_ids, signatures)
+        message = assistant_message(reply, turn=number)
         node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
-        messages.append(message)
-        return ModelTurn(reply, messages, node.num_tokens, number, node)
+        return self._turn(node, messages, signatures)
+
+    def _turn(self, node: Node, messages: list[Message], signatures: Mapping[str, Signature]) -> ModelTurn:
+        """Append the message of a recorded turn to its conversation."""
+        reply = self.chat.parse(node.completion.token_ids, signatures)
+        messages.append(assistant_message(reply, turn=node.number))
+        return ModelTurn(reply, messages, node.num_tokens, node.number, node)
 
     async def act(self, turn: ModelTurn) -> str:
-        """Run the tool call of a turn, append the output to its conversation, and return the output.
+        """Run the tool calls of a turn in order, append each output to its conversation, and return the last one.
 
-        The output of a malformed call is its error, and that of a turn without a call `SPEAK_BY_TOOLS`. Sets
-        `ending` after a submission, after the last turn, and when tools have taken `harness.rollout_deadline_s`.
-        Raises `MachineError`, after which the rollout is invalid, and `PluginError`.
+        The output of a malformed call is its error, and that of a turn without a call `SPEAK_BY_TOOLS`. A submission
+        ends the episode: calls after it are not run. Sets `ending` after a submission, after the last turn, and when
+        tools have taken `harness.rollout_deadline_s`. Raises `MachineError`, after which the rollout is invalid, and
+        `PluginError`.
         """
-        reply, answer = turn.reply, turn.reply.error
-        if reply.call is not None:
-            answer = await self._run_tool(reply.call)
-        turn.node.calls = _tool_calls(reply, answer)
-        if turn.node.calls:
-            turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number), "content": answer})
-        else:
-            answer = SPEAK_BY_TOOLS
-            turn.messages.append({"role": "user", "content": answer})
+        reply, output = turn.reply, turn.reply.error or SPEAK_BY_TOOLS
+        turn.node.calls = ()
+        for index, call in enumerate(reply.calls):
+            output = await self._run_tool(call)
+            arguments = {k: _plain(v) for k, v in call.arguments.items()}
+            turn.node.calls += (ToolCall(name=call.name, arguments=arguments, output=output),)
+            turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number, index), "content": output})
+            if self.bench.submitted or self.tool_s >= self.limits.rollout_deadline_s:
+                break
+        if reply.error:
+            turn.node.calls = (ToolCall(name="", arguments={}, output=output, malformed=True),)
+            turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number), "content": output})
+        elif not reply.calls:
+            turn.messages.append({"role": "user", "content": output})
         if self.bench.submitted:
             self.submit()
         elif self.tool_s >= self.limits.rollout_deadline_s:
             self.ending = self.ending or Ending.DEADLINE
         elif self.num_turns >= self.limits.max_turns:
             self.ending = self.ending or Ending.TURNS
-        return answer
+        return output
 
     def submit(self) -> None:
         """End the episode as submitted: its files are graded as they are. The `submit` tool does the same."""
@@ -219,6 +246,8 @@ class Episode:
 
     def _request(self, prompt: Prompt, turn: int) -> CompletionRequest:
         options, limits = self.options, self.limits
+        num_before = self._num_asked[prompt.key]
+        self._num_asked[prompt.key] += 1
         return CompletionRequest(
             request_id=f"{options.session_id}/{turn}",
             session_id=prompt.session_id,
@@ -228,7 +257,7 @@ class Episode:
                 max_tokens=limits.turn_tokens,
                 stop_token_ids=self.chat.stop_token_ids,
                 temperature=options.temperature,
-                seed=turn_seed(options.seed, turn),
+                seed=turn_seed(options.seed, prompt.key, num_before),
             ),
             min_step=options.min_step,
             pin_step=options.pin_step,
@@ -238,35 +267,35 @@ class Episode:
         )
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """The sampling seed of a turn, 63 bits: a hash of the rollout's seed and the turn's number, so that no order of
-    events changes it.
+def turn_seed(seed: int, key: bytes, num_before: int = 0) -> int:
+    """Return the sampling seed of a turn, 63 bits: a hash of the rollout's seed and of the turn's conversation, so that
+    no order of events changes it.
 
-    >>> turn_seed(7, 0) == turn_seed(7, 0) != turn_seed(7, 1)
+    `key`: digest of the tools and messages (`Prompt.key`). `num_before`: how often the same request was sent before.
+
+    >>> turn_seed(7, b"ls") == turn_seed(7, b"ls") != turn_seed(7, b"cat")
     True
     """
-    digest = hashlib.blake2b(f"{seed}|{turn}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}|{num_before}|".encode() + key, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
-    """The assistant's message in OpenAI's format, except that a call's arguments stay a mapping."""
-    message: Message = {"role": "assistant", "content": text}
-    if call is not None:
-        function = {"name": call.name, "arguments": call.arguments}
-        message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+def assistant_message(reply: Reply, *, turn: int) -> Message:
+    """Return the assistant's message of a reply in OpenAI's format, except that the arguments of calls stay mappings.
+    `turn`: the turn's number, from which the ids of its calls are made."""
+    message: Message = {"role": "assistant", "content": reply.text}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": _call_id(turn, i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for i, c in enumerate(reply.calls)
+        ]
     return message
 
 
-def _call_id(turn: int) -> str:
-    return f"call_{turn}"
-
-
-def _tool_calls(reply: Reply, output: str) -> tuple[ToolCall, ...]:
-    if reply.call is not None:
-        arguments = {k: _plain(v) for k, v in reply.call.arguments.items()}
-        return (ToolCall(name=reply.call.name, arguments=arguments, output=output),)
-    return (ToolCall(name="", arguments={}, output=output, malformed=True),) if reply.error else ()
+def _call_id(turn: int, index: int = 0) -> str:
+    return f"call_{turn}_{index}" if index else f"call_{turn}"
 
 
 def _plain(value: Any) -> str | int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from etude.harness import Call, ChatFormat, HarnessConfig, ToolSet, Workbench
-from etude.harness.chat import Message
+from etude.harness.chat import Message, Reply
 from etude.harness.episode import assistant_message
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.task import Task
@@ -70,9 +70,9 @@ def demonstrate(
     output: str | None = None
     while not bench.submitted and (call := _next_call(script, output)) is not None:
         output = _at_once(tools.run(call, bench))
-        call_id = f"call_{len(messages)}"
-        messages.append(assistant_message("", call, call_id=call_id))
+        messages.append(assistant_message(Reply("", (call,)), turn=len(messages)))
         if not bench.submitted:
+            call_id = messages[-1]["tool_calls"][0]["id"]
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     return messages
 

@@ -276,3 +276,52 @@ def test_many_threads_lose_no_turn_and_share_no_session() -> None:
         trace.path(leaf).token_ids.tolist() == CHAT.encode_conversation(whole, SIGNATURES).tolist()
         for leaf in trace.leaves()
     )
+
+
+def test_a_retry_is_the_recorded_turn_and_takes_no_session() -> None:
+    one = tree()
+    messages = [user("fix")]
+    node = answer(one, one.prompt(messages, SIGNATURES, reuse=True), "ls")
+    again = one.prompt(messages, SIGNATURES, reuse=True)
+    assert again.answered is node
+    assert again.token_ids.tolist() == [*node.context()[: len(node.prompt_ids)].tolist()]
+    assert again.session_id == "s"
+    more = [*messages, said("ls"), user("more")]
+    assert one.prompt(more, SIGNATURES, reuse=True).session_id == "s"
+    assert one.prompt(messages, SIGNATURES).answered is None, "without reuse it is another sibling"
+
+
+def test_a_reply_is_found_without_its_reasoning_ids_and_outer_blanks() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "cat", "arguments": {"path": "x", "n": 1}}}
+    reply = {"role": "assistant", "content": "so \n", "tool_calls": [call], "reasoning_content": "hm"}
+    one = tree()
+    first = one.prompt([user("fix")], SIGNATURES)
+    node = one.record(first, sampled(first, plain("so")), reply, sampling=SAMPLING)
+    repeated = {"function": {"name": "cat", "arguments": '{"n":1, "path":"x"}'}, "type": "function", "id": "b"}
+    messages = [user("fix"), {"role": "assistant", "content": "so", "tool_calls": [repeated]}, user("more")]
+    assert one.prompt(messages, SIGNATURES).parent is node
+    changed = {"function": {"name": "cat", "arguments": {"path": "y", "n": 1}}}
+    messages[1] = {"role": "assistant", "content": "so", "tool_calls": [changed]}
+    assert one.prompt(messages, SIGNATURES).parent is None
+
+
+def test_each_prompt_says_why_it_continues_or_starts_a_root() -> None:
+    one = tree()
+    starts = []
+
+    def ask(messages: list[Message], tools: Any = ()) -> Prompt:
+        prompt = one.prompt(messages, SIGNATURES, tools=tools)
+        answer(one, prompt, "ls")
+        starts.append(prompt.start.value)
+        return prompt
+
+    talked = [user("fix"), said("ls"), user("more")]
+    ask([user("fix")])
+    ask(talked)
+    ask([*talked[:2], user("other")])
+    ask([user("title of this?")])
+    ask([user("fix"), said("edited"), user("more")])
+    resampled = ask([user("summary"), said("ls"), user("more")])
+    ask([user("fix")], TOOLS)
+    assert starts == ["first", "next", "fork", "system", "history", "system", "tools"]
+    assert resampled.num_resampled == 1

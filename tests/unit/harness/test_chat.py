@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.harness import Call, ChatFormat, chat_template, standard_tools
-from etude.harness.chat import SPECIAL_TOKENS
+from etude.harness.chat import SPECIAL_TOKENS, Reply
 from etude.harness.episode import assistant_message
 from etude.harness.template import ChatError
 
@@ -22,9 +22,9 @@ EDIT = Call("edit", {"path": "calc.py", "line": "3", "text": "return a + b"})
 MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "fix the failing test"},
-    assistant_message("", Call("ls", {}), call_id="call_0"),
+    assistant_message(Reply("", (Call("ls", {}),)), turn=0),
     {"role": "tool", "tool_call_id": "call_0", "content": "calc.py"},
-    assistant_message("I see", EDIT, call_id="call_1"),
+    assistant_message(Reply("I see", (EDIT,)), turn=1),
     {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
 ]
 
@@ -94,17 +94,20 @@ def test_text_that_spells_special_tokens_stays_text(text: str) -> None:
 @settings(max_examples=200)
 def test_any_completion_parses_to_a_reply(ids: list[int]) -> None:
     reply = CHAT.parse([*ids, CHAT.end_id], TOOLS)
-    assert reply.call is None or not reply.error
+    assert not (reply.calls and reply.error)
 
 
 def test_completions_say_calls_text_or_why_they_cannot_be_read() -> None:
     call = [IDS["<|call|>"], *CHAT.encode("edit calc.py 3 return a + b"), CHAT.end_id]
-    assert CHAT.parse(call, TOOLS).call == EDIT
+    assert CHAT.parse(call, TOOLS).calls == (EDIT,)
     assert CHAT.parse([*CHAT.encode("so"), *call], TOOLS).text == "so"
     assert CHAT.parse([*CHAT.encode("hello"), CHAT.end_id], TOOLS).text == "hello"
     assert CHAT.parse(call[:-1], TOOLS).error == "too long"
-    assert CHAT.parse([*call[:-1], *call], TOOLS).error == "one call a turn"
-    assert CHAT.parse([IDS["<|user|>"], CHAT.end_id], TOOLS).error == "one call a turn"
+    assert CHAT.parse([*call[:-1], *call], TOOLS).calls == (EDIT, EDIT)
+    assert CHAT.parse([IDS["<|user|>"], CHAT.end_id], TOOLS).error == "only calls may follow the text"
+    short = [IDS["<|call|>"], *CHAT.encode("edit calc.py"), CHAT.end_id]
+    assert CHAT.parse(short, TOOLS).error == "usage: edit PATH LINE TEXT"
+    assert CHAT.parse(short, TOOLS, strict=False).calls == (Call("edit", {"path": "calc.py"}),)
     assert CHAT.parse([], TOOLS).error == "too long"
 
 
@@ -154,8 +157,8 @@ def test_the_packaged_template_refuses_an_unknown_role() -> None:
 
 def test_a_spelled_call_is_what_the_template_renders_and_parses_back() -> None:
     spelled = CHAT.encode_call(EDIT)
-    assert CHAT.parse(spelled, TOOLS).call == EDIT
-    assert CHAT.encode_conversation([assistant_message("", EDIT, call_id="c")]).tolist() == [
+    assert CHAT.parse(spelled, TOOLS).calls == (EDIT,)
+    assert CHAT.encode_conversation([assistant_message(Reply("", (EDIT,)), turn=0)]).tolist() == [
         IDS["<|assistant|>"],
         *spelled,
     ]
