@@ -7,6 +7,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from etude.errors import EngineError
 from etude.grammars import Compiler, GrammarError, Matcher
 from etude.inference.errors import EngineBusy, InvalidGrammar
 from etude.records.completion import CompletionRequest
@@ -27,7 +28,7 @@ class CompiledGrammars:
         self._compiler: Compiler | None = None
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-grammars")  # starts when used
-        self._num_waiting = 0
+        self._num_waiting, self._closed = 0, False
 
     async def matcher(self, request: CompletionRequest) -> Matcher | None:
         """Return a request's compiled grammar in its first state, or None when it has none. Raises `InvalidGrammar`,
@@ -38,6 +39,8 @@ class CompiledGrammars:
         if self._num_waiting >= MAX_WAITING:
             facts = f"{self._num_waiting} requests wait for their grammars"
             raise EngineBusy(f"{self.name} compiles no more grammars", facts, hint="try again a little later")
+        if self._closed:
+            raise self._closing()
         self._num_waiting += 1
         wait_s = min(COMPILE_S, request.deadline_s)
         try:
@@ -45,6 +48,10 @@ class CompiledGrammars:
             return (await asyncio.wait_for(work, wait_s)).copy()
         except GrammarError as error:
             raise InvalidGrammar(f"request {request.request_id}: {error.what}", error.facts, hint=error.hint) from None
+        except asyncio.CancelledError:
+            if self._closed:
+                raise self._closing() from None
+            raise
         except TimeoutError:
             what = f"the grammar of request {request.request_id} was not compiled within {wait_s:g} s"
             raise InvalidGrammar(what, f"{len(grammar)} characters", hint="simplify the grammar") from None
@@ -66,6 +73,10 @@ class CompiledGrammars:
             self._compiled.popitem(last=False)
         return found
 
+    def _closing(self) -> EngineError:
+        return EngineError(f"{self.name} is closing", hint="send the request to another engine")
+
     def close(self) -> None:
-        """Stop the thread after the grammar that it compiles. Idempotent."""
+        """Stop the thread after the grammar that it compiles; requests that wait for another one fail. Idempotent."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

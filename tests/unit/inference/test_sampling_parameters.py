@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import msgspec
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from tokenizers import Tokenizer as HuggingFace
+from uvicorn.lifespan.off import LifespanOff
 
 from etude import grammars
 from etude.harness.chat import SPECIAL_TOKENS
-from etude.inference import EngineConfig, MalformedRequest
+from etude.inference import EngineConfig, HttpEngine, MalformedRequest
 from etude.inference import compiled_grammars as compiled_module
+from etude.inference.app import build_app
 from etude.inference.device_runner import DeviceRunner
 from etude.inference.engine import ReferenceEngine
 from etude.inference.errors import InvalidGrammar
+from etude.inference.runner import Runner
 from etude.inference.scheduler import Scheduler
 from etude.models import Transformer, hf_views
 from etude.records import Completion, CompletionRequest
@@ -66,6 +73,18 @@ def sampled(name: str, *args: int, vocab_size: int = 64, **sampling: object) -> 
     """A request of `ask`, with these parameters of sampling."""
     request = ask(name, *args, vocab_size=vocab_size)
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **sampling))
+
+
+@contextlib.asynccontextmanager
+async def served_over_http(engine: ReferenceEngine) -> AsyncIterator[str]:
+    """Serve a running engine; the value is its URL."""
+    config = uvicorn.Config(build_app(engine), ws="none", port=0, log_level="critical")
+    server = uvicorn.Server(config)
+    config.load()
+    server.lifespan = LifespanOff(config)
+    await server.startup()
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    await server.shutdown()
 
 
 async def served(engine: ReferenceEngine, *requests: CompletionRequest) -> list[Completion]:
@@ -116,13 +135,32 @@ def test_plain_requests_keep_their_bits_beside_others():
     assert [pack((a.token_ids, a.logprobs)) for a in alone] == [pack((b.token_ids, b.logprobs)) for b in beside]
 
 
+class TableModel:
+    """In place of a model: the logits of a position depend on its token alone, so no attention is computed."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.operators, self.config = model.operators, model.config
+        self._table = torch.randn(64, 64, generator=torch.Generator().manual_seed(4)) * 2
+
+    def __call__(self, tokens: torch.Tensor, cache: object, *, rows: torch.Tensor | None) -> tuple[Any, Any]:
+        routes = torch.zeros(len(tokens), self.config.num_moe_layers, self.config.top_k, dtype=torch.uint8)
+        logits = self._table[tokens]
+        return (logits if rows is None else logits[rows]), routes
+
+
 def test_the_runner_of_a_device_samples_the_same_tokens():
     requests = [sampled(f"r{i}", 6 + i, 12, **given) for i, given in enumerate(PARAMETERS)]
-    on_device = engine(max_sequences=16)
-    on_device._runner = DeviceRunner(Transformer(TINY, seed=1), num_slots=16, context_tokens=512)
-    for found, other in zip(run(engine(max_sequences=16), *requests), run(on_device, *requests), strict=True):
-        assert found.token_ids.tolist() == other.token_ids.tolist()
-        assert found.top_ids.tolist() == other.top_ids.tolist()
+    answers = []
+    for kind in (Runner, DeviceRunner):
+        running = engine(max_sequences=16)
+        model = Transformer(TINY, seed=1)
+        running._runner = kind(model, num_slots=16, context_tokens=512)
+        running._runner.model = TableModel(model)
+        running._runner.kv.vendor = True  # else the kernels that nothing calls here would be loaded
+        answers.append(run(running, *requests))
+    for one, other in zip(*answers, strict=True):
+        assert pack((one.token_ids, one.logprobs)) == pack((other.token_ids, other.logprobs))
+        assert pack((one.top_ids, one.top_logprobs)) == pack((other.top_ids, other.top_logprobs))
 
 
 def greedy_by_hand(request: CompletionRequest, model: Transformer) -> list[int]:
@@ -437,3 +475,20 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_cache_is_bounded(token
                 await running.generate(sampled("late", 5, 12, grammar=grammars.from_regex("b"), stop_token_ids=(5,)))
 
     asyncio.run(check())
+
+
+def test_over_http_a_constrained_request_is_served_and_an_invalid_grammar_keeps_its_type(tokenizer):
+    good = sampled("g", 5, 40, grammar=grammars.from_regex("[a-c]{4}"), stop_token_ids=(5,), top_logprobs=3)
+    bad = sampled("b", 5, 40, grammar=grammars.from_regex("["), stop_token_ids=(5,))
+    huge = sampled("h", 5, 40, grammar="x" * (grammars.MAX_BYTES + 1), stop_token_ids=(5,))
+
+    async def check() -> Completion:
+        async with with_vocabulary(tokenizer) as running, served_over_http(running) as url, HttpEngine(url) as client:
+            for request in (bad, huge):
+                with pytest.raises(InvalidGrammar):
+                    await client.generate(request)
+            return await client.generate(good)
+
+    done = asyncio.run(check())
+    assert len(text_of(tokenizer, done, 5)) == 4
+    assert done.top_ids.shape == (len(done.token_ids), 3)

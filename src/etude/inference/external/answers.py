@@ -212,6 +212,11 @@ def lark_refused(server: str) -> InvalidGrammar:
     return InvalidGrammar(f"{server} takes no Lark grammar", "tool calls are forced by Lark grammars", hint=hint)
 
 
+def schema_of(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
+    """Return a JSON schema as an object, which servers need: true and false are schemas, too."""
+    return schema if not isinstance(schema, bool) else {} if schema else {"not": {}}
+
+
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:
     """Make the error of a response that a server of the tested version never sends."""
     return BrokenAnswer(f"{server} of {engine} sent an invalid response", facts, hint="see its log")

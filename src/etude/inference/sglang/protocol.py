@@ -25,6 +25,7 @@ from etude.inference.external.answers import (
     keyed_seed,
     lark_refused,
     read_spans,
+    schema_of,
 )
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Sampling, Traffic
@@ -115,7 +116,9 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
         kind, value = kind_of(sampling.grammar)
         if kind == "lark":
             raise lark_refused(SERVER)
-        params |= {"regex": value} if kind == "regex" else {"json_schema": msgspec.json.encode(value).decode()}
+        params |= (
+            {"regex": value} if kind == "regex" else {"json_schema": msgspec.json.encode(schema_of(value)).decode()}
+        )
     return params
 
 

@@ -27,6 +27,7 @@ from etude.inference.external.answers import (
     keyed_seed,
     lark_refused,
     read_spans,
+    schema_of,
 )
 from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
@@ -144,7 +145,7 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
         kind, value = kind_of(sampling.grammar)
         if kind == "lark":
             raise lark_refused(SERVER)
-        params["structured_outputs"] = {"regex" if kind == "regex" else "json": value}
+        params["structured_outputs"] = {"regex": value} if kind == "regex" else {"json": schema_of(value)}
     return params
 
 
