@@ -1,8 +1,7 @@
-"""etude turns an open mixture-of-experts model into the specialist one product needs.
+"""etude turns an open mixture-of-experts model into the specialist that one product needs.
 
-The folders tell the story of the data; read them in this order:
-``tasks → environments → harness → rollouts → experience → training → weights → inference``.
-``loop`` wires them, ``cli`` is the door. `ARCHITECTURE.md` has one line on every file.
-"""
+Data passes through the packages in this order; read them in it: ``tasks → environments → harness → rollouts →
+experience → training → weights → inference``. `loop` connects them, and `cli` is the command line. `ARCHITECTURE.md`
+has one line on every file."""
 
 __version__ = "0.1.0"

@@ -1,9 +1,8 @@
-"""Configs: frozen dataclasses that are read from TOML and overridden by ``--set a.b=c``.
+"""Configs: frozen dataclasses that are read from TOML files and overridden by ``--set a.b=c``.
 
-An unknown key, a wrong type or a value out of range raises a `ConfigError` that names the setting and suggests a
-correction. msgspec converts the values. Each package defines the dataclass with its settings; `loop` combines them.
-This module has no settings itself. Ranges are declared on the field: ``steps: int = ranged(45, low=1)``.
-"""
+Each package defines a dataclass with its own settings; `loop` combines them. This module defines no settings. A range
+is declared on the field: ``steps: int = ranged(45, low=1)``. msgspec converts the values. An unknown key, a wrong type
+or a value out of range raises a `ConfigError` that names the setting and suggests a correction."""
 
 from __future__ import annotations
 
@@ -32,10 +31,13 @@ _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """The import path of a plug-in and its settings, which are validated against the plug-in's parameters.
+    """A plug-in as named in a config: a class or function of the user's own package, and its settings.
 
-    In TOML: the import path, ``policy_loss = "my_package.losses:Gspo"``, or a table with `kind` and the settings.
-    `digest`: digest of the module's source as recorded by the run (`etude.plugins`), or "".
+    `path` is the import path "my_package.module:Name", or the name of a built-in plug-in. `settings` are the keyword
+    arguments for it; they are validated when it is constructed (`etude.plugins.make`). `digest` is the SHA-256 of the
+    module's source that a run recorded; "" if none is recorded.
+
+    In TOML it is a string, ``policy_loss = "my_package.losses:Gspo"``, or a table with the key `kind` and the settings.
     """
 
     path: str  # "my_package.module:Name"
@@ -48,15 +50,18 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class BuiltIn:
-    """Annotates a `Plugin` field: the names of built-in plug-ins, which are given in place of an import path and have
-    settings as others do."""
+    """An annotation of a `Plugin` field: the names that select a built-in plug-in instead of an import path.
+
+    Used as ``Annotated[Plugin, BuiltIn(("wandb", "trackio"))]``."""
 
     names: tuple[str, ...]
 
 
 def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
-    """A `Plugin` if `value` is an import path, else `value`. An import path has a dot in the module or an upper-case
-    name (so it is neither a path nor a typo), and its module is not one of the `built_in` names.
+    """Return a `Plugin` if `value` is an import path, else `value` itself.
+
+    An import path is "module:Name" with a dot in the module or an upper-case first letter of the name, so that neither
+    a file path nor a typo counts as one. A module that is one of the `built_in` names does not count either.
 
     >>> named("my_package.module:Name", ["harbor"]).path, named("harbor:tasks", ["harbor"]), named("ls", ["ls"])
     ('my_package.module:Name', 'harbor:tasks', 'ls')
@@ -68,23 +73,26 @@ def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
 
 
 def ranged(default: Any, *, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field with a default and an inclusive range."""
+    """Return a dataclass field with this default whose value must be from `low` to `high`, inclusive. None: no
+    limit."""
     return dataclasses.field(default=default, metadata={"range": msgspec.Meta(ge=low, le=high)})
 
 
 def like(example: str, default: str = "") -> Any:
-    """A string field of a dataclass. The error for a value of a wrong type shows `example`."""
+    """Return a dataclass field for a string. The error for a value of another type shows `example`."""
     return dataclasses.field(default=default, metadata={"example": f'"{example}"'})
 
 
 def load(path: Path | str, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a config from a TOML file and apply overrides. Raises `ConfigError`."""
+    """Read a TOML file, apply overrides such as "rl.steps=10", and build a config of class `kind`. Raises
+    `ConfigError`."""
     return build(kind, read(path, overrides))
 
 
 def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a TOML file and apply overrides like "rl.steps=10", without validating the settings. Raises
-    `ConfigError`."""
+    """Read a TOML file as nested dicts and apply overrides such as "rl.steps=10". The settings are not validated.
+
+    Raises `ConfigUnreadable` for a file that is not valid TOML or cannot be read, otherwise `ConfigError`."""
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text())
@@ -101,7 +109,9 @@ def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def overridden(overrides: Sequence[str], raw: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Apply overrides like "rl.steps=10" to plain data. Raises `ConfigError`."""
+    """Return a copy of the settings `raw` (nested dicts; None: empty) with overrides such as "rl.steps=10" applied.
+
+    A value is TOML; text that is not valid TOML is a string. Raises `ConfigError` for an override of another form."""
     changed = dict(raw or {})
     for override in overrides:
         _override(changed, override)
@@ -109,7 +119,7 @@ def overridden(overrides: Sequence[str], raw: Mapping[str, Any] | None = None) -
 
 
 def leaves(plain: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Flatten nested sections: dotted name -> value.
+    """Flatten nested mappings into one dict: dotted name → value. `where` is a prefix for all names.
 
     >>> leaves({"seed": 1, "rl": {"steps": 45}})
     {'seed': 1, 'rl.steps': 45}
@@ -141,8 +151,10 @@ def _override(raw: dict[str, Any], override: str) -> None:
 
 
 def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
-    """Construct an object from plain data: a dataclass or a `msgspec.Struct` from its fields, any other class or
-    function from its annotated parameters. `where`: the section, for errors. Raises `ConfigError`.
+    """Construct `kind` from the plain values `raw`: convert and check them, and pass them as keyword arguments.
+
+    `kind` is a dataclass, a `msgspec.Struct`, or any other callable whose parameters are annotated. `where` is the
+    dotted name of the config section, for errors. Raises `ConfigError` for unknown, missing or invalid values.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Sizes:
@@ -161,8 +173,10 @@ def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
 
 
 def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """The keyword arguments with which `build` calls `kind`. Raises `ConfigError`, and `TypeError` for a parameter
-    without a type."""
+    """Return the keyword arguments that `build` passes to `kind`: the values of `raw`, converted and checked.
+
+    Raises `ConfigError` for a value, and `TypeError` if `kind` has a parameter without a type or a positional-only one.
+    """
     fields, values = _fields(kind), dict[str, Any]()
     for key, value in raw.items():
         place = f"{where}.{key}" if where else key
@@ -211,7 +225,6 @@ def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
 
 
 def _converted(hint: Any, value: Any, place: str, example: str | None = None) -> Any:
-    """Convert a TOML value to the type of the field. Raises `ConfigError`."""
     bare, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     kinds = typing.get_args(bare) if typing.get_origin(bare) in (types.UnionType, Union) else (bare,)
     if type(None) in kinds and value in (None, "none"):
@@ -291,7 +304,6 @@ _KINDS: dict[Any, tuple[str, str]] = {
 
 
 def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, message: str) -> ConfigError:
-    """The error for a value that msgspec refused with `message`."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ConfigError(f"{place} = {value!r} is unknown", hint=nearest(str(value), [one.value for one in kind]))
     if kind in (int, float) and ", got " not in message:
@@ -305,7 +317,6 @@ def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: s
 
 
 def _span(notes: Sequence[Any]) -> str:
-    """A range as text."""
     ends = next(((note.ge, note.le) for note in notes if isinstance(note, msgspec.Meta)), (None, None))
     match ends:
         case None, None:
@@ -318,13 +329,14 @@ def _span(notes: Sequence[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value for errors, in TOML syntax if possible."""
     return f"the section {value!r}" if isinstance(value, Mapping) else _toml_value(value)
 
 
 def plugins_in(config: Any, where: str = "") -> Iterator[tuple[str, Plugin]]:
-    """Yield (setting, plug-in) for all plug-ins in a config: ``("learner.policy_loss", Plugin(...))``. A string whose
-    field has the metadata ``plugin`` is a plug-in if it is an import path."""
+    """Yield (dotted setting, plug-in) for each plug-in in a config, such as ``("learner.policy_loss", Plugin(...))``.
+
+    A string whose field has the metadata ``plugin`` is a plug-in if it is an import path. `where` is a prefix for the
+    settings."""
     if isinstance(config, Plugin):
         yield where, config
     elif isinstance(config, tuple):
@@ -339,7 +351,7 @@ def plugins_in(config: Any, where: str = "") -> Iterator[tuple[str, Plugin]]:
 
 
 def with_digests(config: T, digests: Mapping[str, str]) -> T:
-    """A copy of a config in which plug-ins have the recorded digests. `digests`: import path -> digest."""
+    """Return a copy of a config whose plug-ins have the given source digests. `digests`: import path → SHA-256."""
     if isinstance(config, Plugin):
         return dataclasses.replace(config, digest=digests.get(config.path, ""))
     if isinstance(config, tuple):
@@ -352,7 +364,7 @@ def with_digests(config: T, digests: Mapping[str, str]) -> T:
 
 
 def to_plain(config: Any) -> Any:
-    """The effective config as plain data without None: it is stored in the run folder and digested."""
+    """Convert a config to dicts, lists and scalars that JSON can hold. Fields that are None are left out."""
     if isinstance(config, Plugin):
         return {"kind": config.path, **config.settings}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -366,7 +378,7 @@ def to_plain(config: Any) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """The effective config as TOML. `load` reads it back as an equal config."""
+    """Convert a config, with its defaults, to TOML text. `load` reads an equal config from it."""
     return "\n".join(_toml_section(to_plain(config), "")) + "\n"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 class Exit(enum.IntEnum):
-    """The exit codes of commands, as in docs/guides/getting-started.md."""
+    """The exit codes of the command `etude`, as in docs/guides/getting-started.md."""
 
     DONE = 0
     FAILED = 1  # an `EtudeError` of no other kind
@@ -32,7 +32,9 @@ EXITS = {
 
 
 class EtudeError(Exception):
-    """An error with an explanation: `what` happened, the `facts`, and a `hint` on what to do.
+    """An error in three parts: `what` happened, the `facts`, and a `hint` on what to do.
+
+    `exit_code` is the exit code of the command that ends with this error.
 
     >>> print(EtudeError("delta v42 applies to base 9f3c", "this engine has v39", hint="fetch the anchor at v40"))
     delta v42 applies to base 9f3c: this engine has v39
@@ -93,8 +95,9 @@ class NoCheckpoint(CheckpointError, InputError):
 
 
 class TaskError(EtudeError):
-    """A task source is damaged, or a task is not valid: its reference solution does not score 1, or the unmodified task
-    does not score 0."""
+    """A task source is damaged, or a task is not valid.
+
+    A task is valid if its reference solution scores 1 and the unmodified task scores 0."""
 
 
 class NoSource(TaskError, InputError):
@@ -102,7 +105,9 @@ class NoSource(TaskError, InputError):
 
 
 class MachineError(EtudeError):
-    """A machine could not be created, or died. Never raised for a failure of the agent's programs."""
+    """A machine (a sandbox in which an agent's commands run) could not be created, or died.
+
+    It is never raised for a failure of the agent's programs."""
 
 
 class StoreError(EtudeError):
@@ -110,7 +115,7 @@ class StoreError(EtudeError):
 
 
 class WeightsError(EtudeError):
-    """A delta, manifest or pointer is damaged or does not fit its base, or another writer published first."""
+    """Published weights are damaged or do not fit their base version, or another writer published first."""
 
 
 class EngineError(EtudeError):
@@ -118,7 +123,7 @@ class EngineError(EtudeError):
 
 
 class EngineBehind(EngineError):
-    """The engine has an older version than the request requires (HTTP 409). Another engine may serve the request."""
+    """The engine has older weights than the request requires (HTTP 409). Another engine may serve the request."""
 
 
 class ContextFull(EngineError):
@@ -126,12 +131,13 @@ class ContextFull(EngineError):
 
 
 class LedgerError(EtudeError):
-    """A ledger is damaged or missing, a state transition is not allowed, or an audit found a rollout that was lost or
-    trained on twice."""
+    """The ledger, a run's database of rollout states, is damaged or missing, or refused a change.
+
+    Also raised when an audit finds that a rollout was lost or trained on twice."""
 
 
 class ParityError(EtudeError):
-    """The log-probabilities of engine and learner differ by more than the parity budget allows."""
+    """The log-probabilities of engine and learner for the same tokens differ by more than the config allows."""
 
 
 class NotFinite(EtudeError):
@@ -155,8 +161,9 @@ class DeadlineExceeded(EtudeError):
 
 
 def nearest(word: str, known: Iterable[str], section: str = "") -> str:
-    """A hint for an unknown word: the most similar of the `known` words, or all of them. `section`: prefix of each
-    word.
+    """Return a hint for an unknown word: the most similar of the `known` words, or else all of them.
+
+    `section` is a dotted prefix that the hint puts before each word.
 
     >>> nearest("stpes", ["steps", "lr"])
     "did you mean 'steps'?"

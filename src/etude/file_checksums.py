@@ -1,4 +1,4 @@
-"""Checksums of the files of a run: stored beside or inside each file, so that damage is detected when it is read.
+"""Checksums of the files of a run, stored beside or inside each file so that damage is detected when it is read.
 
 There are four forms, by kind of file:
 
@@ -9,9 +9,7 @@ There are four forms, by kind of file:
   comment.
 - A line of an event log has a CRC-32 as its last member.
 
-A file without a checksum is from an earlier version of etude, or from another program: it is read without a check.
-Knows nothing of the meaning of the bytes.
-"""
+A file without a checksum is from an earlier version of etude, or from another program: it is read without a check."""
 
 from __future__ import annotations
 
@@ -44,34 +42,37 @@ _HINT = "restore the file from a backup; if it was changed on purpose, delete"
 
 
 class ChecksumMismatch(EtudeError):
-    """The bytes of a file are not the ones that were written."""
+    """The bytes of a file are not the bytes that were written."""
 
 
 # Directories
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, as 64 hex characters. Raises `OSError`."""
+    """Compute the SHA-256 of a file as 64 hex characters. Raises `OSError`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_in(folder: Path) -> list[str]:
-    """Relative paths of all files in a folder except its SHA256SUMS, sorted."""
+    """List all files in a folder and its subfolders except its SHA256SUMS: sorted paths relative to the folder."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != SUMS)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Compute the SHA-256 of some of a folder's files: name -> 64 hex characters. Raises `OSError`."""
+    """Compute the SHA-256 of files of a folder: name → 64 hex characters. Raises `OSError`.
+
+    `names` are paths relative to the folder."""
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(names, pool.map(lambda name: file_digest(folder / name), names), strict=True))
 
 
 def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
-    """Write the SHA256SUMS of a folder. `found`: the digests by name; None: compute those of all files. Raises
-    `OSError`."""
+    """Write the SHA256SUMS file of a folder. Raises `OSError`.
+
+    `found` maps names to digests; None computes the digests of all files in the folder."""
     found = digests(folder, files_in(folder)) if found is None else found
     text = "".join(f"{found[name]}  {name}\n" for name in sorted(found))
     scratch = folder / f".{SUMS}.{os.getpid()}.tmp"
@@ -80,8 +81,9 @@ def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """Read the SHA256SUMS of a folder: name -> digest; None if there is no such file. Raises `ChecksumMismatch` if it
-    is damaged."""
+    """Read the SHA256SUMS file of a folder as name → digest. Returns None if there is no such file.
+
+    Raises `ChecksumMismatch` if the file is damaged or cannot be read."""
     path = folder / SUMS
     try:
         lines = path.read_bytes().decode("utf-8", "replace").splitlines()
@@ -100,8 +102,10 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 def verify_files(
     folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeError] = ChecksumMismatch
 ) -> bool:
-    """Compare files of a folder with its SHA256SUMS. `names`: which files; None: all that are listed. Returns False if
-    the folder has no SHA256SUMS. Raises `kind` if a file differs, is not listed, or is missing."""
+    """Compare files of a folder with its SHA256SUMS file. Returns True, or False if there is no such file.
+
+    `names` are the files to check; None checks all that are listed. Raises an error of class `kind` if a file differs,
+    is not listed, or is missing."""
     try:
         sums = read_sums(folder)
     except ChecksumMismatch as error:
@@ -131,9 +135,10 @@ def verify_files(
 
 
 def seal_parquet(file: BinaryIO) -> None:
-    """Insert its digest into a complete Parquet file, which is open for reading and writing and has `PARQUET_KEY` in
-    its schema's metadata. Readers find data by offsets from the start and the footer from the end, so both stay valid.
-    """
+    """Insert the SHA-256 of a complete Parquet file into it, between data and footer.
+
+    The file must be open for reading and writing, and its schema's metadata must have the key `PARQUET_KEY`. The file
+    stays valid, since readers find data by offsets from the start and the footer from the end."""
     found = _footer(file)
     assert found is not None, "it was just written"
     start, size = found
@@ -146,8 +151,10 @@ def seal_parquet(file: BinaryIO) -> None:
 
 
 def verify_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = ChecksumMismatch) -> bool:
-    """Read a complete Parquet file and compare it with the digest in it; then seek to its start. Returns False for a
-    file without a digest, and for one that is not Parquet. `name`: for the error. Raises `kind`."""
+    """Compare a complete Parquet file with the SHA-256 that `seal_parquet` put into it, then seek to its start.
+
+    Returns True, or False for a file without a digest and for one that is not Parquet. Raises an error of class `kind`
+    if they differ. `name` is the file's name in that error."""
     hint = "restore it from a backup"
     try:
         found = _footer(file)
@@ -203,7 +210,10 @@ def _digest_of(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> bytes:
 
 
 def sealed(value: Mapping[str, Any], *, after: str = "") -> dict[str, Any]:
-    """Add the digest of a JSON object as its last member. `after`: the digest of the object before it in a list.
+    """Return a copy of a JSON object with its SHA-256 as the last member, "sha256".
+
+    `after` is the digest of the previous object of a list; it is hashed too, so that objects cannot be removed or
+    swapped.
 
     >>> list(sealed({"a": 1}))
     ['a', 'sha256']
@@ -213,7 +223,7 @@ def sealed(value: Mapping[str, Any], *, after: str = "") -> dict[str, Any]:
 
 
 def sealed_list(values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add digests to a list of JSON objects: each covers all objects up to its own."""
+    """Return a list of JSON objects with a SHA-256 in each, which covers this object and all before it."""
     found: list[dict[str, Any]] = []
     for value in values:
         found.append(sealed(value, after=found[-1][SHA256] if found else ""))
@@ -221,8 +231,10 @@ def sealed_list(values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def verify_json(value: Any, name: object, *, must: bool = False, kind: type[EtudeError] = ChecksumMismatch) -> bool:
-    """Compare the value of a JSON file with the digests in it. Returns False if it has none; with `must` that is an
-    error. `name`: for the error. Raises `kind`."""
+    """Compare a parsed JSON file (an object or a list of objects) with the digests in it.
+
+    Returns True, or False if it has no digest. With `must`, a missing digest is an error. Raises an error of class
+    `kind` if something differs. `name` is the file's name in that error."""
     objects = value if isinstance(value, list) else [value]
     hint = "restore it from a backup"
     has = [isinstance(one, dict) and SHA256 in one for one in objects]
@@ -246,13 +258,13 @@ def _canonical(value: Mapping[str, Any], after: str) -> str:
 
 
 def sealed_page(html: str) -> bytes:
-    """Encode an HTML page, with its digest in a comment at the end."""
+    """Encode an HTML page as UTF-8, with its SHA-256 in a comment at the end."""
     data = html.encode()
     return data + b"\n<!-- sha256 %b -->\n" % hashlib.sha256(data).hexdigest().encode()
 
 
 def verify_page(data: bytes) -> bool | None:
-    """Whether a page matches its digest; None if it has none."""
+    """Return whether an encoded HTML page matches the digest in it; None if it has none."""
     found = _COMMENT.search(data)
     return None if found is None else hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
 
@@ -261,7 +273,7 @@ def verify_page(data: bytes) -> bool | None:
 
 
 def sealed_line(line: bytes) -> bytes:
-    """Add a CRC as the last member of a JSON object in one line (without the newline).
+    """Return a line with a JSON object (without its newline) with its CRC-32 as the last member, "crc".
 
     >>> verify_line(sealed_line(b'{"t": 1}')), verify_line(b'{"t": 1}')
     (True, None)
@@ -270,6 +282,6 @@ def sealed_line(line: bytes) -> bytes:
 
 
 def verify_line(line: bytes) -> bool | None:
-    """Whether a line matches its CRC; None if it has none."""
+    """Return whether a line matches the CRC-32 in it; None if it has none."""
     found = _CRC.search(line)
     return None if found is None else zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16)

@@ -1,9 +1,8 @@
-"""Serve an ASGI app over HTTP with uvicorn: bind first, shut down in order, drop clients that block a connection.
+"""Serves an ASGI app over HTTP with uvicorn, and drops clients that block a connection.
 
 uvicorn bounds neither the time nor the size of a request's head, nor the time that a response waits for a client that
-does not read it. Here such connections are aborted. The app itself bounds request bodies and its response times.
-Signals are left to the caller.
-"""
+does not read it. Here such connections are aborted. The app itself must bound request bodies and its response times.
+Signals are left to the caller."""
 
 from __future__ import annotations
 
@@ -36,11 +35,10 @@ async def run_http_server(
 ) -> AsyncIterator[str]:
     """Serve an app on a socket while the block runs. Yields the base URL.
 
-    `sock`: a listening socket from `bind`; closed at the end. `name`: the server's name in errors. `grace_s`: how long
-    requests in progress may continue at shutdown. `client_timeout_s`: how long a client may take to send a request's
-    head, and to read more of a response. `max_connections`: further requests get HTTP 503. Raises `DeadlineExceeded` if
-    the server does not start or stop in time.
-    """
+    `sock` is a listening socket from `bind`, which is closed at the end. `name` is the server's name in errors.
+    Requests in progress at the end of the block may continue for `grace_s` seconds. A client has `client_timeout_s`
+    seconds to send a request's head, and as many to read more of a response. Requests beyond `max_connections` get HTTP
+    503. Raises `DeadlineExceeded` if the server does not start or stop in time."""
     config = uvicorn.Config(
         app,
         http=type("Connection", (_Connection,), {"client_timeout_s": client_timeout_s}),
@@ -70,7 +68,7 @@ async def run_http_server(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 takes any free port. Raises `ConfigError`."""
+    """Return a TCP socket that listens on `host` and `port`; port 0 takes any free port. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)

@@ -5,10 +5,8 @@ settings: the keys of its table in the config, converted to the types of the par
 protocol of its kind (`KINDS`). Every process that needs a plug-in imports it, so its package must be installed, or on
 PYTHONPATH, on every host of the run.
 
-Before a run starts, `check_all` imports and constructs all plug-ins of a config in a separate process with a deadline.
-So a plug-in that hangs or crashes does no harm, and the conductor does not import what only the learner needs. This
-module does not import torch.
-"""
+Before a run starts, `check_all` imports and constructs all plug-ins of a config in a separate process with a deadline,
+so that a plug-in that hangs or crashes does no harm. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ CHECK_S = 120.0
 
 
 class Kind(enum.StrEnum):
-    """The kinds of plug-ins."""
+    """The kinds of plug-ins. `KINDS` has the facts of each."""
 
     LOSS = "loss"
     CORRECTION = "correction"
@@ -66,17 +64,18 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class KindFacts:
-    """Properties of one kind of plug-in: the config setting that selects it, its protocol and its contract tests.
+    """The facts of one kind of plug-in: a row of the table `KINDS`.
 
-    Classes are given as import paths ("module:name"), so that the table `KINDS` imports nothing.
-    """
+    `noun` names the kind in errors, and `setting` is the dotted config setting that selects a plug-in. The other fields
+    are import paths ("module:name"), so that the table imports nothing: `protocol` is the protocol or base class that a
+    plug-in implements, `contract` its suite of tests, and `built_in` a collection of the built-in names ("" if there
+    are none)."""
 
     noun: str
-    setting: str  # of the config
-    protocol: str  # or a base class
-    contract: str  # the contract suite in `etude.testing`
+    setting: str
+    protocol: str
+    contract: str
     built_in: str
-    """Iterable of the names of built-in choices, or a mapping to the import paths of built-in plug-ins; "": none."""
 
 
 KINDS = {
@@ -154,13 +153,16 @@ KINDS = {
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Identifies the code of a plug-in. A run records it for each of its plug-ins."""
+    """The code of one plug-in, as a run records it: which package, version and source were used.
+
+    `path` is the import path. `distribution` is the installed package that has the module, and `version` its version;
+    both are "" for a module found through PYTHONPATH. `digest` is the SHA-256 of the module's source file, or ""."""
 
     kind: str
-    path: str  # "my_package.module:Name"
-    distribution: str  # the installed package of the module; "": none, found through PYTHONPATH
-    version: str  # of the distribution, or ""
-    digest: str  # SHA-256 of the module's source file; "" if there is no file
+    path: str
+    distribution: str
+    version: str
+    digest: str
 
     def __str__(self) -> str:
         package = f"{self.distribution} {self.version}" if self.distribution else "no installed package"
@@ -168,13 +170,13 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def kind_at(place: str) -> Kind:
-    """The kind of plug-in for a setting such as ``learner.policy_loss`` or ``harness.tools[2]``."""
+    """Return the kind of plug-in that a config setting selects: ``learner.policy_loss`` or ``harness.tools[2]``."""
     setting = place.partition("[")[0]
     return next(kind for kind, facts in KINDS.items() if facts.setting == setting)
 
 
 def import_path(kind: Kind, path: str) -> str:
-    """The import path of a plug-in: its own, or that of the built-in plug-in with this name.
+    """Return the import path of a plug-in: `path` itself, or that of the built-in plug-in with this name.
 
     >>> import_path(Kind.TRACKER, "tensorboard"), import_path(Kind.TRACKER, "a.b:C")
     ('etude.trackers.tensorboard:TensorBoard', 'a.b:C')
@@ -188,8 +190,9 @@ def import_path(kind: Kind, path: str) -> str:
 
 @functools.cache
 def found(path: str) -> Any:
-    """Import the class or function at an import path, of etude or of a plug-in. Raises `PluginRefused`; if the module
-    is missing, the error names the host."""
+    """Import and return the object at an import path, "module:Name". Raises `PluginRefused`.
+
+    If the module is missing, the error names the host."""
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
         facts = 'an import path has the form "my_package.module:Name"'
@@ -226,9 +229,10 @@ def found(path: str) -> Any:
 
 
 def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
-    """Construct a plug-in with its settings, and check that it implements the protocol of its kind. `where`: the
-    setting that names it. Raises `PluginRefused`, `ConfigError` for a setting that its code does not accept, and
-    `PluginError` if its source differs from the one that the run recorded."""
+    """Construct a plug-in with its settings, and check that it implements the protocol of its kind.
+
+    `where` is the config setting that names it. Raises `PluginRefused` if it cannot be used, `ConfigError` for a
+    setting that it does not accept, and `PluginError` if its source differs from the source that the run recorded."""
     owner, target = f"{kind.noun} {plugin.path}", found(import_path(kind, plugin.path))
     where = where or KINDS[kind].setting
     if not callable(target):
@@ -256,9 +260,10 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
 
 
 def protocol_problems(protocol: type, made: object) -> list[str]:
-    """Why an object does not implement a protocol: one line for each member that is missing, or that cannot be called
-    as the protocol requires. If `protocol` is an ordinary class, the object must be an instance of it and set the
-    attributes that the class only declares."""
+    """List the reasons why an object does not implement a protocol; empty if it does.
+
+    There is one line for each member that is missing or cannot be called as the protocol requires. If `protocol` is an
+    ordinary class, the object must be an instance of it and have the attributes that the class only declares."""
     if not getattr(protocol, "_is_protocol", False):
         if not isinstance(made, protocol):
             base = f"{protocol.__module__}.{protocol.__name__}"
@@ -330,7 +335,7 @@ def _a(noun: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An exception as text, with the line that raised it: ``ValueError: no such mode (losses.py, line 12)``."""
+    """Return an exception as text, with the line that raised it: ``ValueError: no such mode (losses.py, line 12)``."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
@@ -338,8 +343,9 @@ def described(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
-    """Context manager for calling a plug-in: turns an exception into a `PluginError` that names the plug-in. An
-    `EtudeError` is not changed. `doing`: the action, for the error."""
+    """Turn an exception raised in the block into a `PluginError` that names the plug-in.
+
+    An `EtudeError` passes unchanged. `doing` says in the error what was called, such as "its method score"."""
     try:
         yield
     except EtudeError:
@@ -350,8 +356,10 @@ def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
 
 
 def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T], *, deadline_s: float) -> T:
-    """Call `work` of a plug-in in a separate thread, and wait at most `deadline_s`. Raises `PluginError` if it raises
-    an exception or does not return; then its thread keeps running."""
+    """Call `work`, a function of a plug-in, in a separate thread, and return its result within `deadline_s` seconds.
+
+    Raises `PluginError` if it raises an exception or does not return in time; in the latter case its thread keeps
+    running. `doing` says in the error what was called."""
     done = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
 
     def call() -> None:
@@ -375,19 +383,21 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
 
 
 def unusable(kind: Kind, plugin: Plugin | str, facts: str) -> PluginError:
-    """The error for an invalid result of a plug-in."""
+    """Return the error for an invalid result of a plug-in. `facts` says what is wrong with it."""
     return PluginError(f"{kind.noun} {plugin} returned an invalid result", facts, hint="fix it; the run can be resumed")
 
 
 def finite(kind: Kind, plugin: Plugin | str, name: str, value: object) -> float:
-    """Check that a plug-in returned a finite number, and return it. Raises `PluginError`."""
+    """Return `value`, which a plug-in returned, as a float. Raises `PluginError` if it is not a finite number.
+
+    `name` says in the error what the value is."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise unusable(kind, plugin, f"{name} is {value!r}, expected a finite number")
     return float(value)
 
 
 def identity(kind: Kind, path: str) -> Identity:
-    """The identity of a plug-in's code, as this process imports it. Raises `PluginRefused`."""
+    """Import a plug-in and return the identity of its code. Raises `PluginRefused`."""
     found(import_path(kind, path))
     module = sys.modules[import_path(kind, path).partition(":")[0]]
     distribution, version = _distribution(module.__name__.partition(".")[0])
@@ -406,8 +416,10 @@ def _distribution(package: str) -> tuple[str, str]:
 
 
 def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S) -> list[Identity]:
-    """Import and construct the plug-ins of a config in a separate process. Returns the identity of each, except the
-    built-in ones. `uses`: (setting, plug-in) pairs, from `config.plugins_in`. Raises `PluginRefused`, `ConfigError`."""
+    """Import and construct plug-ins in a separate process, and return their identities without the built-in ones.
+
+    `uses` are (setting, plug-in) pairs from `config.plugins_in`. Raises `PluginRefused` for a plug-in that cannot be
+    used or takes longer than `deadline_s` seconds, and `ConfigError` for settings that it does not accept."""
     if not uses:
         return []
     requests = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]

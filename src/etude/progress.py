@@ -1,8 +1,7 @@
-"""A progress counter of this process. Long work increments it; code that waits for the work reads it.
+"""A progress counter of this process: long work increments it, and code that waits for the work reads it.
 
-A deadline on a whole task has to guess how large the task is. A deadline on the time without progress does not. There
-is one counter per process, shared by all threads.
-"""
+It allows a limit on the time without progress, which need not depend on how large a task is. There is one counter per
+process, shared by all threads."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def tick() -> None:
 
 
 def count() -> int:
-    """The number of `tick` calls so far. A larger value than before means that work has progressed.
+    """Return the number of `tick` calls so far. A larger value than before means that work has progressed.
 
     >>> before = count()
     >>> tick()

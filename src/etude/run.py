@@ -1,9 +1,6 @@
-"""The run folder: paths, the lock that gives a run to one process, and the phases that have ended. The format is in
-docs/formats/run.md.
+"""The run folder: its paths, its lock, and the record of phases that have ended (docs/formats/run.md).
 
-One process at a time holds a run. The lock is a kernel lock, so it is released when its process dies. This module knows
-nothing of what the phases do.
-"""
+One process at a time holds a run. Its lock is a kernel lock, which is released when the process dies."""
 
 from __future__ import annotations
 
@@ -30,7 +27,9 @@ HINT_COPY = "restore the file from a copy, or start a new run"
 
 
 class RunFolder:
-    """Paths and durable metadata of one run.
+    """The folder of one run: its paths (``run / "name"``), its lock, and its durable metadata.
+
+    A phase is one part of a run, such as "corpus" or "rl".
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -46,8 +45,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, *, config_toml: str, seed: int, given: Iterable[str] = ()) -> RunFolder:
-        """Create a run folder. `config_toml`: the effective config, stored as config.toml. `given`: names of the
-        settings that the user set; all others are defaults. Raises `NoRun` when the path exists and is not empty."""
+        """Create the folder of a new run. Raises `NoRun` when the path exists and is not empty.
+
+        `config_toml` is the effective config, stored as config.toml. `given` are the dotted names of the settings that
+        the user set; all others are defaults."""
         if path.exists() and any(path.iterdir()):
             raise NoRun(
                 f"{path} exists", "a run is never overwritten", hint="resume it with --resume, or choose another name"
@@ -70,8 +71,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Open an existing run folder. Raises `NoRun` when the path is not a run, `RunError` when run.json is damaged,
-        and `RunRefused` when the run has another format."""
+        """Open the folder of an existing run.
+
+        Raises `NoRun` when the path is not a run, `RunError` when run.json is damaged, and `RunRefused` when the run
+        has another format."""
         run = cls(path)
         try:
             identity = run.identity()
@@ -90,7 +93,10 @@ class RunFolder:
         return run
 
     def identity(self) -> dict[str, Any]:
-        """Read run.json."""
+        """Read run.json: the run's id, seed, etude version, host, and more.
+
+        Raises `OSError` when it is missing, `ValueError` when it is not JSON, and `RunError` when it differs from its
+        checksum."""
         result = json.loads((self.path / "run.json").read_text())
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
@@ -100,12 +106,13 @@ class RunFolder:
 
     @property
     def has_sums(self) -> bool:
-        """Whether the run writes checksums. Runs of earlier versions have none. Raises `RunError`."""
+        """Whether the run writes checksums. Runs of early etude versions do not. Raises what `identity` raises."""
         return "sums" in self.identity()
 
     def setting(self, name: str) -> str:
-        """Read one setting of config.toml by its dotted name; "" when it is not set. Works with the config of any etude
-        version. Raises `RunError` when the file is damaged."""
+        """Read one setting of config.toml by its dotted name, as a string; "" when it is not set.
+
+        Works with the config of any etude version. Raises `RunError` when the file is damaged."""
         try:
             found: Any = tomllib.loads((self.path / "config.toml").read_text())
         except FileNotFoundError:
@@ -117,7 +124,7 @@ class RunFolder:
         return str(found)
 
     def lock(self) -> None:
-        """Lock the run for this process until it ends or calls `unlock`. Raises `RunRefused` when another process holds
+        """Lock the run for this process until it ends or calls `unlock`. Raises `RunRefused` when another process has
         it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not _try_lock(fd):
@@ -137,7 +144,7 @@ class RunFolder:
             os.close(held)
 
     def holder(self) -> int | None:
-        """The pid of the process that holds the run; None when nobody does."""
+        """Return the pid of the process that has locked the run; None when there is none."""
         try:
             fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)  # read-only: works on a read-only mount
         except FileNotFoundError:
@@ -153,8 +160,9 @@ class RunFolder:
             os.close(fd)
 
     def phases(self) -> list[dict[str, Any]]:
-        """The phases that have ended, as ``{"phase", "wall_s", "facts"}``. Raises `RunError` when phases.json is
-        damaged."""
+        """Return the phases that have ended, in order, each as ``{"phase": name, "wall_s": seconds, "facts": {...}}``.
+
+        Raises `RunError` when phases.json is damaged."""
         try:
             found = json.loads((self.path / "phases.json").read_text())
         except FileNotFoundError:
@@ -167,21 +175,24 @@ class RunFolder:
         return [{name: value for name, value in one.items() if name != SHA256} for one in found]
 
     def ended(self, phase: str) -> bool:
-        """Whether this phase has ended."""
+        """Return whether the phase of this name has ended."""
         return any(p["phase"] == phase for p in self.phases())
 
     def end_phase(self, phase: str, *, wall_s: float, facts: Mapping[str, Any] | None = None) -> None:
-        """Record durably that a phase has ended, so that a resumed run skips it."""
+        """Record durably that a phase has ended, so that a resumed run skips it.
+
+        `wall_s` is how long it took. `facts` are further values to store."""
         done = [*self.phases(), {"phase": phase, "wall_s": round(wall_s, 3), "facts": dict(facts or {})}]
         write_durably(self.path / "phases.json", json.dumps(sealed_list(done), indent=2).encode())
 
     def plugins(self) -> list[dict[str, str]]:
-        """The identities of the code of the run's plug-ins (`etude.plugins.Identity`, as dicts), from the newest
-        record. Raises `RunError`."""
+        """Return the newest record of the code of the run's plug-ins: `etude.plugins.Identity` objects as dicts.
+
+        Empty when there is no record. Raises `RunError` when plugins.json is damaged."""
         return self._plugin_records()[-1]["plugins"] if (self.path / "plugins.json").exists() else []
 
     def record_plugins(self, plugins: list[dict[str, str]]) -> None:
-        """Append a durable record of the plug-ins' code, which is valid from now on. Earlier records are kept."""
+        """Append a durable record of the code of the run's plug-ins, used from now on. Earlier records are kept."""
         records = self._plugin_records() if (self.path / "plugins.json").exists() else []
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         records.append({"since": since, "plugins": plugins})
@@ -214,8 +225,9 @@ def _try_lock(fd: int) -> bool:
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace the content of a file atomically: after a crash it has either the old or the new content. The data is
-    synced to disk before this returns. `mode`: permissions of a new file. Raises `RunError`."""
+    """Replace the content of a file atomically and sync it to disk: after a crash the file has the old or new content.
+
+    `mode` is the permissions of a new file. Raises `RunError`."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -236,7 +248,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def host_info() -> dict[str, Any]:
-    """CPU, memory, kernel and library versions of this host, stored beside measured numbers."""
+    """Return this host's CPU, cores, memory, kernel and library versions, to be stored beside measured numbers."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -1,8 +1,7 @@
 """Temporary directories that are removed even after their owner was killed.
 
-The owner holds a file lock on its directory. Whoever creates the next directory of the same name removes those whose
-lock is free.
-"""
+The owner holds a file lock on its directory. Creating a directory first removes all those of the same name whose lock
+is free."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from pathlib import Path
 
 
 class ScratchDirectory:
-    """An empty temporary directory at `path`, until `close` or the end of the block. `name` says what it is for. Raises
-    `OSError` if it cannot be created.
+    """An empty temporary directory at `path`, which is removed by `close` or at the end of a ``with`` block.
+
+    `name` says what it is for, and is part of the path. Raises `OSError` if it cannot be created.
 
     >>> with ScratchDirectory("example") as path:
     ...     path.name.startswith("etude-example."), list(path.iterdir())

@@ -6,10 +6,7 @@ implementation must pass. Rules for all of them:
 - Deadlines and durations are in seconds. The error of a wait that reached its deadline names what it waited for.
 - Expected failures are raised as the subclass of `etude.errors.EtudeError` that the docstring names.
 - Coroutines of one object may run at the same time in one event loop. Other methods are called from one thread at a
-  time unless the docstring says more.
-
-The one function here, `stream_or_complete`, streams a completion from any policy or engine.
-"""
+  time unless the docstring says more."""
 
 from __future__ import annotations
 
@@ -30,10 +27,10 @@ from etude.records.task import Answer, Split, Task
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """The tasks to learn from. Access is by (split, index), so a run resumes from one integer per split.
+    """A source of tasks to learn from. A task is found by its split and index.
 
-    Several processes open the same source. Each must get the same tasks. A method may take up to 60 s.
-    """
+    So a run resumes from one integer per split. `name` is the name of the source. Several processes open the same
+    source, and each must get the same tasks. A method may take up to 60 s."""
 
     name: str  # written into `Task.source`
 
@@ -42,8 +39,9 @@ class TaskSource(Protocol):
         ...
 
     def task(self, split: Split, index: int) -> Task:
-        """Return task `index` (from 0) of a split. The same arguments give the same task in every process. Raises
-        `TaskError` when `index` is not below the size."""
+        """Return task `index` (from 0) of a split. The same arguments give the same task in every process.
+
+        Raises `TaskError` when `index` is not below the size."""
         ...
 
     def answer(self, task: Task) -> Answer:
@@ -53,12 +51,11 @@ class TaskSource(Protocol):
 
 @runtime_checkable
 class Machine(Protocol):
-    """An isolated machine for one rollout or one grade. Paths are relative to its working directory.
+    """An isolated machine (a sandbox) for one rollout or one grade. Paths are relative to its working directory.
 
     Coroutines may run at the same time. After `close` every method except `close` raises `MachineError`. Raise
     `MachineError` only for failures that code inside the machine cannot have caused: it makes a rollout invalid, and an
-    agent must not be able to choose that.
-    """
+    agent must not be able to choose that."""
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
@@ -66,7 +63,7 @@ class Machine(Protocol):
         """Run a command and return its exit code and output.
 
         `key` is an idempotency key: a second call with the same key does not run the command again and returns the
-        recorded result. `options`: see `ExecOptions`.
+        recorded result. `options` are the fields of `ExecOptions`, such as `stdin`, `cwd`, `env` and `user`.
 
         The command ends when its first process ends; background processes that it started continue. At the deadline
         everything that the command started is killed, and `ExecResult.timed_out` is True. Cancelling the caller does
@@ -85,13 +82,15 @@ class Machine(Protocol):
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a file; missing parent folders are created. Raises `ValueError` for a path outside the
-        working directory, and `OSError` when the machine's disk is full."""
+        """Create or replace a file; missing parent folders are created.
+
+        Raises `ValueError` for a path outside the working directory, and `OSError` when the machine's disk is full."""
         ...
 
     async def freeze(self) -> None:
-        """Stop all processes of the machine for good. `read` and `snapshot` still work; `exec` raises `MachineError`.
-        Idempotent."""
+        """Stop all processes of the machine for good. Idempotent.
+
+        `read` and `snapshot` still work; `exec` raises `MachineError`."""
         ...
 
     async def snapshot(self) -> str:
@@ -108,20 +107,28 @@ class Machine(Protocol):
 
 
 class RuntimeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A runtime's name and what it can do on this host."""
+    """What a kind of machines can do on this host; a `Runtime` returns it.
 
-    name: str  # "namespace", "microvm", "gvisor", "remote", "memory"
-    isolation: str  # what separates a machine from its host: "shared kernel", "own kernel", "none"
-    users: tuple[str, ...]  # users that commands can run as; the first is the default of an image that names none
-    images: bool = False  # whether machines can have a root filesystem other than the runtime's own
-    forks_memory: bool = False  # whether a snapshot of a machine in use has its running processes
-    whole_snapshots: bool = True  # whether a snapshot of an image's machine has more than its working directory
-    notes: tuple[str, ...] = ()  # what is weaker on this host than it could be, and why: "no control groups: ..."
+    - `name`: "namespace", "microvm", "gvisor", "remote" or "memory".
+    - `isolation`: what separates a machine from its host: "shared kernel", "own kernel" or "none".
+    - `users`: the users that commands can run as; the first is the default of an image that names none.
+    - `images`: whether a machine can have a root filesystem other than the runtime's own.
+    - `forks_memory`: whether a snapshot also has the running processes of the machine.
+    - `whole_snapshots`: whether a snapshot of an image's machine has more than its working directory.
+    - `notes`: what is weaker on this host than it could be, and why."""
+
+    name: str
+    isolation: str
+    users: tuple[str, ...]
+    images: bool = False
+    forks_memory: bool = False
+    whole_snapshots: bool = True
+    notes: tuple[str, ...] = ()
 
 
 @runtime_checkable
 class Runtime(Protocol):
-    """Makes machines: `prepare` creates a snapshot, `fork` creates machines from it."""
+    """Makes machines of one kind: `prepare` creates a snapshot, and `fork` creates machines from it."""
 
     @property
     def info(self) -> RuntimeInfo:
@@ -129,18 +136,18 @@ class Runtime(Protocol):
         ...
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """Create a snapshot: an image with `files` (path to content) in its working directory.
+        """Create a snapshot and return its id: a filesystem with `files` (path → content) in its working directory.
 
-        `image` None is the runtime's own root filesystem. Returns the snapshot's id, which is derived from the content;
-        a repeated call with the same content is cheap. Raises `ValueError` for paths that cannot be files there, and
+        The root filesystem is that of `image`; None is the runtime's own. The id is derived from the content, and a
+        repeated call with the same content is cheap. Raises `ValueError` for paths that cannot be files there, and
         `MachineError` when the runtime cannot get the image."""
         ...
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """Create n identical machines in the snapshot's state.
+        """Create `n` machines in the state of a snapshot: an id from `prepare` or `Machine.snapshot`.
 
-        Either all n are returned, or `MachineError` is raised and none is left. Raises `MachineError` for an unknown
-        snapshot and at the deadline, `ValueError` for n < 1."""
+        Either all `n` are returned, or `MachineError` is raised and none is left. Raises `MachineError` for an unknown
+        snapshot and at the deadline, and `ValueError` for n < 1."""
         ...
 
     async def close(self) -> None:
@@ -153,51 +160,56 @@ class Portable(Protocol):
     """Optional methods of a `Runtime` whose snapshots can be sent to a runtime of the same kind in another process."""
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """Serialise a snapshot: its content, or a reference that the other runtime can resolve. Raises `ValueError`
-        when the result would exceed `max_bytes`, `MachineError` for a snapshot that this runtime does not have."""
+        """Serialise a snapshot for a runtime in another process: its content, or a reference that the other can
+        resolve.
+
+        Raises `ValueError` when the result would exceed `max_bytes`, and `MachineError` for a snapshot that this
+        runtime does not have."""
         ...
 
     async def unpack(self, packed: bytes) -> str:
-        """Load a snapshot from the bytes of `pack`. Returns its id in this runtime. Raises `ValueError` for other
+        """Load a snapshot from the bytes of `pack`, and return its id in this runtime. Raises `ValueError` for other
         bytes."""
         ...
 
 
 @runtime_checkable
 class Holding(Protocol):
-    """Optional methods of a `Runtime` that evicts snapshots: reference counts that keep a snapshot."""
+    """Optional methods of a `Runtime` that deletes unused snapshots: a reference count that keeps a snapshot."""
 
     def hold(self, snapshot: str) -> int:
-        """Add a reference to a snapshot, which is then kept until each reference was released. Returns its size in
-        bytes. Raises `MachineError` for a snapshot that this runtime does not have."""
+        """Add a reference to a snapshot, and return the snapshot's size in bytes. It is kept while it has references.
+
+        Raises `MachineError` for a snapshot that this runtime does not have."""
         ...
 
     def release(self, snapshot: str) -> None:
-        """Remove a reference that `hold` added."""
+        """Remove one reference that `hold` added."""
         ...
 
 
 @runtime_checkable
 class Grader(Protocol):
-    """Grades the exported files of a rollout. Never runs in a process, or a fork of one, that has run agent code."""
+    """Grades the files that a rollout exported. It never runs in a process (or its fork) that has run agent code."""
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
-        """Grade one rollout. `exports`: path to content, as the agent left the files that the task declares.
+        """Grade one rollout. `exports`: path → content of the files that the task declares, as the agent left them.
 
-        Returns `Graded` for everything that the agent can cause, such as missing or broken files. Returns `Invalid`
-        only for a failure outside the agent's reach, with the evidence. Several grades may run at the same time."""
+        Returns `Graded` for everything that the agent can cause, such as missing or broken files. Returns `Invalid`,
+        with the evidence, only for a failure that the agent cannot cause. Several grades may run at the same time."""
         ...
 
 
 @runtime_checkable
 class RewardTerm(Protocol):
-    """Measures one part of the reward of a finished rollout, beside the grade. A plug-in of kind "reward" is one."""
+    """Measures one part of the reward of a finished rollout, besides the grade. A plug-in of kind "reward" is one.
+
+    `version` is stored with every value; change it when the meaning of the value changes."""
 
     version: str  # change it when the same rollout could get another value: siblings are compared within one version
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
-        """Return the value of one graded rollout. The term sees the task, trace, exports, times and the grader's
-        result, but no hidden answer.
+        """Measure one graded rollout. The term sees its task, messages, files, times and grade, but no hidden answer.
 
         The value must be finite. When it cannot be known now, for example because a service is down, return a `Score`
         with value None and the reason as evidence. Several rollouts may be scored at the same time. An exception, or no
@@ -207,8 +219,9 @@ class RewardTerm(Protocol):
 
 @runtime_checkable
 class CreditScheme(Protocol):
-    """Computes advantages from the rewards of a group of sibling rollouts. Stateless. A plug-in of kind "credit" is
-    one."""
+    """Computes advantages from the rewards of a group: the rollouts of one task. A plug-in of kind "credit" is one.
+
+    It has no state. `version` is stored with the advantages; change it when the formula changes."""
 
     name: str
     version: str
@@ -216,7 +229,7 @@ class CreditScheme(Protocol):
     def advantages(self, rewards: Sequence[Reward]) -> Sequence[float]:
         """Return one finite advantage per reward, in the same order. `rewards` may have 0 or 1 elements.
 
-        Equal rewards must get equal advantages, a higher reward no lower advantage, and the order of the siblings must
+        Equal rewards must get equal advantages, a higher reward no lower advantage, and the order of the rollouts must
         not matter. The same input must give the same bits. A rollout with advantage 0.0 is not trained on."""
         ...
 
@@ -226,20 +239,21 @@ class Policy(Protocol):
     """Samples completions from the current model. Rollouts, evaluations and the gateway all use this one method."""
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Return a completion for a request. Many calls run at the same time.
+        """Sample a completion for a request. Many calls run at the same time.
 
-        Raises `EngineError` when no engine can serve the request, or when it made no progress for `deadline_s` seconds;
-        `EngineBehind` when no engine loaded the required version in time (`min_step`, `pin_step`); `ContextFull` when
-        prompt and completion do not fit the context. Cancelling the coroutine cancels the request."""
+        Raises `EngineError` when no engine can serve the request, or when it made no progress for the request's
+        `deadline_s`; `EngineBehind` when no engine loaded the required weights in time (the request's `min_step` or
+        `pin_step`); and `ContextFull` when prompt and completion do not fit the context. Cancelling the coroutine
+        cancels the request."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """Optional method of a `Policy` or an `Engine`: returns tokens while they are sampled."""
+    """The optional method of a `Policy` or an `Engine` that returns tokens while they are sampled."""
 
     def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """Yield the token ids sampled since the last part, and at the end the `Completion` with all of these tokens.
+        """Yield lists of newly sampled token ids, and at the end one `Completion` with all of these tokens.
 
         Raises what `complete` or `generate` raises. Closing the generator early cancels the request."""
         ...
@@ -248,8 +262,10 @@ class Streaming(Protocol):
 async def stream_or_complete(
     source: object, complete: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
 ) -> AsyncGenerator[list[int] | Completion]:
-    """Stream a completion as `Streaming.stream` does. When `source`, a policy or an engine, cannot stream, yield the
-    result of its method `complete` as one part."""
+    """Stream a completion as `Streaming.stream` does, from any policy or engine.
+
+    When `source` cannot stream, its method `complete`, given as the second argument, is awaited, and its tokens are
+    yielded as one list."""
     if isinstance(source, Streaming):
         async with aclosing(source.stream(request)) as parts:
             async for part in parts:
@@ -262,20 +278,21 @@ async def stream_or_complete(
 
 @runtime_checkable
 class BlobStore(Protocol):
-    """Immutable objects under keys, and mutable pointers that change by compare-and-swap.
+    """Immutable objects under keys, and mutable pointers (small objects) that change by compare-and-swap.
 
     Keys are relative POSIX paths. Every method raises `StoreError` for a key that is not allowed, and when the store
-    cannot be reached or is full. Methods may be called from several threads and processes.
-    """
+    cannot be reached or is full. Methods may be called from several threads and processes."""
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object; it is durable when this returns. Does nothing when the key already has the same bytes.
-        Raises `StoreError` when it has other bytes."""
+
+        Raises `StoreError` when the key has other bytes."""
         ...
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object or a pointer; fewer when it ends before `stop`. Raises `KeyError`
-        for a missing key, `ValueError` for a negative or reversed range."""
+        """Return the bytes [start, stop) of an object or a pointer; fewer when it ends before `stop`. None: to the end.
+
+        Raises `KeyError` for a missing key, and `ValueError` for a negative or reversed range."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -287,44 +304,56 @@ class BlobStore(Protocol):
         ...
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace a pointer's bytes if they equal `expected` (None: the pointer does not exist). Returns
-        whether they were replaced."""
+        """Atomically replace a pointer's bytes if they equal `expected`, and return whether they were replaced.
+
+        With `expected` None, the pointer is created if it does not exist."""
         ...
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state and load of an engine."""
+    """The current state and load of an engine.
+
+    - `version`: the version of the weights that it has loaded; None before the first.
+    - `context_tokens`: the longest context, prompt and completion together.
+    - `max_sequences`: how many sequences it decodes together.
+    - `num_running`, `num_waiting`: the requests being decoded and in the queue.
+    - `kv_tokens_free`: how many more tokens the KV cache can hold.
+    - `capabilities`: "routes" (it returns the chosen experts), "spans" (and the version of each token), "stream",
+      "adopt", "verify" (the methods), "pause-keep" (a pause keeps the KV cache), "exact" (it has the learner's bits).
+    - `parity`: processes with an equal value compute the same bits from the same weights; "" if unknown.
+    - `trouble`: why loading the newest weights failed; "" if it did not fail."""
 
     name: str
-    version: Version | None  # None: no weights yet
+    version: Version | None
     paused: bool
-    context_tokens: int  # longest context: prompt and completion
-    max_sequences: int  # decoded together
+    context_tokens: int
+    max_sequences: int
     num_running: int
     num_waiting: int
     kv_tokens_free: int
-    capabilities: tuple[str, ...]  # "routes", "spans", "stream", "pause-keep", "adopt", "verify", "exact"
-    parity: str = ""  # parity class: processes of one class compute the same bits from the same weights; "": unknown
-    trouble: str = ""  # why the latest adoption failed; "" when it did not fail, or is under way
+    capabilities: tuple[str, ...]
+    parity: str = ""
+    trouble: str = ""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One inference server. It loads new versions of the weights by itself while it serves. Many calls run at the same
-    time; the server batches them."""
+    """One inference server. It loads new versions of the weights by itself while it serves.
+
+    Many calls run at the same time; the server batches them."""
 
     async def generate(self, request: CompletionRequest) -> Completion:
         """Sample a completion. Cancelling the coroutine cancels the request.
 
         The request's `fork_from` is a hint to reuse another session's KV cache. It never changes the result, and an
         engine with its own prefix cache may ignore it. Raises `EngineBehind` (HTTP 409) when the engine does not have
-        the version that the request requires (`min_step`, `pin_step`), `ContextFull` (413) when prompt and completion
-        do not fit the context, and `EngineError` for other failures, such as no progress for `deadline_s` seconds."""
+        the weights that the request requires (`min_step`, `pin_step`), `ContextFull` (413) when prompt and completion
+        do not fit the context, and `EngineError` for other failures, such as no progress for the request's
+        `deadline_s`."""
         ...
 
     async def pause(self) -> None:
-        """Stop decoding between two tokens. Running requests keep their KV cache and wait for `resume`; new ones are
-        accepted and wait."""
+        """Stop decoding between two tokens. Running requests keep their KV cache until `resume`; new requests wait."""
         ...
 
     async def resume(self) -> None:
@@ -332,40 +361,44 @@ class Engine(Protocol):
         ...
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until the engine holds a version of at least `min_step`, and return that version. The engine fetches
-        versions by itself. Raises `EngineError` at the deadline."""
+        """Wait until the engine has loaded weights of training step `min_step` or later, and return their version.
+
+        The engine fetches versions by itself. Raises `EngineError` at the deadline."""
         ...
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """Return the current state and load. Does not wait for running requests. Raises `EngineError`."""
+        """Return the current state and load, without waiting for running requests. Raises `EngineError`."""
         ...
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """Score a text: return the loaded version, and the log-probability at temperature 1 of each token but the first
-        (len(token_ids) - 1 numbers).
+        """Compute the log-probabilities of a text at temperature 1, and return them with the version of the weights.
 
-        An update of the weights counts as correct only when these numbers agree with the learner's. Raises
-        `EngineError`."""
+        There is one number for each token but the first: len(token_ids) - 1. A new version of the weights counts as
+        loaded correctly only when these numbers agree with the learner's. Raises `EngineError`."""
         ...
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """Holds the weights, trains them and publishes them. All methods are called from one thread."""
+    """Holds the weights in training, trains them and publishes them. All methods are called from one thread."""
 
     def forward_backward(self, batch: Batch) -> StepReport:
-        """Compute the loss of a batch and accumulate its gradient. Raises `ParityError` when an importance ratio that
-        must be 1 is not 1, `NotFinite` for NaN or Inf."""
+        """Compute the loss of a batch and add its gradient to the accumulated one.
+
+        Raises `NotFinite` for NaN or Inf, and `ParityError` when a probability ratio between learner and engine must be
+        1 and is not."""
         ...
 
     def optim_step(self) -> Mapping[str, float]:
-        """Apply and clear the gradient, and increase the step by one. Returns "grad_norm" (before clipping) and "lr".
-        Raises `NotFinite`."""
+        """Apply and clear the accumulated gradient, and increase the step by one. Raises `NotFinite`.
+
+        Returns the metrics "grad_norm" (before clipping) and "lr"."""
         ...
 
     def save(self, path: str) -> None:
-        """Write a checkpoint directory that `load` and Hugging Face transformers can read. The directory appears
-        complete or not at all. Raises `CheckpointError`."""
+        """Write a checkpoint directory that `load` and Hugging Face transformers can read. Raises `CheckpointError`.
+
+        The directory appears complete or not at all."""
         ...
 
     def load(self, path: str) -> None:
@@ -374,25 +407,26 @@ class Learner(Protocol):
         ...
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
-        """Publish the weights: write their bytes, then the manifest that lists the rollouts they were trained on, then
-        move the pointer.
+        """Publish the weights as a new version for the engines. `rollout_ids`: the rollouts that they were trained on.
 
-        The version is published once the pointer has moved. Raises `WeightsError` and `StoreError`."""
+        The bytes are written first, then a manifest with the rollouts, then the pointer to the newest version moves:
+        from then on the version is published. Raises `WeightsError` and `StoreError`."""
         ...
 
 
 @runtime_checkable
 class ExperienceStore(Protocol):
-    """The durable record of every rollout: its state in the ledger, and its data."""
+    """The durable record of every rollout of a run: its state in a ledger (a database), and its data."""
 
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """Move a rollout to another state. `facts`: data to log with the transition. Raises `LedgerError` when
-        the transition table forbids it."""
+        """Change the state of a rollout to `to`. `reason` and `facts` are stored with the change.
+
+        Raises `LedgerError` when the transition is not allowed."""
         ...
 
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store data of a rollout under a name; durable when this returns. Call it before the transition that needs the
-        data."""
+        """Store data of a rollout under a name; it is durable when this returns. Call it before the `move` that needs
+        the data."""
         ...
 
     def get(self, rollout_id: str, name: str) -> bytes | None:
@@ -400,45 +434,49 @@ class ExperienceStore(Protocol):
         ...
 
     def states(self) -> dict[str, int]:
-        """Return the number of rollouts by state."""
+        """Return the number of rollouts in each state."""
         ...
 
     def transaction(self, work: Callable[[], None]) -> None:
-        """Run `work` as one transaction: all of its moves and puts happen, or none of them."""
+        """Call `work` in one transaction: all `move` and `put` calls in it take effect, or none."""
         ...
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a run that a tracker gets at the start."""
+    """What a tracker is told about a run when it starts.
 
-    name: str  # the folder's name
-    run_id: str  # unique, and the same when the run is resumed
-    folder: str  # the run folder
-    resumed: bool  # whether an earlier session has logged metrics of this run
-    config: Mapping[str, Any]  # the effective settings, as nested plain data, without secrets
-    facts: Mapping[str, Any]  # versions and the host: `run.json`
+    `name` is the name of the run folder, and `folder` its path. `run_id` is unique and stays the same when the run is
+    resumed; `resumed` says whether an earlier session logged metrics. `config` has the settings as nested dicts,
+    without secrets. `facts` is the content of run.json: versions and the host."""
+
+    name: str
+    run_id: str
+    folder: str
+    resumed: bool
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A receiver of a run's metrics, such as TensorBoard or W&B. A plug-in of kind "tracker" is one.
+    """Receives the metrics of a run, such as TensorBoard or W&B. A plug-in of kind "tracker" is one.
 
     It runs in a separate process, whose main thread makes all calls in order. An exception is reported and never ends
-    the run; after `start` has raised, nothing else is called. A `TrackerWarning` is also shown to the user.
-    """
+    the run; after `start` has raised, nothing else is called. A `TrackerWarning` is also shown to the user."""
 
     def start(self, run: TrackedRun) -> None:
-        """Called once, before anything else."""
+        """Begin to record a run. Called once, before all other methods."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record metrics of a step, by names such as "rl/loss". Values may be NaN or infinite.
+        """Record the metrics of a step: name, such as "rl/loss", → value. Values may be NaN or infinite.
 
         Steps count from 0 or 1, separately for each prefix before the slash. A step that is trained again after a
         restart is logged again."""
         ...
 
     def finish(self, outcome: str) -> None:
-        """Called last; write everything that is buffered: the process ends without its exit handlers, and is killed
-        after 30 s. `outcome`: "finished", "stopped" or "failed"."""
+        """Write everything that is buffered. Called last. `outcome` is "finished", "stopped" or "failed".
+
+        Afterwards the process ends without its exit handlers; it is killed when this takes longer than 30 s."""
         ...

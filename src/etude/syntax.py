@@ -1,9 +1,8 @@
-"""Parse Python source, from any thread.
+"""Parses Python source, from any thread.
 
-CPython stores the recursion depth of `ast.parse` in one place for all threads. If another thread parses while a garbage
-collection runs in the first, that one fails with "SystemError: AST constructor recursion depth mismatch" (seen with
-3.11.7 in a conductor that checked four rollouts at once). So all parsing uses one lock.
-"""
+All parsing uses one lock, because CPython keeps the recursion depth of `ast.parse` in one place for all threads: if one
+thread parses while a garbage collection runs in another that parses, the latter fails with "SystemError: AST
+constructor recursion depth mismatch" (seen with 3.11.7)."""
 
 from __future__ import annotations
 
@@ -15,8 +14,10 @@ _PARSING = threading.Lock()
 
 
 def parse(source: str | bytes) -> ast.Module:
-    """Parse a module. Warnings (for example about invalid escapes) are ignored. Raises `SyntaxError` for anything that
-    is not valid Python, including undecodable bytes, null bytes, and nesting that is too deep.
+    """Parse a module and ignore warnings, for example about invalid escapes.
+
+    Raises `SyntaxError` for everything that is not valid Python, including undecodable bytes, null bytes, and nesting
+    that is too deep.
 
     >>> parse("x = 1").body[0].lineno
     1
@@ -30,7 +31,7 @@ def parse(source: str | bytes) -> ast.Module:
 
 
 def literal(text: str) -> object:
-    """The value of a literal. Raises `SyntaxError` for anything else.
+    """Return the value of a Python literal. Raises `SyntaxError` for any other text.
 
     >>> literal("[1, 'a']")
     [1, 'a']

@@ -1,10 +1,8 @@
-"""Writes telemetry events: one append-only JSON-lines file per process. Readers merge the files by time.
+"""Writes telemetry events to one append-only JSON-lines file per process. Readers merge the files by time.
 
-`Telemetry.event` writes a line; `Telemetry.span` writes a line with the duration and CPU time of a block. There is no
-global state: code that writes events gets a `Telemetry` as an argument. After the file was opened, writing never
-raises: on a full disk events are dropped and counted, and the run continues. The kinds of events are in
-`docs/formats/run.md`.
-"""
+There is no global state: code that writes events gets a `Telemetry` as an argument. Once the file is open, writing
+never raises: on a full disk events are dropped and counted, and the run continues. `docs/formats/run.md` lists the
+kinds of events."""
 
 from __future__ import annotations
 
@@ -20,8 +18,10 @@ from etude.file_checksums import sealed_line, verify_line
 
 
 class Telemetry:
-    """Writes ``{"t": unix seconds, "process": name, "kind": kind, ...}`` lines to `path`. `dropped` is the number of
-    events that could not be written.
+    """Appends the events of one process to the file `path`, one JSON object per line.
+
+    A line has "t" (unix seconds), "process", "kind", and the facts of the event. `dropped` counts events that could not
+    be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,8 @@ class Telemetry:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Write one event as one line, in a single write call, so that lines of several writers never mix."""
+        """Write one event with these facts as one line. Lines of several writers never mix, since it is a single
+        write call."""
         line = json.dumps({"t": round(time.time(), 4), "process": self.process, "kind": kind, **facts}, default=str)
         try:
             os.write(self._file, sealed_line(line.encode()) + b"\n")
@@ -49,7 +50,10 @@ class Telemetry:
 
     @contextmanager
     def span(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Write an event with `wall_s` and `cpu_s` of the block. The block may add fields to the dict that it gets."""
+        """Write one event when the block ends, with the block's duration `wall_s` and CPU time `cpu_s` in seconds.
+
+        Yields the event's dict of facts, to which the block may add. If the block raises, the event has the fact
+        `error`."""
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield facts
@@ -66,8 +70,7 @@ class Telemetry:
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read all events of a folder, sorted by time. Lines that cannot be read, such as the last line of a killed writer,
-    are skipped."""
+    """Read the events of all files of a folder, sorted by time. Lines that cannot be read are skipped."""
     events = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().splitlines():

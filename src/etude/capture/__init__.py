@@ -1,6 +1,7 @@
-"""Token-exact conversations: a tree of turns that renders only new messages and records the sampled tokens.
+"""Token-exact conversations: a tree of turns that tokenises only new messages and stores the sampled tokens.
 
-Usable alone, without torch. The harness and the gateway both use it, so the same messages give the same tokens:
+Usable alone, without torch. A turn is one completion of the model with the messages before it. The harness and the
+gateway both use this package, so the same messages give the same tokens:
 
     tree = TurnTree(ChatFormat.load("checkpoint"), session_id="g000012.3/0")
     prompt = tree.prompt(messages, signatures)          # only messages after the deepest known turn are tokenised

@@ -1,4 +1,6 @@
-"""The interface of chat formats: messages to tokens and back. `etude.harness.ChatFormat` implements it."""
+"""The interface of chat formats, which convert messages to tokens and back.
+
+`etude.harness.ChatFormat` implements it."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ Message = dict[str, Any]
 
 
 class ParsedCall(Protocol):
-    """A tool call that was parsed from a completion."""
+    """A tool call that was parsed from a completion: the tool's name, and its arguments by parameter name."""
 
     @property
     def name(self) -> str: ...
@@ -21,8 +23,13 @@ class ParsedCall(Protocol):
 
 
 class ParsedReply(Protocol):
-    """A parsed completion: its text, its reasoning ("" without) and its tool calls, in order. With an `error` a call
-    could not be parsed; then `text` is the complete completion and `calls` is empty."""
+    """A parsed completion. `Chat.parse` returns one.
+
+    - `text`: the text without reasoning and tool calls.
+    - `reasoning`: the text of the model's reasoning, or "".
+    - `calls`: the tool calls, in order.
+    - `error`: what is wrong with a tool call, or "". With an error, `text` is the whole completion and `calls` is
+      empty."""
 
     @property
     def text(self) -> str: ...
@@ -35,22 +42,25 @@ class ParsedReply(Protocol):
 
 
 class Chat(Protocol):
-    """Encodes messages as tokens, and parses completions. `signatures` is always a result of `signatures()`.
+    """A chat format: encodes messages as tokens, and parses completions.
+
+    `stop_token_ids` end a message; `vocab_size` is the number of token ids. Where a method takes `signatures`, pass the
+    result of the method `signatures`.
 
     `encode_prompt`, `continuation` and `encode` may be called from any thread. Each raises `ContextFull`, before it
-    tokenises, for a text that certainly has more than `max_tokens` tokens.
-    """
+    tokenises, for a text that certainly has more than `max_tokens` tokens. None means no limit."""
 
     stop_token_ids: tuple[int, ...]
     vocab_size: int
 
     def signatures(self, tools: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Convert tools in OpenAI's format to the form that the other methods take. Raises `ValueError` for an invalid
-        tool."""
+        """Convert OpenAI's list of tools to the form that the other methods take.
+
+        Raises `ValueError` for an invalid tool."""
         ...
 
     def encode_prompt(self, messages: Sequence[Message], signatures: Any, *, max_tokens: int | None = None) -> I32:
-        """Encode a conversation and the generation prompt, [P] int32."""
+        """Encode a conversation as token ids, [P] int32. They end with the tokens that begin the model's reply."""
         ...
 
     def continuation(
@@ -62,23 +72,30 @@ class Chat(Protocol):
         ended: bool,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode only what `new` adds after `previous`, whose last message the model sampled, and the generation
-        prompt, [P] int32. `ended`: whether that message ends with a stop token; if not, the tokens begin with one."""
+        """Encode only what the messages `new` add after `previous`, as token ids, [P] int32.
+
+        The last message of `previous` is one that the model sampled. The result ends with the tokens that begin the
+        model's next reply. `ended` says whether the sampled message ends with a stop token; if not, the result begins
+        with one."""
         ...
 
     def parse(self, ids: I32, signatures: Any, *, strict: bool = True) -> ParsedReply:
-        """Parse the token ids of a completion. Never raises.
+        """Parse the token ids of a completion. Never raises: `ParsedReply.error` says what could not be parsed.
 
-        `strict`: a call of an unknown tool, or with arguments that do not fit the tool's signature, is an error.
-        Without it such a call is returned as it is, where its format allows this: the caller checks it."""
+        With `strict`, a call of an unknown tool, or with arguments that do not fit the tool's signature, is an error.
+        Without it such a call is returned as it is, where its format allows this, and the caller checks it."""
         ...
 
     def num_text_tokens(self, ids: Sequence[int]) -> int:
-        """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""
+        """Return the number of leading tokens of a completion that come before its first tool call.
+
+        They are text whatever is sampled later. `ids` may be the beginning of a completion."""
         ...
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
-        """Encode plain text, [T] int32. The spelling of a special token in it is plain text too."""
+        """Encode plain text as token ids, [T] int32.
+
+        Text that spells a special token is encoded as ordinary characters."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:

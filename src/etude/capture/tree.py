@@ -1,19 +1,18 @@
-"""A tree of turns: the tokens that the model read and sampled in one or many conversations, each stored once.
+"""A tree of turns: the tokens that the model read and sampled in conversations, each stored once.
 
-A request repeats its whole conversation as messages. The tree finds the deepest recorded turn that the messages repeat,
-and renders and tokenises only the messages after it. So a sampled token is never tokenised again. Messages are compared
-by content (`message_digest`): clients may leave out the reasoning, and write a call's arguments in another order. A
-changed history becomes a branch, or a new root when none of its turns is known. A request that repeats an answered one
-(a retry) can take the recorded turn instead of a new one.
+A turn is one completion of the model with the messages before it. A request repeats its whole conversation as messages.
+The tree finds the deepest recorded turn that the messages repeat, and tokenises only the messages after it. So a
+sampled token is never tokenised again. Messages are compared by content (`message_digest`): clients may leave out the
+reasoning, and write a call's arguments in another order. A changed history becomes a branch, or a new root when none of
+its turns is known. A request that repeats an answered one (a retry) can take the recorded turn instead of a new one.
 
 Each turn is a separate node, also when two siblings have the same tokens. The first request that continues a turn uses
-the turn's engine session. Every further one is a branch with a new session, which starts as a copy
-(`CompletionRequest.fork_from`). Of several equal turns a request continues one without a continuation, so that equal
-siblings stay separate.
+the turn's engine session (an id under which an engine keeps the KV cache of a conversation). Every further one is a
+branch with a new session, whose KV cache starts as a copy (`CompletionRequest.fork_from`). Of several equal turns a
+request continues one without a continuation, so that equal siblings stay separate.
 
-The tree of a rollout keeps all turns. The tree of a gateway keeps at most `max_tokens` tokens and evicts the least
-recently used turn first, always children before their parent.
-"""
+The tree of a rollout keeps all turns. The tree of a gateway keeps at most `max_tokens` tokens. It evicts the least
+recently used turn first, and children always before their parent."""
 
 from __future__ import annotations
 
@@ -48,7 +47,10 @@ class Start(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A turn and its position in a tree. Fields without a comment are as in `records.rollout.Turn`."""
+    """A recorded turn and its position in the tree. `TurnTree.record` makes one.
+
+    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`: as in `records.rollout.Turn`, with a node as
+      parent."""
 
     parent: Node | None
     prompt_ids: I32
@@ -67,11 +69,11 @@ class Node:
 
     @property
     def num_added(self) -> int:
-        """Number of tokens that the turn adds to its parent's context."""
+        """The number of tokens that the turn adds to its parent's context: of new messages, and sampled ones."""
         return len(self.prompt_ids) + len(self.completion.token_ids)
 
     def has_tokens_of(self, completion: Completion) -> bool:
-        """Whether the turn and a completion have the same sampled tokens."""
+        """Return whether `completion` has the same sampled tokens as the turn."""
         return np.array_equal(self.completion.token_ids, completion.token_ids)
 
     def ancestry(self) -> Iterator[Node]:
@@ -96,19 +98,25 @@ class Node:
         )
 
     def context(self) -> I32:
-        """All tokens that the model has read and sampled up to and including this turn, [num_tokens] int32."""
+        """Return the token ids that the model has read and sampled up to the end of this turn, [num_tokens] int32."""
         parts = [ids for node in self.ancestry() for ids in (node.completion.token_ids, node.prompt_ids)]
         return np.concatenate(parts[::-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """The tokens of a request, and the position in the tree where its completion is recorded."""
+    """The tokens of a request, and the tree position of its completion. `TurnTree.prompt` makes one.
 
-    parent: Node | None  # the deepest turn that the messages repeat; None: a new root
-    token_ids: I32  # [context + P]
-    new_ids: I32  # [P] tokens of the messages after the parent, and of the generation prompt
-    key: bytes  # digest of the tools and the messages
+    - `parent`: the deepest recorded turn that the messages repeat. None: the completion becomes a root of the tree.
+    - `token_ids`: all tokens of the prompt, [C] int32.
+    - `new_ids`: the part of `token_ids` after the parent's context, [P] int32.
+    - `key`: a digest of the tools and the messages.
+    - `session_id`, `fork_from`: as in `CompletionRequest`."""
+
+    parent: Node | None
+    token_ids: I32
+    new_ids: I32
+    key: bytes
     session_id: str
     fork_from: str | None  # as in `CompletionRequest`
     start: Start
@@ -117,18 +125,19 @@ class Prompt:
 
     @property
     def routes_from(self) -> int:
-        """The first context position whose routes no earlier turn has, for `CompletionRequest.routes_from`."""
+        """The first position whose routes (experts chosen by the MoE routers) no earlier turn has.
+
+        This is the value for `CompletionRequest.routes_from`."""
         if self.parent is None:
             return 0
         return self.parent.completion.routes_start + len(self.parent.completion.routes)
 
 
 class TurnTree:
-    """The recorded turns of conversations, found by their messages. Thread-safe.
+    """The recorded turns of one or many conversations, found by their messages. Thread-safe.
 
-    `session_id` is the engine session of the first conversation. Further ones get a number: "s", "s+1", "s+2".
-    `max_tokens`: tokens to keep; None keeps all.
-    """
+    `session_id` names the engine session of the first conversation; further sessions get a number: "s", "s+1", "s+2".
+    `max_tokens` is the most tokens to keep; None keeps all."""
 
     def __init__(self, chat: Chat, *, session_id: str, max_tokens: int | None = None) -> None:
         self.max_tokens, self.num_tokens = max_tokens, 0
@@ -153,7 +162,7 @@ class TurnTree:
         max_tokens: int | None = None,
         reuse: bool = False,
     ) -> Prompt:
-        """Encode a request: the tokens of the deepest known turn, then those of the messages after it.
+        """Encode a request: the tokens of the deepest recorded turn, then those of the messages after it.
 
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
         same tools in OpenAI's format, needed when the tools may change within the tree. `reuse`: if the tree has a turn
@@ -192,7 +201,7 @@ class TurnTree:
         calls: tuple[ToolCall, ...] = (),
         kind: TurnKind = TurnKind.ACT,
     ) -> Node:
-        """Record a completion as the turn of its prompt, and return the node.
+        """Record a completion as the turn that follows `prompt`, and return its node.
 
         `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
@@ -224,7 +233,7 @@ class TurnTree:
         return node
 
     def trace(self) -> Trace:
-        """All turns that are in the tree, in the order in which they were recorded."""
+        """Return all turns that are in the tree, in the order in which they were recorded."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
@@ -245,8 +254,9 @@ class TurnTree:
     # The caller of these methods holds the lock.
 
     def _deepest(self, keys: Sequence[bytes]) -> Node | None:
-        """The turn of the longest known prefix of a conversation. Of equal turns, the newest one without a
-        continuation."""
+        """Return the turn of the longest known prefix of a conversation.
+
+        Of equal turns it is the newest one without a continuation, or else the newest."""
         same = next((self._by_key[key] for key in reversed(keys) if key in self._by_key), None)
         if same is None:
             return None
@@ -269,7 +279,7 @@ class TurnTree:
         return Start.HISTORY if same_first else Start.SYSTEM if same_tools else Start.TOOLS
 
     def _session(self, parent: Node | None) -> tuple[str, str | None]:
-        """The engine session for a request that continues a turn, and the session to fork it from."""
+        """Return the engine session for a request that continues `parent`, and the session to fork it from."""
         if parent is not None and not parent.continued:
             parent.continued = True
             return parent.session_id, None
@@ -278,8 +288,9 @@ class TurnTree:
         return session_id, parent.session_id if parent else None
 
     def _touch(self, node: Node) -> None:
-        """Mark a turn and its ancestors as recently used. Each ancestor becomes more recent than its children, and so
-        is evicted after them."""
+        """Mark a turn and its ancestors as recently used.
+
+        Each ancestor becomes more recent than its children, and so is evicted after them."""
         for at in node.ancestry():
             if at not in self._nodes:
                 self._nodes[at] = None
@@ -300,7 +311,10 @@ class TurnTree:
 
 
 def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
-    """A digest of each prefix of a conversation: keys[i] is the digest of the tools and messages[: i + 1].
+    """Return a digest for each prefix of a conversation.
+
+    Element i is the SHA-256 digest (32 bytes) of the tools and ``messages[: i + 1]``. The order of keys in a dict does
+    not matter.
 
     >>> one, same = {"role": "user", "content": "a"}, {"content": "a", "role": "user"}
     >>> conversation_keys([], [one]) == conversation_keys([], [same])

@@ -40,7 +40,7 @@ _PATH_HINTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. SIGTERM ends it like Ctrl-C."""
+    """Run the command in `argv` (None: that of the process) and return its exit code. SIGTERM ends it like Ctrl-C."""
     with sigterm_as_ctrl_c():
         return _run(argv)
 
@@ -89,7 +89,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _function(command: str) -> Callable[[argparse.Namespace], int | None]:
-    """The function of a command, given as "module:function" of this package."""
     module, _, name = command.partition(":")
     function: Callable[[argparse.Namespace], int | None] = getattr(import_module(f"etude.cli.{module}"), name)
     return function

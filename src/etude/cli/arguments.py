@@ -1,4 +1,7 @@
-"""Types of command-line arguments, each of which validates its value, and `add`, which adds a command."""
+"""The parser of the command line, and the types of its arguments.
+
+A type is a function that converts the text of an argument. For a text that is not allowed it raises
+`argparse.ArgumentTypeError`, or an `InputError`, which the command line prints."""
 
 from __future__ import annotations
 
@@ -18,13 +21,15 @@ LOCAL = "local"
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that prints errors like an `EtudeError`."""
+    """An `ArgumentParser` that prints its errors in the format of an `EtudeError`."""
 
     def error(self, message: str) -> NoReturn:
         self._refuse(message, hint=f"{self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown arguments here, so that the hint names the command and not only `etude`."""
+        """Parse arguments, and exit with an error if some are unknown.
+
+        This is done here and not at the end, so that the hint names the command and not only `etude`."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")
@@ -43,14 +48,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """Argument type: an integer of at least 1."""
+    """Convert an argument to an integer of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def within(low: float, high: float) -> Callable[[str], float]:
-    """Argument type: a number from `low` to `high`, both inclusive."""
+    """Return a function that converts an argument to a number from `low` to `high`, both inclusive."""
 
     def number(text: str) -> float:
         try:
@@ -65,7 +70,9 @@ def within(low: float, high: float) -> Callable[[str], float]:
 
 
 def output_file(text: str) -> Path:
-    """Argument type: a file to write at the end of the command. Its folder must exist and be writable now."""
+    """Convert an argument to the path of a file that a command writes at its end.
+
+    Its folder must exist and be writable now."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(
@@ -75,28 +82,28 @@ def output_file(text: str) -> Path:
 
 
 def step(text: str) -> int:
-    """Argument type: the step of a version, from 0."""
+    """Convert an argument to a training step, from 0."""
     if not re.fullmatch("[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a step: an integer from 0, at most 9 digits")
     return int(text)
 
 
 def port(text: str) -> int:
-    """Argument type: a TCP port; 0 means any free port."""
+    """Convert an argument to a TCP port; 0 means any free port."""
     if not text.isdigit() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: an integer from 0 (any free port) to {MAX_PORT}")
     return int(text)
 
 
 def cluster(text: str) -> str:
-    """Argument type: where to run, "local" or the address of a Ray cluster."""
+    """Check an argument that says where a run's processes run: "local", "ray", or the address of a Ray cluster."""
     if text not in (LOCAL, "ray") and not re.fullmatch(r"(ray://)?[A-Za-z0-9.:_\[\]-]+:[0-9]{1,5}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a cluster: write local, ray, HOST:PORT or ray://HOST:PORT")
     return text
 
 
 def duration(text: str) -> float:
-    """Argument type: a duration such as "90s", "10m", "24h" or "7d", returned in seconds."""
+    """Convert an argument such as "90s", "10m", "24h" or "7d" to seconds."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write 90s, 10m, 24h or 7d")
@@ -104,12 +111,14 @@ def duration(text: str) -> float:
 
 
 def channel(text: str) -> str:
-    """Argument type: the name of a channel. Raises `InputError`."""
+    """Check the name of a channel: a series of versions of one model's weights in a store. Raises `InputError`."""
     return _plain_name(text, "channel")
 
 
 def branch(text: str) -> str:
-    """Argument type: the name of a branch; "" is the channel itself. Raises `InputError`."""
+    """Check the name of a branch: a second pointer to a version of a channel. "" is the channel itself.
+
+    Raises `InputError`."""
     return _plain_name(text, "branch") if text else text
 
 
@@ -120,7 +129,7 @@ def _plain_name(text: str, kind: str) -> str:
 
 
 def place(text: str) -> str:
-    """Argument type: a path, or the URL of a store. Raises `InputError` for a URL that no store supports."""
+    """Check an argument that is a path or the URL of a store. Raises `InputError` for a URL that no store supports."""
     scheme, has_scheme, _ = text.partition("://")
     if has_scheme and scheme != "file":
         from etude.stores import open_store
@@ -140,7 +149,7 @@ def place(text: str) -> str:
 
 
 def public_key(text: str) -> bytes:
-    """Argument type: an Ed25519 public key in hex."""
+    """Convert an Ed25519 public key from 64 hex characters to bytes."""
     if not re.fullmatch("[0-9a-f]{64}", text):
         raise argparse.ArgumentTypeError("a public key has 64 hex characters: etude weights key prints it")
     return bytes.fromhex(text)
@@ -150,7 +159,9 @@ Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
 def add(commands: Commands[Parser], name: str, command: str, text: str) -> Parser:
-    """Add the command `name`, which calls `command`: "module:function" of this package. `text` is its help."""
+    """Add the command `name` to the parser, and return the parser of its arguments.
+
+    `command` is the function to call, as "module:function" of this package. `text` is the command's help."""
     parser: Parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=command)
     return parser

@@ -1,4 +1,4 @@
-"""The arguments of every command. Imports no library, so that `etude --help` is fast."""
+"""Defines the arguments of every command. Imports no library, so that `etude --help` is fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IMAGES = "store of machine images (default: ~/.local/share/etude/images)"
 
 
 def build_parser() -> Parser:
-    """The parser of the command line. The parsed arguments have `command`, the "module:function" to call."""
+    """Return the parser of the command line. The parsed arguments have `command`, the "module:function" to call."""
     exits = "exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXITS.items())
     about = "Mid-train and RL-train an open MoE language model in your own agent harness, and serve it."
     parser = Parser(prog="etude", description=about, epilog=exits)
@@ -183,7 +183,7 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     compare.add_argument("run_a", type=Path, metavar="RUN", help="a run folder")
     compare.add_argument("run_b", type=Path, metavar="RUN", help="another run folder")
     _add_run(add(commands, "report", "reports:report", "write report.html and summary.json of a run again"))
-    _add_run(add(commands, "fsck", "fsck:check", "verify every file of a run against its checksum"))
+    _add_run(add(commands, "fsck", "reports:fsck", "verify every file of a run against its checksum"))
     replay = add(commands, "replay", "replay:run", "repeat a training step from disk; exit code 1 if any bit differs")
     _add_run(replay)
     replay.add_argument("step", type=positive, metavar="STEP", help="a step that led to the current weights, from 1")

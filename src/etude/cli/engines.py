@@ -19,7 +19,7 @@ MAX_LOGPROB_DIFFERENCE = 1e-3  # for float32 and a model with two layers
 
 
 def install_kind(args: argparse.Namespace) -> None:
-    """Create a virtual environment with an engine, and print each step."""
+    """Create a virtual environment with vLLM or SGLang, and print each step."""
     make = SERVER_KINDS[EngineKind(args.kind)]
     where = environment(args.folder, make)
     mark = install(where, args.device, report=lambda line: print(line, flush=True))
@@ -47,7 +47,7 @@ def list_engines(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Test everything that a run needs from an engine, with a tiny model. Raises `EngineError`."""
+    """Test with a tiny model everything that a run needs from an engine. Raises `EngineError`."""
     kind, arguments = EngineKind(args.kind), list[str]()
     if kind is not EngineKind.REFERENCE:
         where = environment(args.folder, SERVER_KINDS[kind])

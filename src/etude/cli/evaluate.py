@@ -17,7 +17,9 @@ from etude.records.task import Split
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a checkpoint, or the newest checkpoint of a run. Prints JSON: what was evaluated, and the solve rate."""
+    """Evaluate a checkpoint, or the newest checkpoint of a run. Returns 0.
+
+    Prints JSON: what was evaluated, and the solve rate."""
     from etude.harness import ChatFormat
     from etude.loop.checkpoints import checkpoint_version, newest_checkpoint
     from etude.loop.evaluation import evaluate_checkpoint

@@ -1,4 +1,4 @@
-"""The commands ``etude fleet list``, ``drain`` and ``join`` for the engines of a run with a registry
+"""The commands ``etude fleet list``, ``drain`` and ``join``, for a run whose registry remote engines join
 (``fleet.listen``)."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.inference.registry_messages import (
 
 
 def list_engines(args: argparse.Namespace) -> int:
-    """Print a line for each engine: state, version, load, URL."""
+    """Print a line for each engine of a run: state, version of its weights, load, URL. Returns 0."""
     roster = asyncio.run(_roster(args.registry))
     print(f"{'engine':20} {'region':12} {'state':12} {'step':>6} {'running':>8} {'waiting':>8} {'free KV':>10}  url")
     for name, one in sorted(roster.items()):
@@ -35,14 +35,16 @@ def list_engines(args: argparse.Namespace) -> int:
 
 
 def drain(args: argparse.Namespace) -> int:
-    """Send no new requests to an engine. It leaves the run when its sessions have ended."""
+    """Have a run send no new requests to an engine, which leaves the run when its sessions have ended. Returns 0."""
     asyncio.run(_drain(args.registry, args.name))
     print(f"{args.name} gets no new requests; it leaves when its running requests have finished")
     return 0
 
 
 def join(args: argparse.Namespace) -> int:
-    """Register an engine of any kind, and keep it registered until it is drained or this command is interrupted."""
+    """Register a running engine with a run, and keep it registered until it is drained or this command is interrupted.
+
+    Returns the exit code."""
     request = JoinRequest(name=args.name, url=args.engine, region=args.region, standby=args.standby)
     wait_s = WAIT_S if args.wait_s is None else args.wait_s
     asyncio.run(_join(Registration(args.registry, request, token=environment_token(), wait_s=wait_s, must_answer=True)))

@@ -13,8 +13,9 @@ _MODEL_BEGIN, _MODEL_END = "# [model] begin\n", "# [model] end\n"
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write DIR/config.toml and DIR/tasks/. With `--start` the config starts from that checkpoint; its architecture
-    must be supported."""
+    """Write DIR/config.toml and DIR/tasks/. Returns 0.
+
+    With `--start` the config starts from that checkpoint, whose architecture must be supported."""
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists", "nothing is overwritten", hint="give a new folder")

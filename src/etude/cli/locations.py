@@ -1,4 +1,4 @@
-"""Find what a path argument names: a run, its ledger, a checkpoint. Runs are folders under runs/."""
+"""Finds what a path argument names: a run, its ledger, a checkpoint. Runs are folders under runs/."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ RUNS = Path("runs")
 
 
 def open_run(path: Path | None) -> RunFolder:
-    """Open the run at `path`, or the run with that name under runs/, or the newest run if `path` is None. Raises
-    `NoRun`."""
+    """Open the run at `path`, or with that name under runs/; None opens the newest run. Raises `NoRun`."""
     if path is None:
         return newest_run()
     return RunFolder.open(path if path.exists() or not (RUNS / path).exists() else RUNS / path)
 
 
 def newest_run() -> RunFolder:
-    """Open the newest run that is readable, and print newer ones that are not on stderr. Raises `NoRun` if there is no
-    run, or the error of the newest run if none is readable."""
+    """Open the newest readable run under runs/, and print newer ones that are not readable on stderr.
+
+    Raises `NoRun` if there is no run, or the error of the newest run if none is readable."""
     errors: list[RunError] = []
     for path in sorted(RUNS.glob("*/run.json"), key=_modified_at, reverse=True):
         try:
@@ -45,7 +45,6 @@ def newest_run() -> RunFolder:
 
 
 def _modified_at(path: Path) -> float:
-    """Modification time of a file in seconds; 0.0 if it was deleted in the meantime."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -53,8 +52,10 @@ def _modified_at(path: Path) -> float:
 
 
 def open_ledger(run: RunFolder) -> Ledger:
-    """Open a run's ledger for reading. Raises `RunError` if the file was deleted, `NoLedger` if the run has not
-    created it yet, and `LedgerError` if it is damaged."""
+    """Open a run's ledger, the database of its rollouts, for reading.
+
+    Raises `RunError` if the file was deleted, `NoLedger` if the run has not created it yet, and `LedgerError` if it is
+    damaged."""
     from etude.experience.database import NoLedger
     from etude.loop.locations import read_ledger
     from etude.loop.preflight import check_ledger
@@ -68,8 +69,9 @@ def open_ledger(run: RunFolder) -> Ledger:
 
 
 def existing_path(path: Path) -> Path:
-    """The folder of a checkpoint or a run: `path` itself, or that name under runs/. Raises `NoCheckpoint` if neither
-    exists."""
+    """Return the folder of a checkpoint or a run: `path` itself, or that name under runs/.
+
+    Raises `NoCheckpoint` if neither exists."""
     for candidate in (path, RUNS / path):
         if candidate.exists():
             return candidate
@@ -78,6 +80,6 @@ def existing_path(path: Path) -> Path:
 
 
 def console() -> Console:
-    """The console for tables: as wide as the terminal, or 200 columns if the output is piped."""
+    """Return the console for tables: as wide as the terminal, or 200 columns if the output is piped."""
     screen = Console(highlight=False)
     return screen if screen.is_terminal else Console(highlight=False, width=200)

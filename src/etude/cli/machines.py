@@ -1,9 +1,8 @@
 """The commands ``etude machines probe``, ``bench``, ``run``, ``shell`` and ``serve``.
 
-``run`` and ``shell`` connect standard input and output with one command in one machine, as a stream. A shell has a
-terminal if the machine has what is needed to make one (util-linux's `script`, or Python, and /dev/ptmx); otherwise it
-reads lines.
-"""
+A machine is a sandbox in which an agent's commands run. ``run`` and ``shell`` connect standard input and output with
+one command in one machine, as a stream. A shell has a terminal if the machine has what is needed to make one
+(util-linux's `script`, or Python, and /dev/ptmx); otherwise it reads lines."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ _AT_DEADLINE = 124  # exit code, as of timeout(1)
 
 
 def probe(args: argparse.Namespace) -> int:
-    """Run a command in a machine of each backend, and print which backends work. Exit code 1 if none does."""
+    """Run a command in a machine of each kind, and print which kinds work. Returns exit code 1 if none does."""
     table, works = Table("backend", "works", "isolation", "notes"), False
     for backend in BACKENDS:
         try:
@@ -80,7 +79,9 @@ async def _try(backend: str) -> tuple[str, tuple[str, ...], float]:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Fork machines one after another and run commands. Prints the median and the 99th percentile of each step."""
+    """Create machines one after another and run commands in them. Returns 0.
+
+    Prints the median and the 99th percentile of the time of each step."""
     seconds = asyncio.run(_measure(args.backend, args.num))
     steps = {
         step: {"p50_ms": _ms(sorted(each), 0.5), "p99_ms": _ms(sorted(each), 0.99), "times": len(each)}
@@ -176,7 +177,6 @@ async def _shell(args: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _machine(args: argparse.Namespace) -> AsyncIterator[tuple[Runtime, Machine]]:
-    """The runtime and a machine, as the arguments say."""
     store = ImageStore(args.store or default_store()) if args.image else None
     files = {} if args.files is None else _files_of(args.files)
     image = None if store is None else store.get(args.image).image
@@ -240,7 +240,6 @@ async def _exec(
 
 
 async def _read_chunks(fd: int) -> AsyncIterator[bytes]:
-    """The data of a file descriptor, until its end."""
     with contextlib.suppress(OSError):  # the descriptor may not exist
         while data := await _chunk(fd):
             yield data
@@ -277,8 +276,9 @@ def _raw(fd: int) -> Iterator[None]:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve machines until interrupted. The first SIGTERM lets running machines finish; the second, or Ctrl-C, does
-    not."""
+    """Serve machines to other hosts until interrupted. Returns the exit code.
+
+    The first SIGTERM lets running machines finish; the second, or Ctrl-C, does not."""
     if args.keys is None and not _is_loopback(args.host):
         hint = "give a file of API keys (--keys FILE), or use --host 127.0.0.1"
         raise InputError(f"host {args.host!r} is reachable from the network", "there are no API keys", hint=hint)

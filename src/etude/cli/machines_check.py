@@ -1,4 +1,4 @@
-"""The commands ``etude machines check``, which runs every attack, and ``parity``, which compares two kinds of
+"""The commands ``etude machines check``, which attacks machines, and ``parity``, which compares two kinds of
 machines."""
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _PRINTED = (Verdict.SUCCEEDED, Verdict.CAUGHT, Verdict.KNOWN)
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run attacks and print their results. Exit code 1 if an attack succeeds that is not known to."""
+    """Run all attacks on machines and print their results.
+
+    Returns exit code 1 if an attack succeeds that is not known to."""
     screen, found = console(), list[Finding]()
 
     def add(finding: Finding) -> None:
@@ -85,7 +87,9 @@ def _table(found: list[Finding]) -> Table:
 
 
 def parity(args: argparse.Namespace) -> int:
-    """Train a classifier on two kinds of machines, and print how well it distinguishes them, and by which facts."""
+    """Train a classifier to tell two kinds of machines apart, and print how well it does so and by which facts.
+
+    Returns the exit code."""
     if args.machines < 5:
         raise InputError(
             f"--machines {args.machines} is too few", hint="one fifth is used for testing: give at least 5"

@@ -29,7 +29,9 @@ from etude.seams import Runtime
 
 
 def build(args: argparse.Namespace) -> int:
-    """Build an image and print its digest. The kind of SOURCE is detected, or given with `--from`."""
+    """Build an image for machines and print its digest. Returns 0.
+
+    The kind of SOURCE is detected, or given with `--from`."""
     store = ImageStore(args.store or default_store(), keep_setuid=args.keep_setuid)
     kind = args.kind or _kind_of(args.source)
     if kind not in BUILDERS:
@@ -123,7 +125,9 @@ BUILDERS: dict[str, Callable[[ImageStore, argparse.Namespace], ImageRecord]] = {
 
 
 def packages(args: argparse.Namespace) -> int:
-    """Add packages to the store, for RUN: local wheels, and packages fetched from the registries of this host."""
+    """Add packages to the store of images, for RUN instructions of Dockerfiles. Returns 0.
+
+    They are local wheels, and packages fetched from the registries of this host."""
     stored = Packages(ImageStore(args.store or default_store()).path / PACKAGES)
     wheels = [Path(text) for text in args.packages if text.endswith(".whl")]
     requested = [parse_package_spec(text) for text in args.packages if not text.endswith(".whl")]
@@ -145,7 +149,7 @@ def _existing_store(given: Path | None) -> ImageStore:
 
 
 def list_images(args: argparse.Namespace) -> int:
-    """Print a line for each image: digest, size, kind of source, names."""
+    """Print a line for each image: digest, size, kind of source, names. Returns 0."""
     store = _existing_store(args.store)
     names: dict[str, list[str]] = {}
     for name, digest in store.names().items():
@@ -157,28 +161,28 @@ def list_images(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print the record of an image as JSON; with `--verify` verify every file first."""
+    """Print the record of an image as JSON; with `--verify` verify every file first. Returns 0."""
     record = _existing_store(args.store).get(args.image, verify=args.verify)
     print(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
     return 0
 
 
 def remove(args: argparse.Namespace) -> int:
-    """Remove a name of an image; the image is deleted with its last name."""
+    """Remove a name of an image; the image is deleted with its last name. Returns 0."""
     freed = _existing_store(args.store).remove(args.image)
     print(f"deleted, {size(freed)} freed" if freed else "the name is removed; the image has other names")
     return 0
 
 
 def collect(args: argparse.Namespace) -> int:
-    """Delete every image without a name: the cache of earlier builds."""
+    """Delete every image without a name: the cache of earlier builds. Returns 0."""
     num_images, num_bytes = _existing_store(args.store).collect()
     print(f"{num_images} images deleted, {size(num_bytes)} freed")
     return 0
 
 
 def microvm(args: argparse.Namespace) -> int:
-    """Build the guest image of microVMs from Debian packages, unless the image for the current packages exists."""
+    """Build the guest image of microVMs from Debian packages, unless it exists for the current packages. Returns 0."""
     mirrors = [f"{args.mirror} {args.suite}"] if args.mirror else MIRRORS
     image = build_microvm(args.folder, mirrors=mirrors, log=lambda line: print(line, file=sys.stderr, flush=True))
     print(image.digest)

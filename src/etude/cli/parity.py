@@ -30,8 +30,9 @@ MAX_TOKENS = 4096
 
 
 def parity(args: argparse.Namespace) -> int:
-    """Compare an engine with the learner. Exit code 0 if they are equal, or in native mode within the budget; else
-    1."""
+    """Compare an engine with the learner, and print the result.
+
+    Returns exit code 0 if they are equal, or in native mode within the budget; otherwise 1."""
     from etude.evals.doctor.diagnosis import Verdict, examine
     from etude.evals.doctor.page import write_page
     from etude.evals.doctor.sides import LearnerSide
@@ -65,11 +66,13 @@ def parity(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one comparison, and the largest differences to accept."""
+    """The settings of one comparison: `dtype` and `quant` (quantisation) of the engine, and the dtype of the learner.
+
+    `mode` is "exact", where results must be equal, or "native", where they may differ by `budget`."""
 
     checkpoint: Path
     mode: str
-    dtype: str  # of the engine
+    dtype: str
     learner_dtype: str
     quant: str
     budget: Budget
@@ -243,7 +246,6 @@ def _show(found: Diagnosis) -> None:
 
 
 def _verdict(found: Diagnosis) -> str:
-    """The result of a comparison in one sentence."""
     from etude.evals.doctor.diagnosis import Verdict
 
     match found.verdict:
@@ -265,7 +267,7 @@ def _number(value: float) -> str:
 
 
 def bars(one: Parity) -> Sequence[tuple[str, int, str]]:
-    """The histogram of differences as lines (label, count, bar), without empty bins at both ends."""
+    """Return the histogram of differences as lines (label, count, bar), without empty bins at both ends."""
     from etude.evals.parity import edges
 
     bounds = edges()

@@ -45,8 +45,9 @@ CALIBRATE_S = 300.0
 
 
 def print_plan(args: argparse.Namespace) -> int:
-    """Print a plan; with `--against` also compare it with the measurements of a run. Raises `EtudeError` if the memory
-    is not sufficient, with settings that would fit."""
+    """Print a plan; with `--against` also compare it with the measurements of a run. Returns the exit code.
+
+    Raises `EtudeError` if the memory is not sufficient, with settings that would fit."""
     config = _config(args)
     model = _model(config)
     check_rank(model, config.learner.lora_rank)
@@ -94,7 +95,6 @@ def _require_memory(model: ModelConfig, layout: Layout, found: Plan) -> int:
 
 
 def _prices(given: Iterable[str]) -> dict[str, float]:
-    """Prices in dollars per hour by hardware, from arguments like ``h100=2.5``. Raises `ConfigError`."""
     found = {}
     for one in given:
         name, _, price = one.partition("=")
@@ -105,7 +105,6 @@ def _prices(given: Iterable[str]) -> dict[str, float]:
 
 
 def _number(what: str, text: str) -> float:
-    """Parse a number of at least 0. Raises `ConfigError`."""
     try:
         value = float(text)
     except ValueError:
@@ -116,7 +115,6 @@ def _number(what: str, text: str) -> float:
 
 
 def _engines_on(args: argparse.Namespace, hardware: Device | Measured, prices: dict[str, float]) -> Device | None:
-    """The device of the engines, if it differs from the learner's."""
     if args.engine_hardware is None:
         return None
     if isinstance(hardware, Measured):

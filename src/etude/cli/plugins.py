@@ -10,7 +10,7 @@ from etude.plugins import KINDS, Kind, found, identity, import_path, make
 
 
 def list_kinds(args: argparse.Namespace) -> int:
-    """Print every kind of plug-in: the setting that names it, the built-in choices, its protocol and contract suite."""
+    """Print every kind of plug-in: its setting, the built-in choices, its protocol and contract suite. Returns 0."""
     for kind, facts in KINDS.items():
         print(f"{kind}: {facts.noun}")
         print(f"  setting    {facts.setting}")
@@ -22,7 +22,7 @@ def list_kinds(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run the contract suite on a plug-in. Exit code 1 if a test fails."""
+    """Run the contract suite on a plug-in. Returns exit code 1 if a test fails."""
     from etude.testing.contracts import results
 
     settings = overridden(args.set)

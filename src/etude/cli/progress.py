@@ -1,4 +1,4 @@
-"""Progress of long commands on stderr: a bar in a terminal, otherwise a line every few seconds."""
+"""Shows the progress of long commands on stderr: a bar in a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _EVERY_S = 5.0
 
 
 class ProgressBar:
-    """Counts up to `total` on stderr, so that the output of a command can be piped. `what` is the label.
+    """A progress bar that counts up to `total` on stderr, so that the output of a command can be piped.
+
+    `what` is its label. It is a context manager and ends with the block.
 
     >>> with ProgressBar("tasks", 2) as progress:
     ...     progress.advance("first")
@@ -34,8 +36,9 @@ class ProgressBar:
         self._bar.stop()
 
     def advance(self, note: str = "") -> None:
-        """Count one item. A `note` is printed above the bar. Without a terminal, a line is printed for each note, or
-        every five seconds."""
+        """Count one item, and print `note` above the bar.
+
+        Without a terminal, a line is printed for each note, or every five seconds."""
         self._count += 1
         self._bar.advance(self._task)
         now = time.monotonic()

@@ -1,5 +1,6 @@
-"""The commands ``etude compare``, ``report`` and ``ledger audit``. They only read the run folder, so the run may be
-active."""
+"""The commands ``etude compare``, ``report``, ``fsck`` and ``ledger audit``.
+
+They only read what the run wrote, so the run may be active."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from etude.cli.locations import console, open_ledger, open_run
+from etude.cli.locations import RUNS, console, newest_run, open_ledger, open_run
+from etude.cli.progress import ProgressBar
+from etude.cli.store_locations import is_store
 from etude.dashboard import RunView, damage
-from etude.errors import LedgerError, RunError
+from etude.dashboard.formatting import number, size
+from etude.errors import Exit, LedgerError, NoRun, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.auditing import steps_of
@@ -29,7 +33,7 @@ from etude.weights.chain.manifest import Manifest
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Print the held-out results of two runs, and their difference with a confidence interval."""
+    """Print the held-out results of two runs, and their difference with a confidence interval. Returns 0."""
     a, b = open_run(args.run_a), open_run(args.run_b)
     found = compare_runs(a.path, b.path)
     table = Table("run", "held-out solve rate", "95 % interval", "tasks", "problems", "turns", "sampled tokens")
@@ -51,8 +55,9 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write summary.json and report.html again from the files of the run. Exit code 1 if some of them are
-    unreadable."""
+    """Write summary.json and report.html again from the files of the run.
+
+    Returns exit code 1 if some of the files are unreadable."""
     from etude.loop.phases import write_run_report
 
     run = open_run(args.run)
@@ -67,8 +72,39 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+def fsck(args: argparse.Namespace) -> int:
+    """Verify every file of a run against its checksum. Returns exit code 1 if there is a problem.
+
+    It only reads, so the run may be active."""
+    from etude.loop.fsck import FsckReport, checks_of
+
+    if args.run is None:
+        path = newest_run().path
+    else:
+        path = args.run if args.run.exists() or not (RUNS / args.run).exists() else RUNS / args.run
+    if not (path / "run.json").is_file() and is_store(str(path)):
+        raise NoRun(f"{path} is not a run", "it is a store of weights", hint=f"etude weights fsck {path}")
+    proof, parts = FsckReport(), checks_of(path)
+    with ProgressBar("parts of the run", len(parts)) as progress:
+        for part in parts:
+            part(proof)
+            progress.advance()
+    for found in proof.problems:
+        print(found)
+    for found in proof.notices:
+        print(f"notice: {found}")
+    print(
+        f"{path}: {number(proof.num_files, 'file')}, {size(proof.num_bytes)} read:"
+        f" {number(len(proof.problems), 'problem')}, {number(len(proof.notices), 'notice')}"
+        + (f"; not verified, because no program reads them: {', '.join(proof.plain)}" if proof.plain else "")
+    )
+    return Exit.FAILED if proof.problems else Exit.DONE
+
+
 def audit_ledger(args: argparse.Namespace) -> int:
-    """Recompute from traces and manifests whether a rollout was lost or trained on twice. Exit code 1 if one was."""
+    """Check whether a rollout was lost or trained on twice, by the records of batches and weights.
+
+    Returns exit code 1 if one was."""
     run = open_run(args.run)
     ledger, weights, traces = open_ledger(run), weights_location(run), traces_folder(run)
     ledger.verify()

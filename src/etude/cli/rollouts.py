@@ -30,7 +30,7 @@ from etude.run import RunFolder
 
 
 def list_rollouts(args: argparse.Namespace) -> int:
-    """List the training rollouts of a run, the newest last, or the first rollouts of one evaluation."""
+    """List the training rollouts of a run, the newest last, or the first rollouts of one evaluation. Returns 0."""
     run = open_run(args.run)
     if args.state is not None and args.state not in list(State):
         raise InputError(f"unknown state {args.state!r}", hint=nearest(args.state, list(State)))
@@ -74,8 +74,9 @@ def _evaluated(rows: list[EvalRow], limit: int) -> Table:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print one rollout: prompts and completions, its grade, and its history in the ledger. A rollout of an evaluation
-    is printed once for each evaluation that has it."""
+    """Print one rollout: prompts and completions, its grade, and its history in the ledger. Returns 0.
+
+    A rollout of an evaluation is printed once for each evaluation that has it."""
     run, screen = open_run(args.run), Console(highlight=False, markup=False)
     found = [_show_trained(run, args.rollout_id, screen), *_show_evaluated(run, args.rollout_id, screen)]
     if not any(found):

@@ -42,7 +42,7 @@ REDRAW_S, PLAIN_EVERY_S = 1.0, 5.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a config, or resume a run. Prints the results at the end."""
+    """Run a config, or resume a run, and print the results at the end. Returns the exit code."""
     if args.name is not None and (not args.name or Path(args.name).name != args.name or args.name.startswith(".")):
         facts, hint = f"a run is one folder in {RUNS}/", "give a name without a path: --name first-try"
         raise ConfigError(f"--name {args.name!r} is not a valid name for a run", facts, hint=hint)
@@ -115,7 +115,6 @@ def _new_name(config: Path) -> str:
 
 
 def _connect(on: str, config: RunConfig, runs: Path) -> None:
-    """Connect to a Ray cluster, and check that its nodes can run this config. Raises `ConfigError`."""
     if config.fleet.ranks_away:
         facts, hint = f"with --on {on} Ray places the ranks", "remove fleet.ranks_away and fleet.ranks_at"
         raise ConfigError(f"fleet.ranks_away = {config.fleet.ranks_away} with --on", facts, hint=hint)
@@ -197,7 +196,7 @@ async def _show(folder: RunFolder) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print what a run is doing; with `--words` also what the terms mean."""
+    """Print what a run is doing; with `--words` also what the terms mean. Returns 0."""
     folder = open_run(args.run)
     if args.watch and folder.holder() is not None:
         asyncio.run(_until_ended(folder))
@@ -217,7 +216,6 @@ def _state(folder: RunFolder, holder: int | None) -> str:
 
 
 async def _until_ended(folder: RunFolder) -> None:
-    """Show the view of a run until no process has the run locked."""
     view = asyncio.create_task(_show(folder), name="view")
     try:
         while folder.holder() is not None and not view.done():  # noqa: ASYNC110  another process has it locked
@@ -242,7 +240,7 @@ def _rollouts(folder: RunFolder) -> str:
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Ask the conductor to stop, and wait until it has stopped."""
+    """Ask the conductor, the main process of a run, to stop, and wait until it has. Returns the exit code."""
     folder = open_run(args.run)
     holder = folder.holder()
     if holder is None:

@@ -18,7 +18,7 @@ from etude.numerics.config import Quantise
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve a checkpoint or a run over HTTP until interrupted."""
+    """Serve a checkpoint or a run over HTTP until interrupted. Returns the exit code."""
     model = existing_path(args.model) if args.model else newest_run().path
     gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
     with contextlib.suppress(asyncio.CancelledError):
@@ -66,7 +66,8 @@ async def _serve(
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write a checkpoint, the result of a run, or one of its published versions as a Hugging Face directory."""
+    """Write a checkpoint, the result of a run, or one of its published versions as a Hugging Face directory. Returns
+    0."""
     from etude.loop.export import export_adapter, export_checkpoint, export_version, export_version_adapter
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):

@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM for every command.
+"""Handles Ctrl-C and SIGTERM for every command.
 
 This module is imported first: a Ctrl-C while the other modules are being imported, before `main` can catch it, then
-prints one word instead of a traceback.
-"""
+prints one word instead of a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from types import FrameType, TracebackType
 
 
 def print_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The `sys.excepthook` of the command line: print "interrupted" for Ctrl-C, and a traceback for anything else."""
+    """Print "interrupted" for Ctrl-C, and a traceback for anything else. It is the `sys.excepthook` of the command
+    line."""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:
@@ -27,8 +27,10 @@ sys.excepthook = print_interrupted
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C inside the block: the command cleans up, ends its child processes and returns the same
-    exit code. Does nothing outside the main thread, or if the parent process set SIGTERM to be ignored."""
+    """Handle SIGTERM like Ctrl-C inside the block.
+
+    So the command cleans up, ends its child processes and returns the same exit code. Does nothing outside the main
+    thread, or if the parent process set SIGTERM to be ignored."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -1,4 +1,4 @@
-"""Find the store that a RUN|STORE argument names, and report when it does not answer."""
+"""Finds the store that a RUN|STORE argument names, and reports when it does not answer."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ _REPORT_AFTER_S = 2.5
 
 
 def named_store(text: str | None, *, readonly: bool = True) -> BlobStore:
-    """The store that a RUN|STORE argument names: a URL, the directory of a store, or the weights of a run (of the
-    newest run if `text` is None). Raises `NoRun`."""
+    """Open the store that a RUN|STORE argument names. Raises `NoRun`.
+
+    It is a URL, the directory of a store, or a run, whose weights are meant. None means the newest run."""
     if text is not None and is_store(text):
         return reporting_store(text, sys.stderr, readonly=readonly)
     return weights_store(open_run(None if text is None else Path(text)), readonly=readonly)
 
 
 def is_store(text: str | None) -> bool:
-    """Whether a RUN|STORE argument names a store: a URL, or a directory with pointers or manifests."""
+    """Return whether a RUN|STORE argument names a store: a URL, or a directory with pointers or manifests."""
     return text is not None and ("://" in text or any((Path(text) / folder).is_dir() for folder in _STORE_FOLDERS))
 
 
 def existing_store(location: str, *, cache: Path | None = None, readonly: bool = False) -> BlobStore:
-    """Open the store at a URL, in a directory, or of a run, which may have no version yet. Never creates a store in a
-    mistyped path, or in a directory with other files. Raises `InputError`."""
+    """Open the store at a URL, in a directory, or of a run, which may have no version yet. Raises `InputError`.
+
+    Never creates a store in a mistyped path, or in a directory with other files. `cache` is a folder for fetched
+    objects."""
     if "://" not in location:
         if (run := _run_at(Path(location))) is not None and cache is None:
             return weights_store(run, readonly=readonly)
@@ -49,8 +52,9 @@ def existing_store(location: str, *, cache: Path | None = None, readonly: bool =
 
 
 def store_directory(path: Path) -> str:
-    """The location of the store that a path names: the path itself, or the weights of the run there. Raises
-    `InputError`."""
+    """Return the location of the store that a path names: the path itself, or the weights of the run there.
+
+    Raises `InputError`."""
     hint = "give a run, its weights (RUN/weights), a store's directory, s3://bucket/prefix, gs:// or az://"
     if (run := _run_at(path)) is not None:
         return str(weights_location(run))
@@ -71,7 +75,9 @@ def _run_at(path: Path) -> RunFolder | None:
 
 
 def reporting_store(location: str, out: TextIO, *, cache: Path | None = None, readonly: bool = False) -> BlobStore:
-    """Open an existing store. If it is remote, a line is printed to `out` while it does not answer."""
+    """Open an existing store. If it is remote, a line is printed to `out` while it does not answer.
+
+    `cache` is a folder for fetched objects."""
     remote = existing_store(location, readonly=readonly)
     store = remote if cache is None else existing_store(location, cache=cache, readonly=readonly)
     if not isinstance(remote, HttpStore | BucketStore):
@@ -80,14 +86,12 @@ def reporting_store(location: str, out: TextIO, *, cache: Path | None = None, re
 
 
 class ReportingStore:
-    """A `BlobStore` that reports when the store behind it does not answer. The store retries requests by itself, for
-    up to a minute.
+    """A `BlobStore` that reports when the store behind it does not answer.
 
-    Only reads of pointers are timed: pointers are small and are read first, so a slow answer means that the store is
-    unreachable, while a large object may simply take long. `location` is the name in the messages. `deadline_s`: how
-    long the store retries. `report` is called with a line when a pointer takes longer than `after_s`, and with another
-    line when the store answers again. For use in one thread; `report` is called from another.
-    """
+    That store retries requests by itself, for up to `deadline_s` seconds. Only reads of pointers are timed: they are
+    small and are read first, so a slow answer means that the store is unreachable, while a large object may simply take
+    long. `location` is the name in the messages. `report` is called from another thread with a line when a pointer
+    takes longer than `after_s` seconds, and with another line when the store answers again. Use it in one thread."""
 
     def __init__(
         self,
@@ -145,5 +149,4 @@ class ReportingStore:
 
 
 def _clock(time_s: float) -> str:
-    """Local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(time_s))

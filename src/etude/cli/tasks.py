@@ -44,13 +44,14 @@ VERDICT_S = 3_600.0  # for a grader that hangs; graders have their own, shorter 
 
 
 def jobs() -> int:
-    """Default number of concurrent grading jobs: two for each core that this process may use."""
+    """Return the default number of concurrent grades: two for each core that this process may use."""
     return 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2 * (os.cpu_count() or 1)
 
 
 def check(args: argparse.Namespace) -> int:
-    """Verify tasks: the reference solution scores 1, the unchanged files score 0, the test command can start. With
-    `--mutants`, report tasks that give wrong patches a reward. Exit code 1 if a task fails."""
+    """Verify tasks: the reference solution scores 1, the unchanged files score 0, the test command can start.
+
+    With `--mutants`, also report tasks that give wrong patches a reward. Returns exit code 1 if a task fails."""
     started = time.perf_counter()
     if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
         raise InputError(f"--out {args.out} cannot be a file", hint="give a file in an existing folder")
@@ -169,7 +170,6 @@ async def _mutation_results(
 
 
 def _journal_path(out: Path) -> Path:
-    """The file with the mutation results of an unfinished check."""
     return out.with_name(f"{out.name}.partial")
 
 
@@ -223,7 +223,7 @@ def _print_weak(tasks: Sequence[TaskReport], report: Mapping[str, object]) -> No
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print a task, and with `--answer` its hidden answer."""
+    """Print a task, and with `--answer` its hidden answer. Returns 0."""
     source = open_source(args.source, args.seed)
     size = source.size(Split(args.split))
     if args.index < 0 or (size is not None and args.index >= size):
@@ -253,7 +253,9 @@ def _print_answer(answer: Answer) -> None:
 
 
 def mine(args: argparse.Namespace) -> int:
-    """Write task folders below `--out`. Attempts are recorded there: a repeated command continues where it stopped."""
+    """Write tasks made from a Git repository, or with `--deletions` from any folder of code, below `--out`.
+
+    Attempts are recorded there: a repeated command continues where it stopped. Returns the exit code."""
     mined = asyncio.run(_mine(args))
     tasks = mined.tasks
     print(f"{len(tasks)} tasks from {len(mined.attempts)} attempts, in {args.out}")

@@ -1,5 +1,6 @@
-"""The commands ``etude weights log``, ``diff``, ``verify``, ``repair`` and ``key``. Commands for files and stores
-without a run are in `weights_files` and `weights_store`."""
+"""The commands ``etude weights log``, ``diff``, ``verify``, ``repair`` and ``key``.
+
+Commands for files, and for stores without a run, are in `weights_files` and `weights_store`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from etude.weights.chain import fsck, inspect, signing
 
 
 def log(args: argparse.Namespace) -> int:
-    """List every version, the newest last: bytes, compression ratio, share of the bound, number of rollouts."""
+    """List every published version, the newest last: bytes, compression ratio, share of the bound, number of rollouts.
+
+    Returns 0."""
     store = _store(args.run)
     inspect.require_channel(store, args.name)
     table = Table("version", "kind", "bytes", "ratio", "share of bound", "changed", "rollouts")
@@ -59,7 +62,6 @@ def _share(row: inspect.LogRow) -> str:
 
 
 def _store(text: str | None) -> BlobStore:
-    """The store that a RUN|STORE argument names. Raises `InputError`."""
     try:
         return named_store(text)
     except NoRun as error:
@@ -70,7 +72,8 @@ def _store(text: str | None) -> BlobStore:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the differences between two checkpoints, or between two versions of a run or a store, by tensor."""
+    """Print the differences between two checkpoints, or between two versions of a run or a store, by tensor. Returns
+    0."""
     if weights_files.are_checkpoints(args.a, args.b):
         return weights_files.diff(args)
     if args.plot:
@@ -93,11 +96,10 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Verify the weights of a run: rebuild every version in every possible way, compare all digests, and verify the
-    checksums of the checkpoints. Exit code 1 if one is damaged.
+    """Verify the weights of a run: rebuild every version in every possible way, and compare all digests.
 
-    With `--base`: verify a delta file by applying it to that checkpoint, without writing anything.
-    """
+    The checksums of its checkpoints are verified, too. With `--base`, instead verify a delta file by applying it to
+    that checkpoint, without writing anything. Returns exit code 1 if something is damaged."""
     if args.base is not None:
         if args.run is None:
             raise InputError("--base without a delta file", hint="etude weights verify FILE --base CHECKPOINT")
@@ -131,7 +133,8 @@ def _repair_hint(run: RunFolder, problems: Sequence[str]) -> str:
 
 
 def repair(args: argparse.Namespace) -> int:
-    """Set a lost or damaged pointer of a run or a store to the newest version that is known to be published."""
+    """Set a lost or damaged pointer of a run or a store to the newest version that is known to be published. Returns
+    0."""
     signer = signing.read_signer(args.key)
     if is_store(args.run):
         version = inspect.repair(named_store(args.run, readonly=False), args.name, signer=signer)
@@ -152,6 +155,6 @@ def repair(args: argparse.Namespace) -> int:
 
 
 def key(args: argparse.Namespace) -> int:
-    """Write a new private key to a file. Checks first that the library for it is installed."""
+    """Check that the library for signatures is installed, and write a new private key to a file. Returns 0."""
     signing.require_library()
     return weights_store.key(args)

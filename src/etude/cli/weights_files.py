@@ -1,5 +1,7 @@
-"""The commands ``etude weights diff``, ``encode``, ``apply`` and ``verify`` for checkpoints and delta files, without a
-run. ``diff --plot`` writes a self-contained page in the style of a run's report: no script, no external files."""
+"""The commands ``etude weights diff``, ``encode``, ``apply`` and ``verify`` for checkpoints and delta files.
+
+A delta file has the changes from one checkpoint to another. ``diff --plot`` writes a self-contained page in the style
+of a run's report: no script, no external files."""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ ROWS = 40
 
 
 def are_checkpoints(a: str, b: str) -> bool:
-    """Whether two arguments name checkpoints. Raises `InputError` if only one does."""
+    """Return whether two arguments name checkpoints. Raises `InputError` if only one does."""
     found = [is_checkpoint(Path(text)) for text in (a, b)]
     if any(found) and not all(found):
         other = (a, b)[found.index(False)]
@@ -54,7 +56,7 @@ def print_if_slow() -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the size of each tensor's delta, the largest first, and the total."""
+    """Print the size of each tensor's delta, the largest first, and the total. Returns 0."""
     if args.plot:
         check_file(args.plot, (Path(args.a), Path(args.b)), MARK, "plot")
     print_if_slow()
@@ -94,7 +96,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Write the delta file from one checkpoint to another."""
+    """Write the delta file from one checkpoint to another. Returns 0."""
     print_if_slow()
     num_bytes = encode_delta(args.a, args.b, args.out, args.mode)
     snapshot = sum(tensor.num_bytes for tensor in read_checkpoint(args.b).tensors.values())
@@ -103,7 +105,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def apply(args: argparse.Namespace) -> int:
-    """Apply a delta file to a checkpoint, and write the result."""
+    """Apply a delta file to a checkpoint, and write the resulting checkpoint. Returns 0."""
     print_if_slow()
     made = apply_delta(args.a, args.delta, args.out)
     print(
@@ -114,7 +116,9 @@ def apply(args: argparse.Namespace) -> int:
 
 
 def verify(delta: Path, base: Path) -> int:
-    """Verify every digest of a delta file's base and target."""
+    """Verify every digest in a delta file: of the tensors of its base, and of those that result from it.
+
+    Returns the exit code."""
     found = verify_delta(delta, base)
     print(
         f"{delta} applies to {base}: {found.num_tensors} tensors, {size(found.target_bytes)},"
@@ -131,8 +135,9 @@ def _numbers(row: Cost) -> tuple[str, str, str, str]:
 
 
 def write_plot(path: Path, title: str, costs: Costs) -> None:
-    """Write a page with density, bits per weight and share of the bound for each tensor, in order of layers. Raises
-    `StoreError`."""
+    """Write an HTML page with density, bits per weight and share of the bound for each tensor, in order of layers.
+
+    Raises `StoreError`."""
     rows, total = sorted(costs.tensors, key=lambda row: _natural(row.name)), costs.total
     changed = [(i, row) for i, row in enumerate(rows) if row.num_changed]
     lead = (

@@ -1,5 +1,6 @@
-"""The commands ``etude weights publish``, ``follow``, ``relay``, ``point``, ``gc``, ``fsck`` and ``key``: channels in
-any store, without a run."""
+"""The commands ``etude weights publish``, ``follow``, ``relay``, ``point``, ``gc``, ``fsck`` and ``key``.
+
+They work with channels in any store, without a run. A channel is a series of versions of one model's weights."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from etude.weights.tensors import Tensor
 
 
 def publish(args: argparse.Namespace) -> int:
-    """Publish a checkpoint as the next version of a channel: a delta against the newest version, if there is one."""
+    """Publish a checkpoint as the next version of a channel. Returns 0.
+
+    It is stored as a delta against the newest version, if there is one."""
     tensors = read_checkpoint(args.checkpoint).tensors
     _require_no_checkpoint(args.store)
     signer = signing.read_signer(args.key)
@@ -103,8 +106,9 @@ def _require_no_checkpoint(location: str) -> None:
 
 
 def follow(args: argparse.Namespace) -> int:
-    """Keep a checkpoint directory at the newest version, and print a line for each version. Runs until Ctrl-C, or with
-    `--once` until the newest version is applied."""
+    """Keep a checkpoint directory at the newest version of a channel, and print a line for each version. Returns 0.
+
+    Runs until Ctrl-C, or with `--once` until the newest version is applied."""
     store, problem = reporting_store(args.store, sys.stdout, cache=args.cache), ""
     try:
         _require_head(store, args)
@@ -167,7 +171,7 @@ def _require_head(store: BlobStore, args: argparse.Namespace) -> None:
 
 
 def relay(args: argparse.Namespace) -> int:
-    """Serve a store read-only over HTTP until Ctrl-C. Fetched objects are cached."""
+    """Serve a store read-only over HTTP until Ctrl-C, and cache fetched objects. Returns the exit code."""
     import uvicorn
 
     from etude.stores.relay import build_relay
@@ -196,7 +200,9 @@ def relay(args: argparse.Namespace) -> int:
 
 
 def gc(args: argparse.Namespace) -> int:
-    """Delete objects that no version needs which was the newest within `--keep`. The first call deletes nothing."""
+    """Delete objects needed only by versions that stopped being the newest longer than `--keep` ago. Returns 0.
+
+    The first call deletes nothing."""
     signer = signing.read_signer(args.key)
     store = _with_channel(args)
     inspect.require_pointer(store, args.name, signer)
@@ -217,7 +223,7 @@ def _with_channel(args: argparse.Namespace) -> BlobStore:
 
 
 def point(args: argparse.Namespace) -> int:
-    """Point a branch, or the channel itself, at a stored version: for a canary or a rollback."""
+    """Point a branch, or the channel itself, at a stored version: for a canary or a rollback. Returns 0."""
     signer = signing.read_signer(args.key)
     store = _with_channel(args)
     inspect.require_pointer(store, args.name, signer)
@@ -229,7 +235,7 @@ def point(args: argparse.Namespace) -> int:
 
 
 def key(args: argparse.Namespace) -> int:
-    """Write a new private key to a file that only its owner can read, and print the public key."""
+    """Write a new private key to a file that only its owner can read, and print the public key. Returns 0."""
     try:
         file = os.open(args.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -244,7 +250,8 @@ def key(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Read a whole channel and rebuild every version in every possible way. Exit code 1 if there is a problem."""
+    """Read a whole channel and rebuild every version in every possible way. Returns exit code 1 if there is a
+    problem."""
     location = str(open_run(None).path) if args.store is None else args.store
     store = reporting_store(location, sys.stderr, readonly=True)
     inspect.require_channel(store, args.name)
@@ -259,7 +266,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def first_problem(found: fsck.Check) -> str:
-    """The first problem of a check, and the affected versions."""
+    """Return the first problem of a check, with the affected versions, as text."""
     return "; ".join(filter(None, (str(found.found[0]), found.affected)))
 
 

@@ -1,7 +1,7 @@
 """The dashboard: shows a run folder in a terminal, as summary numbers, and as an HTML page.
 
-It only reads, and starts no process; the only file that it writes is the report of `write_report`. A viewer that dies
-does not affect the run. Modules are imported when first used; `formatting` has no dependencies.
+It only reads, and starts no process; the only file that it writes is the report of `write_report`. Modules are imported
+when first used.
 
 >>> from etude.dashboard.formatting import duration, sparkline
 >>> duration(312), sparkline([0.1, 0.4, 0.9])

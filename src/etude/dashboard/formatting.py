@@ -10,7 +10,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """A duration as text.
+    """Format seconds as text.
 
     >>> duration(0.4), duration(42), duration(312), duration(7325)
     ('0.4 s', '42 s', '5:12', '2:02:05')
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as hours, minutes and seconds.
+    """Format seconds as hours, minutes and seconds.
 
     >>> clock(0), clock(90)
     ('0:00', '1:30')
@@ -32,7 +32,7 @@ def clock(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes as text, with three significant digits and a decimal unit.
+    """Format a number of bytes with three significant digits and a decimal unit.
 
     >>> size(812), size(214_300), size(3_070_000_000)
     ('812 B', '214 kB', '3.07 GB')
@@ -44,7 +44,7 @@ def size(num_bytes: float) -> str:
 
 
 def number(count: int, of: str) -> str:
-    """A count with its noun, in the plural if needed.
+    """Format a count with its noun `of`, in the plural if needed.
 
     >>> number(0, "problem"), number(1, "problem"), number(2, "problem")
     ('0 problems', '1 problem', '2 problems')
@@ -53,7 +53,7 @@ def number(count: int, of: str) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with three significant digits.
+    """Format a number with `digits` significant digits.
 
     >>> significant(0.00012345), significant(12.345), significant(1234.5), significant(0)
     ('1.23e-4', '12.3', '1234', '0')
@@ -67,7 +67,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage.
+    """Format a share from 0 to 1 as a percentage.
 
     >>> percent(0.123), percent(0.0042), percent(0), percent(1)
     ('12 %', '0.4 %', '0 %', '100 %')
@@ -77,7 +77,7 @@ def percent(share: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Values from 0 to 1 as block characters; averaged to `width` characters if there are more.
+    """Draw values from 0 to 1 as block characters. More than `width` values are averaged to `width`.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
@@ -89,7 +89,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def problems_note(one: Mapping[str, Any]) -> str:
-    """A note on the number of different problems of an evaluation; "" if each task is its own problem.
+    """Return a note on how many different problems the tasks of an evaluation have; "" if each task is its own.
+
+    `one` is an `eval.result` event.
 
     >>> problems_note({"num_tasks": 512, "num_problems": 127}), problems_note({"num_tasks": 5, "num_problems": 5})
     (' (127 different problems)', '')
@@ -99,7 +101,9 @@ def problems_note(one: Mapping[str, Any]) -> str:
 
 
 def cheats_note(one: Mapping[str, Any]) -> str:
-    """A note on the number of rollouts with signs of cheating in an evaluation; "" if there are none.
+    """Return a note on how many rollouts of an evaluation show signs of cheating; "" if there are none.
+
+    `one` is an `eval.result` event.
 
     >>> cheats_note({"cheats": 3}), cheats_note({"cheats": 0}), cheats_note({})
     (' (3 cheats, not counted as solved)', '', '')

@@ -24,7 +24,7 @@ GLOSSARY = {
 
 
 def legend(names: Iterable[str]) -> str:
-    """One line with the definitions of those `names` that the glossary has.
+    """Return one line with the definitions of those `names` that the glossary has.
 
     >>> legend(["idle", "invalid"])
     'idle: share of the RL phase in which a process did not compute'
@@ -33,5 +33,5 @@ def legend(names: Iterable[str]) -> str:
 
 
 def meaning(text: str) -> str:
-    """The definitions of the glossary terms in a text, one per line; "" if there are none."""
+    """Return the definitions of the glossary terms that occur in a text, one per line; "" if there are none."""
     return "\n".join(f"{term}: {definition}" for term, definition in GLOSSARY.items() if term in text)

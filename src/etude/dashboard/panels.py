@@ -1,4 +1,4 @@
-"""The plots of the report: functions that make a `Panel` of a run, or None if it has no data for it."""
+"""The plots of the report. Each function draws one plot of a run as a `Panel`, or returns None without data for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _MAX_BARS = 400
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot with its texts. `svg` and `legend` are markup; title and note are plain text."""
+    """A plot with its texts, as the report shows it.
+
+    `svg` and `legend` are markup; `title` and `note` are plain text. A `wide` panel takes the full width of the page.
+    """
 
     title: str
     note: str
@@ -28,7 +31,7 @@ class Panel:
 
 
 def learning(view: RunView) -> Panel | None:
-    """Reward of each step, and the evaluations with their confidence intervals."""
+    """Plot the reward of each step, and the evaluations with their confidence intervals."""
     steps = view.by_step("rl.step")
     rewards, best = _points(steps, "reward_mean"), _points(steps, "best_of_k")
     last = max((x for x, _ in rewards), default=0.0)
@@ -59,7 +62,9 @@ def learning(view: RunView) -> Panel | None:
 
 
 def lag_histogram(view: RunView) -> Panel | None:
-    """Histogram of the lag of trained rollouts and tokens."""
+    """Plot a histogram of the lag of trained rollouts and tokens.
+
+    Lag is the age, in training steps, of the weights that sampled them."""
     steps = view.by_step("rl.step")
     rollouts, tokens = (_shares(steps, key) for key in ("lag", "token_lag"))
     lags = sorted({*rollouts, *tokens})
@@ -77,7 +82,7 @@ def lag_histogram(view: RunView) -> Panel | None:
 
 
 def utilisation(view: RunView) -> Panel | None:
-    """CPU share of each process over time."""
+    """Plot the CPU share of each process over time."""
     found, began, now = lanes(view), view.began, view.now
     if not any(lane.samples for lane in found.values()) or began is None or now is None:
         return None
@@ -95,7 +100,7 @@ def utilisation(view: RunView) -> Panel | None:
 
 
 def fleet(view: RunView) -> Panel | None:
-    """State, load and version of each remote engine; None if there was none."""
+    """Plot the state, load and weights of each remote engine over time; None if the run had none."""
     found, began, now = regions.engines(view), view.began, view.now
     if not found or began is None or now is None:
         return None
@@ -133,7 +138,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def deltas(view: RunView) -> Panel | None:
-    """Bytes of each version's delta, compared with the bound."""
+    """Plot the bytes that engines fetch for each new version of the weights, compared with the theoretical bound."""
     events = view.by_step("weights.publish")
     small = [event for event in events if is_delta(event)]
     sent, bound = _points(small, "object_bytes"), _points(small, "bound_bytes")
@@ -161,7 +166,7 @@ def deltas(view: RunView) -> Panel | None:
 
 
 def pauses(view: RunView) -> Panel | None:
-    """How long engines paused to swap their weights."""
+    """Plot how long engines paused to swap their weights."""
     events = [event for event in view.events("engine.adopt") if number(event, "num_running")]
     points = [(x, 1e3 * y) for x, y in _points(events, "pause_s")]
     if not points:
@@ -183,7 +188,7 @@ def pauses(view: RunView) -> Panel | None:
 
 
 def parity(view: RunView) -> Panel | None:
-    """How far probabilities of engines and learner differ, on a logarithmic scale, and how the run reacted."""
+    """Plot how far the probabilities of engines and learner differ, on a logarithmic scale, and how the run reacted."""
     steps = view.by_step("rl.step")
     kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
     probes: dict[float, float] = {}
@@ -219,7 +224,8 @@ def _alarms(view: RunView) -> str:
 
 
 def replay(view: RunView) -> Panel | None:
-    """Difference between engines and learner with and without replay of the engines' experts."""
+    """Plot the difference between engines and learner with the engines' choice of experts, and with the learner's
+    own."""
     steps = view.by_step("rl.step")
     if not _points(steps, "live_k3"):
         return None
@@ -249,13 +255,13 @@ def _disagreement(title: str, note: str, series: Sequence[Series]) -> Panel | No
 
 
 def correction(view: RunView) -> Panel | None:
-    """Shares of importance weights and tokens that the loss correction cut off; None if it cut nothing."""
+    """Plot the shares of importance weights and tokens that the loss correction cut off; None if it cut nothing."""
     cut = [event for event in view.by_step("rl.step") if number(event, "cut_share") or number(event, "dropped_share")]
     return _corrected(view) if cut else None
 
 
 def mid_training(view: RunView) -> Panel | None:
-    """Training loss and held-out loss of mid-training, by tokens."""
+    """Plot the training loss and held-out loss of mid-training, by tokens."""
     trained, held = (
         _points(view.events("mid.step"), "loss", "tokens"),
         _points(view.events("mid.eval"), "heldout_loss", "tokens"),
@@ -277,7 +283,8 @@ def mid_training(view: RunView) -> Panel | None:
 
 
 def copy_probe(view: RunView) -> Panel | None:
-    """Share of exact edits in the copy probe during mid-training, a skill that the loss does not show."""
+    """Plot the share of code edits that the model copied exactly during mid-training, a skill that the loss does not
+    show."""
     points = _points(view.events("mid.eval"), "copy_probe", "tokens")
     if not points:
         return None

@@ -1,8 +1,7 @@
 """Small plots as inline SVG: lines with intervals, bars, lanes. They contain no script, font or colour.
 
 Colours are CSS classes (`c1` …) of the page's stylesheet, so that a plot works on light and dark pages. Hovering over a
-point shows its value (`<title>`). All drawn text is escaped. This module knows nothing of runs.
-"""
+point shows its value (`<title>`). All drawn text is escaped."""
 
 from __future__ import annotations
 
@@ -42,7 +41,9 @@ NORMAL, WIDE = Frame(), Frame(1160, 320)
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a plot. `colour` is the number of a colour class."""
+    """One line of a plot, with (x, y) points.
+
+    `colour` is n of the CSS class `cn`. With `dots_only` the points are not connected."""
 
     label: str
     points: Sequence[Point]
@@ -52,7 +53,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A point with its confidence interval."""
+    """A point of a plot with its confidence interval from `low` to `high`. `colour` is n of the CSS class `cn`."""
 
     label: str
     x: float
@@ -64,7 +65,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LaneRow:
-    """One row of a lane chart: bars as (from, to, height from 0 to 1), and a note at the end."""
+    """One row of a lane chart: bars over time, and a note at the end.
+
+    A bar is (start, end, height from 0 to 1). `colour` is n of the CSS class `cn`."""
 
     label: str
     bars: Sequence[tuple[float, float, float]]
@@ -73,8 +76,9 @@ class LaneRow:
 
 
 def tag(name: str, content: str = "", **attributes: object) -> str:
-    """An SVG or HTML element. `content` is markup; attributes are escaped. In attribute names, `cls` stands for class
-    and `_` for a hyphen."""
+    """Return an SVG or HTML element as text. `content` is markup; values of attributes are escaped.
+
+    In names of attributes, `cls` stands for class and `_` for a hyphen."""
     words = "".join(
         f' {"class" if key == "cls" else key.replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
@@ -83,7 +87,7 @@ def tag(name: str, content: str = "", **attributes: object) -> str:
 
 
 def label(x: float, y: float, words: str, cls: str = "tick", anchor: str = "middle") -> str:
-    """A text element."""
+    """Return an SVG text element with `words` at (x, y). `anchor` is its `text-anchor`."""
     return tag("text", html.escape(words), x=round(x, 1), y=round(y, 1), cls=cls, text_anchor=anchor)
 
 
@@ -100,7 +104,10 @@ def line_chart(
     y_format: Format = significant,
     frame: Frame = NORMAL,
 ) -> str:
-    """A chart of lines and estimates over a common x axis. `log`: logarithmic y axis."""
+    """Draw lines and estimates over a common x axis, as an SVG element.
+
+    `y_range` is the range of the y axis; None fits it to the values, from 0 on if `zero`. With `log` the axis is
+    logarithmic. `x_format` and `y_format` turn values into text."""
     drawn = [one for one in series if one.points]
     points = [point for one in drawn for point in one.points]
     values = [y for _, y in points] + [v for e in estimates for v in (e.low, e.high)]
@@ -174,7 +181,9 @@ def bar_chart(
     y_format: Format = significant,
     frame: Frame = NORMAL,
 ) -> str:
-    """A chart of groups of bars; bar i of each group is `names[i]`, in colour i + 1."""
+    """Draw groups of bars, as an SVG element. A group is (label, values).
+
+    Value i of each group is called `names[i]` and has colour i + 1. `y_format` turns values into text."""
     values = [value for _, bars in groups for value in bars]
     y = Scale(*domain(values, zero=True), frame.bottom, _TOP)
     step = (frame.right - _LEFT) / max(1, len(groups))
@@ -202,7 +211,9 @@ def lane_chart(
     x_range: tuple[float, float],
     x_format: Format,
 ) -> str:
-    """A chart of rows of bars over a common time axis, below the named spans of time."""
+    """Draw rows of bars over a common time axis, as an SVG element.
+
+    `spans` are named periods (name, start, end) that are drawn behind the rows. `x_format` turns times into text."""
     wide, left, right, head, row = WIDE.width, 110, 90, 26, 34
     height = head + row * len(rows) + 26
     x = Scale(*x_range, left, wide - right)
@@ -230,7 +241,7 @@ def _step(left: float, right: float, base: float, top: float) -> str:
 
 
 def time_ticks(low: float, high: float, count: int = 8) -> list[float]:
-    """Ticks at round seconds, minutes or hours.
+    """Return about `count` ticks from `low` to `high` (seconds) at round seconds, minutes or hours.
 
     >>> time_ticks(0, 300)
     [0.0, 60.0, 120.0, 180.0, 240.0, 300.0]
@@ -243,13 +254,15 @@ def time_ticks(low: float, high: float, count: int = 8) -> list[float]:
 
 
 def legend(entries: Sequence[tuple[str, int]]) -> str:
-    """A legend: names with their colours."""
+    """Return an HTML legend of (name, colour number) entries."""
     keys = (tag("span", tag("i", " ", cls=f"key c{colour}") + html.escape(name)) for name, colour in entries)
     return tag("div", "".join(keys), cls="legend")
 
 
 def standalone_svg(chart: str, names: Sequence[tuple[str, int]], *, x: int, y: int) -> str:
-    """A chart as a standalone SVG file with the page's colours, and a legend from (x, y) downwards."""
+    """Turn a chart into an SVG file with the page's colours.
+
+    `names` are (name, colour number) entries of a legend that is drawn from (x, y) downwards."""
     css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
     names_svg = "".join(
         f'<text x="{x}" y="{y + 18 * i}" class="end c{colour}" style="fill: currentColor">{html.escape(name)}</text>'
@@ -272,7 +285,7 @@ _TINY = 1e-300  # smaller values count as 0
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to [start, stop] pixels, linearly or logarithmically.
+    """Maps values from [`low`, `high`] to pixels from [`start`, `stop`], linearly or logarithmically.
 
     >>> Scale(0.0, 2.0, 100.0, 0.0)(1.0)
     50.0
@@ -294,12 +307,12 @@ class Scale:
         return round(self.start + min(1.0, max(0.0, share)) * (self.stop - self.start), 2)
 
     def ticks(self, count: int = 5) -> list[float]:
-        """About `count` round values from low to high."""
+        """Return about `count` round values from low to high."""
         return log_ticks(self.low, self.high, count) if self.log else ticks(self.low, self.high, count)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values from low to high: multiples of 1, 2, 2.5 or 5 times a power of ten.
+    """Return about `count` round values from `low` to `high`: multiples of 1, 2, 2.5 or 5 times a power of ten.
 
     >>> ticks(0.0, 1.0), ticks(0, 45, 4)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0, 20, 40])
@@ -315,7 +328,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Powers of ten from low to high, about `count` of them.
+    """Return about `count` powers of ten from low to high.
 
     >>> log_ticks(1e-6, 1e-2)
     [1e-06, 1e-05, 0.0001, 0.001, 0.01]
@@ -326,7 +339,9 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def domain(values: Sequence[float], *, zero: bool = False, log: bool = False) -> tuple[float, float]:
-    """A range that shows all values with a margin; from zero if asked; full decades if logarithmic.
+    """Return an axis range (low, high) that shows all values with a margin.
+
+    With `zero` it begins at 0; with `log` it consists of full decades.
 
     >>> domain([0.2, 0.8], zero=True)
     (0.0, 0.84)

@@ -18,7 +18,8 @@ STATES = {"restart": "was restarted", "hung": "did not answer and was killed"}
 
 
 def recovered_failures(view: RunView) -> list[tuple[str, int]]:
-    """The failures of a run as (description, number of times), in the order in which they first happened."""
+    """List the failures that a run recovered from as (description, number of times), in the order of their first
+    time."""
     found: Counter[str] = Counter()
     for event in losses(view):
         found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
@@ -36,7 +37,7 @@ def recovered_failures(view: RunView) -> list[tuple[str, int]]:
 
 
 def losses(view: RunView) -> list[Event]:
-    """One `process` event for each loss of a component: the kill if it hung, otherwise its restart."""
+    """List one `process` event for each loss of a process: its kill if it hung, otherwise its restart."""
     found, killed = list[Event](), set[str]()
     for event in view.events("process"):
         name, state = text(event, "name"), text(event, "state")
@@ -50,8 +51,7 @@ def losses(view: RunView) -> list[Event]:
 
 
 def damage(view: RunView) -> list[str]:
-    """A sentence for each damaged part of a run folder, which the view therefore lacks. A missing file is not
-    damaged."""
+    """List a sentence for each damaged part of a run folder. A missing file is not damaged."""
     return [*view.unreadable(), *_missing_steps(view), *_damaged_files(view.path)]
 
 

@@ -1,4 +1,4 @@
-"""Progress of a run. Pure functions of a `RunView`."""
+"""Computes the progress of a run from its `RunView`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _COUNTED = {  # what counts in a phase: the event, how far, of how much
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the current phase."""
+    """Progress of the current phase of a run: `done` of `total` steps or rollouts.
+
+    `left_s` is the estimated time left in seconds; None until two steps are known."""
 
     phase: PhaseSpan
     done: int
     total: int
-    left_s: float | None  # estimated seconds left; None until two steps are known
+    left_s: float | None
 
     @property
     def share(self) -> float:
@@ -30,19 +32,16 @@ class Progress:
 
 
 def current_phase(view: RunView) -> PhaseSpan | None:
-    """The running phase, or the last one that ran; None before the first."""
+    """Return the running phase, or else the last one that ran; None before the first."""
     spans = view.phases()
     return next((span for span in reversed(spans) if span.end is None), spans[-1] if spans else None)
 
 
 def progress(view: RunView) -> Progress | None:
-    """Progress of the current phase; None for a phase without a count, or before its first count. In a phase with
-    several evaluations it is that of the current one: held-out tasks, then each baseline. A resumed mid-training may
-    repeat steps, so events from before its resumption do not count.
+    """Compute the progress of the current phase; None for a phase without a count, or before its first count.
 
-    The time left is estimated from the speed since the phase last started, so that the pause before a resumption does
-    not count.
-    """
+    In a phase with several evaluations it is that of the current one. The time left is estimated from the speed since
+    the phase last started: neither the pause before a resumption nor steps that are repeated after it count."""
     phase = current_phase(view)
     kind, done_key, total_key = _COUNTED.get(phase.name, ("", "", "")) if phase else ("", "", "")
     event = view.latest(kind)

@@ -1,4 +1,4 @@
-"""State, load and version of each remote engine over time, as lanes of the report."""
+"""State, load and weights of each remote engine over time, as lanes of the report."""
 
 from __future__ import annotations
 
@@ -18,21 +18,28 @@ T = TypeVar("T")
 
 @dataclass
 class Engine:
-    """A remote engine, from its events. Times are unix seconds."""
+    """A remote engine over time, read from the events of a run. Times are unix seconds.
+
+    `states` are (start, state) and `steps` (start, training step of its weights). `running` are bars (start, end, share
+    of its sequences that are in use)."""
 
     name: str
     region: str
-    states: list[tuple[float, str]] = field(default_factory=list)  # (start, state)
-    running: list[Bar] = field(default_factory=list)  # height: running share of its sequences
-    steps: list[tuple[float, int]] = field(default_factory=list)  # (start, step of its version)
+    states: list[tuple[float, str]] = field(default_factory=list)
+    running: list[Bar] = field(default_factory=list)
+    steps: list[tuple[float, int]] = field(default_factory=list)
 
     def state_bars(self, end: float) -> list[Bar]:
-        """Bars of the state: full while the engine got work, half while it did not, none while it was gone."""
+        """Return bars (start, end, height) of its state until `end`.
+
+        They are full while it got work, half while it did not, and absent while it was gone."""
         heights = dict.fromkeys(GIVEN_WORK, 1.0) | {"catching-up": 0.5, "standby": 0.5}
         return [(a, b, heights[what]) for a, b, what in _spans(self.states, end) if what in heights]
 
     def version_bars(self, end: float, last: int) -> list[Bar]:
-        """Bars of the version's step, full for the run's last step; none while the engine was gone."""
+        """Return bars (start, end, height) of the training step of its weights until `end`; absent while it was gone.
+
+        A full bar is step `last`."""
         alive = [(a, b) for a, b, what in _spans(self.states, end) if what not in ("lost", "left")]
         return [
             (max(a, low), min(b, high), step / max(1, last))
@@ -43,7 +50,7 @@ class Engine:
 
 
 def engines(view: RunView) -> list[Engine]:
-    """All remote engines, sorted by region and name."""
+    """Return all remote engines of a run, sorted by region and name."""
     found: dict[str, Engine] = {}
     for event in view.events("fleet.state"):
         name = text(event, "engine")
@@ -64,7 +71,7 @@ def engines(view: RunView) -> list[Engine]:
 
 
 def rows(found: Sequence[Engine], began: float, end: float) -> list[LaneRow]:
-    """Three lanes per engine: state, running rollouts, version."""
+    """Return three lanes per engine: state, running rollouts, and weights. `began` and `end` are unix seconds."""
     last = max((step for engine in found for _, step in engine.steps), default=0)
     made = []
     for i, engine in enumerate(found):

@@ -49,7 +49,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def page(view: RunView) -> str:
-    """The HTML of the report."""
+    """Render the HTML of the report."""
     summary = summarise_view(view)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_resource("report.html.jinja"))
@@ -98,7 +98,6 @@ def _quarantined(summary: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """The headline: held-out solve rate before and after, as text."""
     before, after = summary["heldout"]["before"], summary["heldout"]["after"]
     shown = {name: one for name, one in (("before", before), ("after", after)) if one and one["rate"] is not None}
     if not shown:
@@ -152,7 +151,6 @@ def _families(view: RunView) -> Iterator[Row]:
 
 
 def _origin(view: RunView) -> list[str]:
-    """Run id, etude version and creation time."""
     identity = view.identity()
     etude = text(identity, "etude")
     found = (text(identity, "run_id") or view.path.name, etude and f"etude {etude}", text(identity, "created"))
@@ -177,7 +175,7 @@ _MAX_CHARS = 20_000
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a transcript. `role` is "" for text in an unknown chat format."""
+    """One message of a transcript. `role` is "user", "call", "tool" and so on; "" in an unknown chat format."""
 
     role: str
     text: str
@@ -185,7 +183,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Try:
-    """One rollout of the task."""
+    """One rollout of a task, with its messages."""
 
     rollout_id: str
     reward: float
@@ -194,7 +192,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same task, tried by the policy before and after RL."""
+    """One task as tried by the model before and after RL, for the report."""
 
     task_id: str
     family: str
@@ -203,10 +201,10 @@ class Pair:
 
 
 def pair(evals: Path) -> Pair | None:
-    """A task of medium length that failed before and is solved after RL; None if there is none, or no files.
+    """Choose a task of medium length that failed before and is solved after RL; None if there is none, or no files.
 
-    The choice depends only on the content, so that a report written again shows the same task.
-    """
+    `evals` is the folder of evaluations. The choice depends only on their content, so that a report that is written
+    again shows the same task."""
     before = {row["task_id"]: row for row in reversed(_rows(evals / "before.parquet"))}
     solved_before = {row["task_id"] for row in _rows(evals / "before.parquet") if row["reward"] >= 1.0}
     found = [

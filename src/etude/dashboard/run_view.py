@@ -1,8 +1,7 @@
 """Reads a run folder: events of all files merged, phases, newest numbers. Writes nothing.
 
 Files may be incomplete, left by a killed process, or written by a later etude. Events that cannot be read are skipped,
-missing values are None, and no content of a run folder raises an error. This module knows nothing of drawing.
-"""
+missing values are None, and no content of a run folder raises an error."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ PHASES = ("corpus", "mid-training", "eval-before", "rl", "eval-after", "report")
 
 
 def number(facts: Mapping[str, Any], key: str) -> float | None:
-    """The finite number under `key`; None if there is none.
+    """Return the finite number under `key`; None if there is none.
 
     >>> number({"loss": 1}, "loss"), number({"loss": "1"}, "loss"), number({"loss": float("nan")}, "loss")
     (1.0, None, None)
@@ -38,13 +37,13 @@ def number(facts: Mapping[str, Any], key: str) -> float | None:
 
 
 def text(facts: Mapping[str, Any], key: str) -> str:
-    """The string under `key`; "" if there is none."""
+    """Return the string under `key`; "" if there is none."""
     value = facts.get(key)
     return value if isinstance(value, str) else ""
 
 
 def counts(facts: Mapping[str, Any], key: str) -> dict[str, float]:
-    """The finite numbers of the object under `key`, by name; other values are skipped."""
+    """Return the finite numbers in the object under `key`, by name. Other values are skipped."""
     value = facts.get(key)
     if not isinstance(value, Mapping):
         return {}
@@ -53,19 +52,22 @@ def counts(facts: Mapping[str, Any], key: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase that has started. A phase that was interrupted and resumed has several parts, one per session."""
+    """A phase of a run that has started. If it was interrupted and resumed it has several parts, one per session.
+
+    `start` is when its last part started, in unix seconds. `end` is when it ended; None if it is running or was killed.
+    `wall_s` is the seconds of all its parts; None until it has ended."""
 
     name: str
-    start: float  # unix seconds, of its last part
-    end: float | None  # unix seconds; None: it is running, or was killed
-    wall_s: float | None  # sum over its parts; None until it has ended
+    start: float
+    end: float | None
+    wall_s: float | None
 
 
 class RunView:
     """The events of a run folder by kind, in order of time.
 
-    Keep one view and call `refresh`: only new lines are read. Raises `NoRun` when the folder does not exist.
-    """
+    Creating it reads the files; keep it and call `refresh` to read only new lines. Raises `NoRun` when the folder does
+    not exist."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -104,47 +106,50 @@ class RunView:
         return found
 
     def unreadable(self) -> list[str]:
-        """A sentence for each event file with unreadable lines or an incomplete last line. The latter also happens
-        while a process writes."""
+        """List a sentence for each event file with unreadable lines or an incomplete last line.
+
+        The latter also happens while a process writes."""
         counts = sorted((name, count) for name, count in self._unreadable.items() if count)
         found = [f"events/{name}: {count} line{'s' * (count > 1)} cannot be read" for name, count in counts]
         return found + [f"events/{name} ends within a line" for name in sorted(self._cut)]
 
     def events(self, kind: str) -> list[Event]:
-        """The events of a kind, in order of time."""
+        """Return the events of a kind, in order of time."""
         return self._events.get(kind, [])
 
     def latest(self, kind: str) -> Event | None:
-        """The newest event of a kind; None if there is none."""
+        """Return the newest event of a kind; None if there is none."""
         return self._events[kind][-1] if kind in self._events else None
 
     def by_step(self, kind: str) -> list[Event]:
-        """The events of a kind that have a `step`, one per step, ascending; the newest one for a step that was repeated
-        after a restart."""
+        """Return the events of a kind that have a `step`, one per step, ascending.
+
+        For a step that was repeated after a restart it is the newest event."""
         found = {int(step): event for event in self.events(kind) if (step := number(event, "step")) is not None}
         return [found[step] for step in sorted(found)]
 
     @property
     def began(self) -> float | None:
-        """Unix seconds of the first event; None before it."""
+        """Unix seconds of the first event; None if there is no event."""
         return min((float(events[0]["t"]) for events in self._events.values()), default=None)
 
     @property
     def now(self) -> float | None:
-        """Unix seconds of the newest event; None before the first. It is the view's clock, so it stops when the run is
-        dead."""
+        """Unix seconds of the newest event; None if there is no event.
+
+        It is the view's clock, so time stops when the run is dead."""
         return max((float(events[-1]["t"]) for events in self._events.values()), default=None)
 
     @property
     def wall_s(self) -> float:
-        """Seconds of all sessions so far, without the time between a session's last event and the next session."""
+        """Seconds of all sessions of the run so far, without the time between sessions."""
         if self.began is None or self.now is None:
             return 0.0
         starts = {_time(event) for event in self.events("session")}
         return self.now - self.began - sum(t - self._last_before(t) for t in starts)
 
     def phases(self) -> list[PhaseSpan]:
-        """The phases that have started, in the order of their last starts."""
+        """Return the phases that have started, in the order of their last starts."""
         ended = {
             text(one, "phase"): number(one, "wall_s")
             for one in read_json(self.path / "phases.json", list)
@@ -179,16 +184,16 @@ class RunView:
         return max((_time(events[i - 1]) for events, i in before if i), default=t)
 
     def phase(self, name: str) -> PhaseSpan | None:
-        """The phase of this name; None if it has not started."""
+        """Return the phase of this name; None if it has not started."""
         return next((span for span in self.phases() if span.name == name), None)
 
     def evaluation(self, name: str) -> Event | None:
-        """The newest result of an evaluation, such as "before" or "after"; None if there is none."""
+        """Return the newest result event of an evaluation, such as "before" or "after"; None if there is none."""
         found = [event for event in self.events("eval.result") if text(event, "name") == name]
         return found[-1] if found else None
 
     def evaluations_during(self) -> list[Event]:
-        """The results of evaluations during RL, one per step, ascending."""
+        """Return the result events of evaluations during RL, one per step, ascending."""
         found = {
             int(step): event
             for event in self.events("eval.result")
@@ -197,7 +202,7 @@ class RunView:
         return [found[step] for step in sorted(found)]
 
     def identity(self) -> dict[str, Any]:
-        """The content of run.json; {} when it cannot be read."""
+        """Return the content of run.json; {} when it cannot be read."""
         return read_json(self.path / "run.json", dict)
 
 
@@ -214,7 +219,7 @@ def _event(line: bytes) -> Event | None:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """Read a JSON file with a value of type `kind`; `kind()` when it is missing or damaged."""
+    """Read a JSON file whose value has the type `kind`; returns an empty `kind()` when it is missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

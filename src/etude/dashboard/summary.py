@@ -1,7 +1,6 @@
-"""summary.json: a run in numbers, as in `docs/formats/run.md`. Pure functions of a view.
+"""Computes summary.json, a run in numbers (`docs/formats/run.md`), from a view of the run.
 
-A number that the run has not measured is null, never zero.
-"""
+A number that the run has not measured is null, never zero."""
 
 from __future__ import annotations
 
@@ -31,13 +30,15 @@ _HELDOUT = (
 
 
 def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Compute summary.json of a run folder; the run may still be going on. `rollouts`: number of rollouts by state, if
-    the ledger is not in the folder. Raises `NoRun` when the folder does not exist."""
+    """Compute summary.json of a run folder, finished or not. Raises `NoRun` when the folder does not exist.
+
+    `rollouts` is the number of rollouts by state; None reads it from the ledger (the database of rollouts) in the
+    folder."""
     return summarise_view(RunView(run_dir), rollouts)
 
 
 def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Compute summary.json from a view; `rollouts` as in `summarise`."""
+    """Compute summary.json from a view. `rollouts` is that of `summarise`."""
     identity = view.identity()
     ended = {span.name for span in view.phases() if span.end is not None}
     return {
@@ -65,8 +66,9 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
 
 
 def nothing_learnt(view: RunView) -> str | None:
-    """A sentence on why no step of a run could learn; None if a step could, or before the first step. The policy learns
-    from a group only if the rewards within it differ."""
+    """Return a sentence on why no step of a run could learn; None if a step could, or before the first step.
+
+    The policy learns from a group of rollouts only if the rewards within it differ."""
     steps = view.by_step("rl.step")
     if not steps or any(number(event, "no_signal_share") != 1.0 for event in steps):
         return None
@@ -85,7 +87,9 @@ def nothing_learnt(view: RunView) -> str | None:
 
 
 def heldout(view: RunView) -> dict[str, Any]:
-    """Evaluations before, during and after RL. Those during RL use validation tasks, as their `split` says."""
+    """Return the evaluations before, during and after RL, each by name.
+
+    Those before and after use held-out tasks, and those during RL validation tasks, as their `split` says."""
     before, after = view.evaluation("before"), view.evaluation("after")
     during = view.evaluations_during()
     return {
@@ -96,7 +100,8 @@ def heldout(view: RunView) -> dict[str, Any]:
 
 
 def transfer(view: RunView) -> dict[str, Any]:
-    """Evaluations before and after RL on tasks of kinds that were never trained on; null if there were none."""
+    """Return the evaluations before and after RL on families of tasks that were never trained on; None for those not
+    made."""
     found = {name: view.evaluation(f"{name}-transfer") for name in ("before", "after")}
     return {name: _pick(event, _HELDOUT) if event else None for name, event in found.items()}
 
@@ -107,7 +112,7 @@ def _baselines(view: RunView) -> dict[str, float | None]:
 
 
 def wall_s(view: RunView) -> dict[str, float]:
-    """Wall time of each phase that has ended, and their sum."""
+    """Return the wall time in seconds of each phase that has ended, by name, and their sum as "total"."""
     found = {span.name: span.wall_s for span in view.phases() if span.end is not None and span.wall_s is not None}
     for one in read_json(view.path / "phases.json", list):
         seconds = number(one, "wall_s") if isinstance(one, dict) else None
@@ -122,7 +127,10 @@ def _cpu_s(view: RunView) -> dict[str, float]:
 
 
 def lag(steps: Sequence[Event]) -> dict[str, Any]:
-    """Lag of the rollouts' oldest tokens: mean, maximum, and number of rollouts by lag."""
+    """Compute mean, maximum and histogram of the lag of rollouts from `rl.step` events.
+
+    The lag of a rollout is the age, in training steps, of the weights that sampled its oldest token when it was trained
+    on."""
     histogram: Counter[int] = Counter()
     for event in steps:
         for name, n in counts(event, "lag").items():
@@ -142,16 +150,19 @@ changes."""
 
 
 def is_delta(event: Event) -> bool:
-    """Whether a `weights.publish` event is of a delta. False for a run's first version, which is a full snapshot."""
+    """Return whether a `weights.publish` event is of a delta: only the changes since the previous version.
+
+    A run's first version is a full snapshot."""
     bound, whole = number(event, "bound_bytes"), number(event, "snapshot_bytes")
     return bound is not None and whole is not None and bound < whole
 
 
 def weights(view: RunView) -> dict[str, Any]:
-    """Bytes of published weights and pauses of engines. `ratio` (snapshot ÷ delta) and `share_of_bound` (bound ÷ delta;
-    1 means that deltas reach the bound) are over deltas, and None if no delta changed a weight. `share_of_bound` is
-    also None if most weights change, as with adapters. Pauses are of engines that had requests in flight when they
-    swapped weights."""
+    """Compute the bytes of published weights, and the milliseconds for which engines paused to swap weights.
+
+    `ratio` (snapshot ÷ delta) and `share_of_bound` (theoretical bound ÷ delta) are over deltas, and None if no delta
+    changed a weight. `share_of_bound` is also None if most weights change, as with adapters. Pauses are of engines that
+    had requests in flight."""
     published = view.events("weights.publish")
     deltas = [event for event in published if is_delta(event)]
     sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
@@ -170,7 +181,10 @@ def weights(view: RunView) -> dict[str, Any]:
 
 
 def parity(view: RunView) -> dict[str, float | None]:
-    """How far the probabilities of engines and learner differ: maximum probe ratios, mean k3, mean share of flips."""
+    """Compute how far the probabilities of engines and learner differ over a run.
+
+    These are maximum ratios, the mean of k3 (an estimate of the KL divergence), and the mean share of experts that
+    differ."""
     steps = view.by_step("rl.step")
     return {
         "probe_ratio_max": max(_values(view.events("engine.probe"), "ratio_max"), default=None),
@@ -181,7 +195,7 @@ def parity(view: RunView) -> dict[str, float | None]:
 
 
 def invalid(view: RunView) -> dict[str, int]:
-    """Number of invalid training rollouts by boundary."""
+    """Count the invalid training rollouts by the component that failed."""
     found: Counter[str] = Counter()
     for event in view.by_step("rl.step"):
         found.update({name: int(n) for name, n in counts(event, "invalid").items()})
@@ -189,14 +203,15 @@ def invalid(view: RunView) -> dict[str, int]:
 
 
 def quarantined(view: RunView) -> int:
-    """Number of rollouts with signs of cheating. Their reward was set to 0, and they were trained on with it."""
+    """Count the rollouts with signs of cheating. They were trained on with reward 0."""
     signs = (event for event in view.events("rollout.signs") if text(event, "state") == "quarantined")
     return len({text(event, "rollout_id") for event in signs})
 
 
 def rollout_states(ledger: Path) -> dict[str, int]:
-    """Number of rollouts by state, read from the ledger file, also while it is written; {} when it is missing or
-    damaged."""
+    """Count the rollouts in each state in a ledger file (SQLite), also while it is written.
+
+    Returns {} when the file is missing or damaged."""
     try:
         connection = sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
     except sqlite3.Error:
@@ -220,8 +235,8 @@ def _rl(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The smallest of `ordered` (ascending) that at least a share of `share` of the values do not exceed; None if it is
-    empty.
+    """Return the smallest of the ascending values that is at least as large as a share `share` of them; None without
+    values.
 
     >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
     (2.0, None)

@@ -1,4 +1,4 @@
-"""A run in a terminal: a live view, one plain line for pipes, and the result lines at the end."""
+"""Shows a run in a terminal: a live view, one plain line for pipes, and the result lines at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from etude.dashboard.utilisation import idle
 
 
 def render(view: RunView) -> RenderableType:
-    """The live view at this moment. It is computed from the events alone; nothing is kept between calls."""
+    """Render the live view as of the newest event. It is computed from the events alone."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True, min_width=10)
     facts.add_column()
@@ -32,7 +32,7 @@ def render(view: RunView) -> RenderableType:
 
 
 def terms_legend(view: RunView) -> RenderableType:
-    """The definitions of the terms in the current view, to be shown once below it."""
+    """Render the definitions of the terms in the current view, to be shown once below it."""
     return Text(legend(terms_in(view)), "dim")
 
 
@@ -42,7 +42,8 @@ PLAIN_CHARS = 240
 
 
 def plain_line(view: RunView) -> str:
-    """The most important numbers of a run in one line of at most `PLAIN_CHARS` characters, for pipes and logs."""
+    """Return the most important numbers of a run in one line of at most `PLAIN_CHARS` characters, for pipes and
+    logs."""
     phase = current_phase(view)
     if phase is None:
         return "starting"
@@ -58,13 +59,13 @@ def plain_line(view: RunView) -> str:
 
 
 def terms_in(view: RunView) -> list[str]:
-    """The glossary terms in the current view, in order."""
+    """List the glossary terms in the current view, in order."""
     shown = " ".join(f"{name} {value.plain}" for name, value in _facts(view))
     return [term for term in GLOSSARY if term in shown]
 
 
 def result_lines(run_dir: Path | str) -> list[str]:
-    """The results of a finished run, in a few lines."""
+    """Return the results of a finished run in a few lines of text."""
     view = RunView(run_dir)
     summary = summarise_view(view)
     found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]
@@ -151,7 +152,6 @@ def _bar(view: RunView) -> RenderableType:
 
 
 def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Yield the name and value of each line of the current view."""
     phase = current_phase(view)
     if phase is not None and phase.name == "mid-training":
         yield from _mid_training(view, since=phase.start)
@@ -235,7 +235,6 @@ def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
-    """Progress of the current evaluation."""
     event = view.latest("eval.progress")
     if event is None or float(event["t"]) < since:
         return
@@ -245,7 +244,6 @@ def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
 
 
 def _lost_learner(view: RunView) -> Iterator[tuple[str, Text]]:
-    """How often the learner was lost, in the whole run."""
     lost = [e for e in view.events("lineage") if text(e, "state") == "lost"]
     restarts = [e for e in view.events("process") if text(e, "name") == "learner" and text(e, "state") == "restart"]
     times = max(len(lost), len(restarts))
@@ -289,7 +287,6 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _problem(view: RunView) -> Iterator[tuple[str, Text]]:
-    """The newest recovered failure."""
     found = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
     found += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.events("engine.trouble")]
     found += [(float(e["t"]), f"weights repaired: {text(e, 'reason')}") for e in view.events("weights.mend")]

@@ -1,8 +1,7 @@
-"""CPU shares, idle shares and memory from the `usage` events. Pure functions of a view.
+"""CPU shares, idle shares and memory, computed from the `usage` events of a run.
 
 CPU time comes from the kernel, so waiting does not count as work. The counter of a restarted process starts at zero
-again, which is recognised by its decrease.
-"""
+again, which is recognised by its decrease."""
 
 from __future__ import annotations
 
@@ -15,17 +14,18 @@ from etude.dashboard.run_view import RunView, number
 
 @dataclass(frozen=True)
 class Lane:
-    """One process over time."""
+    """The CPU time of one process over time. A sample is (start, end, CPU seconds in between), with unix times."""
 
     name: str
-    samples: list[tuple[float, float, float]] = field(default_factory=list)  # (from, to, CPU seconds in between)
+    samples: list[tuple[float, float, float]] = field(default_factory=list)
 
     def cpu_s(self, start: float | None = None, end: float | None = None) -> float:
-        """CPU seconds between two unix times; samples that cross an end count proportionally."""
+        """Return the CPU seconds between two unix times; None is no limit. Samples that cross a limit count in
+        proportion."""
         return sum(cpu * share for _, share, cpu in self._within(start, end))
 
     def share(self, start: float | None = None, end: float | None = None) -> float | None:
-        """Mean number of cores in use over the sampled time; None without samples."""
+        """Return the mean number of cores in use between two unix times (None: no limit); None without samples."""
         covered = sum(seconds for seconds, _, _ in self._within(start, end))
         return self.cpu_s(start, end) / covered if covered > 0 else None
 
@@ -37,7 +37,7 @@ class Lane:
 
 
 def lanes(view: RunView) -> dict[str, Lane]:
-    """A lane for each process, in the order of their first events."""
+    """Return a lane for each process by name, in the order of their first events."""
     found: dict[str, Lane] = {}
     last: dict[str, tuple[float, float]] = {}
     for event in view.events("usage"):
@@ -57,7 +57,7 @@ def lanes(view: RunView) -> dict[str, Lane]:
 
 
 def cpu_s(view: RunView) -> dict[str, float]:
-    """CPU seconds of each process over all its restarts."""
+    """Return the CPU seconds of each process by name, over all its restarts."""
     total: dict[str, float] = defaultdict(float)
     last: dict[str, float] = {}
     for event in view.events("usage"):
@@ -72,8 +72,9 @@ def cpu_s(view: RunView) -> dict[str, float]:
 
 
 def idle(view: RunView) -> dict[str, float | None]:
-    """Idle shares of the learner and of the engines (mean) over the RL phase, where one core is full use. None before
-    RL and without samples."""
+    """Return the idle shares in the RL phase of the "learner" and of the "engines" (their mean).
+
+    A process that uses one core fully has the share 0. None before RL and without samples."""
     span = view.phase("rl")
     if span is None:
         return {"learner": None, "engines": None}
@@ -87,7 +88,7 @@ def idle(view: RunView) -> dict[str, float | None]:
 
 
 def peak_memory_bytes(view: RunView) -> int | None:
-    """The maximum over time of the sum of the processes' proportional set sizes; None if it was never sampled."""
+    """Return the largest sum of the processes' proportional set sizes at one time; None if it was never sampled."""
     sums = []
     for event in view.events("usage"):
         processes = event.get("processes")

@@ -1,8 +1,10 @@
 """Isolated machines (sandboxes), and the grading of what an agent leaves in them. Usable alone, without torch.
 
-A `Runtime` forks machines from one prepared file tree. The agent works in one machine; the files that the task declares
-are exported from it and graded in another, fresh machine. Untrusted code never runs without isolation: on a host
-without namespaces, `NamespaceRuntime` raises `MachineError` and its hint lists the alternatives.
+A `Runtime` prepares a snapshot of a file tree and forks machines from it. The agent works in one machine. The files
+that the task declares as its exports are then copied out of that machine and graded in other, fresh machines.
+
+Untrusted code never runs without isolation: on a host without namespaces, `NamespaceRuntime` raises `MachineError` and
+its hint lists the alternatives.
 
 >>> import asyncio
 >>> from etude.records.task import Answer, Case, Split, Task

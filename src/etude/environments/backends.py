@@ -1,4 +1,7 @@
-"""Machine backends by name, as configs and command lines give them. A backend is imported when it is first used."""
+"""Open the runtime of a machine backend by its name, as configs and command lines give it.
+
+A backend's package is imported when it is first used.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,12 @@ _IMAGE_ARGUMENTS: dict[str, Callable[[ImageStore], dict[str, Any]]] = {
 def open_runtime(name: str, limits: MachineLimits | None = None, *, images: ImageStore | None = None) -> Runtime:
     """Create the runtime of a backend.
 
-    `name`: a key of `BACKENDS`. `limits`: bounds on each machine; None for the defaults. `images`: an image store, for
-    runtimes whose machines can start from images. Raises `InputError` for an unknown backend, or for one that cannot
-    use images; `MachineError` where the backend does not work on this host.
+    `name`: "namespace", "microvm", "gvisor" or "remote". `limits`: resource limits of each machine; None for the
+    defaults. `images`: the store of root filesystems that machines may start from; None: machines have only the
+    runtime's own root filesystem.
+
+    Raises `InputError` for an unknown backend, or for one that cannot use images; `MachineError` if the backend does
+    not work on this host.
 
     >>> open_runtime("namespaces")
     Traceback (most recent call last):
@@ -49,17 +55,20 @@ def open_runtime(name: str, limits: MachineLimits | None = None, *, images: Imag
 
 
 def open_memory_bounded(name: str, *, accepts_unbounded: bool = False, images: ImageStore | None = None) -> Runtime:
-    """Like `open_runtime`, but refuse a host that cannot bound a machine's memory, unless the user `accepts_unbounded`.
+    """Create a runtime as `open_runtime` does, but refuse a host that cannot limit the memory of a machine.
 
-    Use it for all untrusted code. Raises `InputError`, `MachineError`.
+    Use it for all untrusted code. `accepts_unbounded`: open the runtime on such a host too. Raises `MachineError` for
+    such a host, and what `open_runtime` raises. The remote backend is not checked: its server decides.
     """
     limits = None if name == "remote" or accepts_unbounded else MachineLimits(require_memory_bound=True)
     return open_runtime(name, limits, images=images)
 
 
 def runtime_from_config(config: MachinesConfig) -> Runtime:
-    """Create the runtime of a run's `[machines]` section. Raises what `open_runtime` does, and `InputError` where
-    limits are set for the remote backend, whose server sets them."""
+    """Create the runtime of the `[machines]` section of a run's config.
+
+    Raises what `open_runtime` raises, and `InputError` if limits are set for the remote backend: its server sets them.
+    """
     images = ImageStore(Path(config.images)) if config.images else None
     if config.backend != "remote":
         return open_runtime(config.backend, config, images=images)

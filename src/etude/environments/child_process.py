@@ -22,9 +22,10 @@ _CHECK_PARENT = 'test "$PPID" = "$0" && exec "$@"'  # the parent may have died b
 
 
 def require_programs(programs: dict[str, str], what: str) -> None:
-    """Check that this is Linux and that the programs are installed. Raises `MachineError`.
+    """Check that this is Linux and that all `programs` and `setpriv` are installed. Raises `MachineError` otherwise.
 
-    `programs`: program name to the package that has it. `what`: who needs them, as the subject of the error.
+    `programs` maps the name of each program to the package that contains it. `what` is the subject of the error
+    message: the plural noun of what runs in these programs, such as "virtual machines".
     """
     if sys.platform != "linux":
         hint = "use the container recipe or a remote backend"
@@ -35,16 +36,22 @@ def require_programs(programs: dict[str, str], what: str) -> None:
 
 
 def die_with_parent(command: Sequence[str], *, signal_name: str = "KILL") -> list[str]:
-    """Wrap a command so that it gets the signal `signal_name` when the thread that starts it ends. If that thread
-    has already ended, the command does not start."""
+    """Return the command line that runs `command` and lets the kernel signal it when its parent thread ends.
+
+    The signal is `signal_name` ("KILL", "TERM", ...). The parent is the thread that starts the returned command line.
+    If this process has already ended, `command` does not start.
+    """
     return ["setpriv", f"--pdeathsig={signal_name}", "--", "sh", "-c", _CHECK_PARENT, str(os.getpid()), *command]
 
 
 class ChildProcess:
-    """A started program that dies with this process.
+    """A started child process, which the kernel kills when the thread that created this object ends.
 
     `log_fd`: descriptor of the file that gets its standard error, and its standard output unless `stdout` is given.
-    `fds`: further descriptors that it inherits. Raises `MachineError` where it cannot be started.
+    `stdin`, `stdout`: descriptors for these streams; without `stdin` it reads /dev/null. `fds`: further descriptors
+    that it inherits under the same numbers.
+
+    The constructor raises `MachineError` if the process cannot be started.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class ChildProcess:
         return not self._closed and self._process.poll() is None
 
     def log_tail(self) -> str:
-        """The last 2,000 bytes of its log, as text."""
+        """Return the last 2,000 bytes of its log, as text."""
         size = os.fstat(self._log_fd).st_size
         return os.pread(self._log_fd, 2000, max(0, size - 2000)).decode(errors="replace").strip()
 
@@ -97,14 +104,16 @@ class ChildProcess:
             loop.remove_reader(self._pidfd)
 
     def kill(self) -> None:
-        """Send SIGKILL without waiting. Idempotent."""
+        """Send SIGKILL and return without waiting. Does nothing if the process has ended."""
         if not self._closed:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self, *, deadline_s: float = 20.0) -> None:
-        """Kill the process and wait until it has ended. Idempotent. Raises `MachineError` if it does not end within
-        `deadline_s`, because it hangs in the kernel."""
+        """Kill the process and wait until it has ended. Idempotent.
+
+        Raises `MachineError` if it does not end within `deadline_s` seconds because it hangs in the kernel.
+        """
         if self._closed:
             return
         self.kill()

@@ -1,7 +1,7 @@
-"""Idempotent commands: a machine runs each command key once, and repeats of the key get the stored result.
+"""Idempotent commands: a machine runs the command of each key once; a repeated call gets the stored result.
 
-Each command runs as a task of its own. A caller that is cancelled can ask again with the same key. How a command is
-executed is up to the machine.
+Each command runs in an asyncio task of its own, so it continues when its caller is cancelled. The caller can ask again
+with the same key.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_COMMANDS = 4096  # per machine; each result is kept
 
 
 class CommandRegistry:
-    """The commands of one machine, by their keys."""
+    """The commands of one machine by their idempotency keys. Each machine object makes one."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[ExecResult]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any command was ever started."""
+        """Return whether any command was ever started."""
         return bool(self._tasks)
 
     async def run_once(
@@ -32,9 +32,11 @@ class CommandRegistry:
     ) -> ExecResult:
         """Return the result of the command with this key; start it if the key is new.
 
-        `begin(command)` returns the coroutine that runs the command. If `begin` itself raises, the key stays unused; an
-        error of the coroutine is stored as the key's result. Raises `ValueError` for an invalid command, `MachineError`
-        beyond `MAX_COMMANDS` commands.
+        `begin` is called with the validated command and returns the coroutine that runs it. The other arguments are
+        those of `Machine.exec`. If `begin` itself raises, the key stays unused. An error of the coroutine is stored and
+        raised for every call with this key.
+
+        Raises `ValueError` for an invalid command, and `MachineError` for a new key after `MAX_COMMANDS` commands.
         """
         running = self._tasks.get(key)
         if running is None:
@@ -53,7 +55,7 @@ def consume_exception(future: asyncio.Future[Any]) -> None:
 
 
 async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has ended. Its exception is dropped."""
+    """Cancel a task and wait until it has ended. Its result or exception is dropped."""
     task.cancel()
     await asyncio.wait([task])
     consume_exception(task)

@@ -13,7 +13,15 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Resource limits of one machine. What enforces them depends on the host; `NamespaceRuntime.limits` reports it.
+    """Resource limits of one machine. `NamespaceRuntime.limits` reports what enforces them on this host.
+
+    - `memory_bytes`: memory of all processes and of files kept in memory, together
+    - `address_bytes`: address space of one process
+    - `processes`, `cpus`: number of processes; CPU time in cores
+    - `work_bytes`, `tmp_bytes`: content of the working directory and of /tmp
+    - `inodes`: files and folders, in the working directory and in /tmp each
+    - `open_files`: open files of one process
+    - `require_memory_bound`: raise `MachineError` on a host where no control group limits `memory_bytes`
 
     The defaults fit small repositories and their tests. A toolchain such as a compiler needs more of each.
     """
@@ -31,7 +39,11 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class MachinesConfig(MachineLimits):
-    """The `[machines]` section of a run's config: the backend and the limits of one machine."""
+    """The `[machines]` section of a run's config: the backend and the limits of one machine.
+
+    `backend`: "namespace", "microvm", "gvisor" or "remote". `images`: folder of the image store; "": no task uses an
+    image. `require_memory_bound`: False allows hosts that can limit only the address space of each process.
+    """
 
     backend: str = "namespace"  # or "microvm", "gvisor", "remote": see `environments.backends`
     require_memory_bound: bool = True  # false: start anyway; only the address space of each process is bounded
@@ -39,11 +51,11 @@ class MachinesConfig(MachineLimits):
 
 
 def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
-    """Check that the memory of a machine can be bounded, if `limits` require that. Raises `MachineError`.
+    """Raise `MachineError` if `limits` require a limit on a machine's memory and this process cannot set one.
 
-    `controllers`: the control-group controllers that this process may use. Only the memory controller can bound a
-    machine: counting the memory of its processes misses files in memory without a mapping and socket buffers, and a
-    process can allocate gigabytes between two counts.
+    `controllers`: the control-group controllers that this process may use, such as "memory". No other means can limit a
+    machine: the sum over its processes misses files in memory without a mapping and socket buffers, and a process can
+    allocate gigabytes between two measurements.
     """
     if limits.require_memory_bound and "memory" not in controllers:
         raise MachineError(

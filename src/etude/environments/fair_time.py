@@ -1,17 +1,16 @@
 """Fair deadlines on a busy host: a command gets back the time that other processes took from its machine.
 
 A deadline means seconds of wall time on a host that gives the machine all the cores that it may use. On a busy host the
-machine's threads wait in the run queue. That *lost time* is added to the deadline. In each interval it is the smaller
-of:
+machine's threads wait in the run queue. This *lost time* is added to the deadline. For each interval between two
+measurements, the lost time is the smaller of:
 
-- the time that others took: the cores that the machine may use, less those left over by all CPU time outside of the
-  machine. The machine's own CPU time comes from its control group, so its processes can neither hide it nor make other
+- the time that others took: the cores that the machine may use, less the cores that all processes outside of it left
+  idle. The machine's own CPU time comes from its control group, so its processes can neither hide it nor make other
   processes look busy;
-- the time that its own threads waited in the run queue. A sleeping command waits for no core.
+- the time that the machine's threads waited in the run queue. A sleeping command waits for no core.
 
-So a machine alone on its host loses nothing, and one on a busy host gets back at most what it was owed. A deadline
-grows to at most `MAX_EXTENSION` times its length. Then the command has timed out like any other: an agent cannot make
-its own rollout invalid by being slow.
+So a machine alone on its host loses nothing. A deadline grows to at most `MAX_EXTENSION` times its length; then the
+command times out like any other. So an agent cannot make its own rollout invalid by being slow.
 """
 
 from __future__ import annotations
@@ -32,14 +31,17 @@ T = TypeVar("T")
 
 
 class MachineUsage(NamedTuple):
-    """CPU and waiting time of a machine since its start."""
+    """CPU time of a machine since its start, and how long its threads waited for a core.
 
-    cpu_s: float  # CPU time of everything that ever ran in it
-    waits: dict[int, float]  # by thread: seconds in the run queue
+    `cpu_s`: CPU seconds of everything that ever ran in it. `waits`: thread id to seconds in the run queue.
+    """
+
+    cpu_s: float
+    waits: dict[int, float]
 
 
 class HostUsage(NamedTuple):
-    """CPU time of a host since its boot."""
+    """CPU time of a host since its boot. `busy_s`: CPU seconds of all cores together. `cores`: number of cores."""
 
     busy_s: float  # CPU time of all processes on all cores, including time taken by the hypervisor (steal)
     cores: int
@@ -52,8 +54,8 @@ Measure = Callable[[], MachineUsage | None]
 class FairClock:
     """The clock of one command: wall time minus the time that its machine lost to other processes.
 
-    `measure` reads the machine's usage. `cores`: how many cores the machine may use. `host` and `now` replace the
-    host's counters and clock in tests.
+    `measure` returns the machine's usage now, or None if it cannot be read. `cores`: how many cores the machine may
+    use. `host` and `now` replace the host's counters and the clock in tests.
 
     >>> host, now = iter([HostUsage(0.0, 2), HostUsage(20.0, 2)]), iter([0.0, 10.0])
     >>> use = iter([MachineUsage(0.0, {7: 0.0}), MachineUsage(1.0, {7: 9.0})])
@@ -88,7 +90,10 @@ class FairClock:
         self._at, self._use, self._busy = at, use, host
 
     def left_s(self, deadline_s: float) -> float:
-        """Seconds left until the deadline, extended by the time lost up to the last `update`."""
+        """Return how many seconds are left until the deadline, extended by the lost time up to the last `update`.
+
+        `deadline_s`: the deadline, in seconds from the creation of this clock.
+        """
         end = self.began + min(deadline_s + self.lost_s, deadline_s * MAX_EXTENSION)
         return end - self._now()
 
@@ -96,9 +101,9 @@ class FairClock:
 def lost_seconds(
     wall_s: float, use: MachineUsage, later: MachineUsage, host: HostUsage, host_later: HostUsage, cores: float
 ) -> float:
-    """Seconds of an interval that other processes took from a machine.
+    """Return how many seconds of an interval other processes took from a machine.
 
-    `wall_s`: the interval's length. `use` and `host` were read at its start, `later` and `host_later` at its end.
+    `wall_s`: the interval's length. `use` and `host` were measured at its start, `later` and `host_later` at its end.
     `cores`: how many cores the machine may use.
 
     >>> quiet, full = HostUsage(0.0, 2), HostUsage(20.0, 2)
@@ -120,10 +125,10 @@ def lost_seconds(
 async def wait_until_deadline(
     ended: asyncio.Future[T], clock: FairClock, deadline_s: float, kill: Callable[[], None]
 ) -> tuple[bool, float]:
-    """Wait for a command; call `kill` once if its fair deadline passes first.
+    """Wait until the future `ended` of a command is done; call `kill` once if its fair deadline passes first.
 
-    Returns (whether it was killed, seconds lost to other processes). An error of the command stays in `ended` and is
-    not raised.
+    Returns (whether `kill` was called, seconds lost to other processes). An error of the command stays in `ended` and
+    is not raised here.
     """
     tick_s = max(_SHORTEST_S, deadline_s / _TICKS)
     while not ended.done():
@@ -140,7 +145,7 @@ async def wait_until_deadline(
 
 
 def host_usage() -> HostUsage | None:
-    """CPU time of this host since its boot, or None if /proc/stat cannot be read."""
+    """Return the CPU time of this host since its boot, or None if /proc/stat cannot be read."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
         return HostUsage((user + nice + system + irq + softirq + steal) / _HZ, os.cpu_count() or 1)
@@ -148,10 +153,11 @@ def host_usage() -> HostUsage | None:
 
 
 def cgroup_usage(accounts: str, threads: str, *, also: Iterable[int] = ()) -> Measure:
-    """A function that reads the usage of a control group from its files.
+    """Return a function that measures the usage of a control group; it returns None if the files cannot be read.
 
-    `accounts`: path of its CPU time (``cpuacct.usage`` or ``cpu.stat``). `threads`: path of its list of threads.
-    `also`: processes outside the group whose waiting counts too, such as the process that starts its commands.
+    `accounts`: path of the file with its CPU time (``cpuacct.usage`` or ``cpu.stat``). `threads`: path of the file that
+    lists its threads. `also`: ids of processes outside the group whose waiting counts too, such as the process that
+    starts its commands.
     """
     others = tuple(also)
 

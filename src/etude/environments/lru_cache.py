@@ -12,10 +12,11 @@ T = TypeVar("T")
 
 
 class LruCache(Generic[T]):
-    """Cached values by name; the value of a name never changes.
+    """A cache of values by name. The value of a name never changes.
 
-    `size_of` gives a value's size in bytes. The entries that are not held have at most `max_bytes` together (one entry
-    may exceed that alone). Held entries do not count: their holders have quotas of their own.
+    `size_of` returns a value's size in bytes. Values that are not held have at most `max_bytes` together; beyond that
+    the least recently used are evicted (a single larger value stays). Held values do not count: whoever holds them has
+    a limit of its own.
 
     >>> trees = LruCache(len, max_bytes=8)
     >>> trees.put("a", b"aaaaa"), trees.hold("a"), trees.put("b", b"bbbbb"), trees.put("c", b"ccccc")
@@ -31,23 +32,31 @@ class LruCache(Generic[T]):
         self._holds: Counter[str] = Counter()
 
     def put(self, name: str, value: T) -> str:
-        """Add an entry unless the name exists already. Returns the name."""
+        """Add a value, unless the name exists already, and return the name."""
         if self.get(name) is None:
             self._entries[name] = value, self._size_of(value)
             self._make_evictable(name)
         return name
 
     def get(self, name: str) -> T | None:
-        """The value, or None if it was never added or has been evicted."""
+        """Return the value, or None if it was never added or has been evicted."""
         if name in self._evictable:
             self._evictable.move_to_end(name)
         return self._entries[name][0] if name in self._entries else None
 
+    def require(self, name: str) -> T:
+        """Return the value. Raises `MachineError` if it was never added or has been evicted."""
+        value = self.get(name)
+        if value is None:
+            raise MachineError(f"no snapshot {name[:12]!r}", "unknown or evicted", hint="prepare it again")
+        return value
+
     def hold(self, name: str) -> int:
-        """Keep an entry until `release` has been called as often as `hold`. Returns its size in bytes. Raises
-        `MachineError` for an unknown name."""
-        if name not in self._entries:
-            raise MachineError(f"no snapshot {name[:12]}", "unknown or evicted", hint="take it again")
+        """Keep a value in the cache until `release` was called as often as `hold`. Returns its size in bytes.
+
+        Raises `MachineError` for an unknown name.
+        """
+        self.require(name)
         if name in self._evictable:
             del self._evictable[name]
             self._evictable_bytes -= self._entries[name][1]
@@ -63,7 +72,7 @@ class LruCache(Generic[T]):
                 self._make_evictable(name)
 
     def clear(self) -> None:
-        """Remove all entries, held ones too."""
+        """Remove all values, including those that are held."""
         self._entries.clear()
         self._evictable.clear()
         self._evictable_bytes = 0

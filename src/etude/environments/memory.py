@@ -1,7 +1,7 @@
-"""Machines in memory, for trusted code only: they isolate nothing.
+"""Machines without any isolation, whose files are a dict in memory. For trusted code only.
 
-They replay the demonstrations of mid-training, thousands a second, on repositories that etude generated itself. Tests,
-and users' own harnesses, get them from `etude.testing`.
+Mid-training replays its demonstrations in them, thousands a second, on repositories that etude generated itself. For
+tests, `etude.testing` exports them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from etude.seams import Machine, RuntimeInfo
 def run_python(files: dict[str, bytes], script: str, argv: Sequence[str] = (), stdin: bytes = b"") -> tuple[int, str]:
     """Run ``python script`` on files in a dict, inside this process. Returns (exit code, stdout and stderr together).
 
-    Imports look into `files` first; `open` reads and writes them. For trusted code only: no deadline can stop it, and
-    it can access everything that this process can.
+    `files` maps paths to contents; the script's writes change it. Imports look into `files` first, and `open` reads and
+    writes them. `argv`: the script's arguments. For trusted code only: no deadline can stop the script, and it can
+    access everything that this process can.
 
     >>> run_python({"a.py": b"X = 3", "t.py": b"import a; print(a.X)"}, "t.py")
     (0, '3\\n')
@@ -108,8 +109,6 @@ class _Written(io.BytesIO):
 
 
 def _opener(files: dict[str, bytes]) -> Callable[..., io.IOBase]:
-    """A replacement of `open` that works on the dict."""
-
     def opened(path: str, mode: str = "r", **_: Any) -> io.IOBase:
         if "r" in mode:
             if path not in files:
@@ -126,8 +125,9 @@ def _opener(files: dict[str, bytes]) -> Callable[..., io.IOBase]:
 class MemoryMachine:
     """A `Machine` whose files are a dict and whose only command is ``python FILE``, run inside this process.
 
-    For trusted code: demonstrations and tests. Its coroutines never really wait, so they can be driven without an event
-    loop. It cannot stop a command at its deadline. Any other command exits with 127.
+    For trusted code: demonstrations and tests. Any other command ends with exit code 127. A command cannot be stopped
+    at its deadline. The coroutines never really wait, so they can be driven without an event loop. `runtime`: the
+    runtime that forked it; without one it has no snapshots.
     """
 
     def __init__(self, files: Mapping[str, bytes], runtime: MemoryRuntime | None = None) -> None:
@@ -137,7 +137,10 @@ class MemoryMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Raises `ValueError` for a working directory, variables or a user: it has none."""
+        """Run ``python FILE`` as `Machine.exec` describes; any other command ends with exit code 127.
+
+        Raises `ValueError` also for the options `cwd`, `env` and `user`: the machine has none of them.
+        """
         self._alive()
         if key not in self._results:
             if self.frozen:
@@ -173,7 +176,6 @@ class MemoryMachine:
         return run_python(self.files, argv[1], argv[2:], stdin)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`."""
         self._alive()
         check_max_bytes(max_bytes)
         path = _inside(path)
@@ -185,24 +187,24 @@ class MemoryMachine:
         return self.files[path]
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`."""
         self._alive()
         self.files[_inside(path)] = bytes(data)
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`."""
         self._alive()
         self.frozen = True
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`. Raises `MachineError` for a machine that no runtime has forked."""
+        """Return the id of a snapshot of the files, as `Machine.snapshot` does.
+
+        Raises `MachineError` for a machine that was made without a runtime.
+        """
         self._alive()
         if self._runtime is None:
             raise MachineError("this machine has no runtime", hint="fork it from a MemoryRuntime")
         return await self._runtime.prepare(self.files)
 
     async def close(self) -> None:
-        """See `Machine.close`."""
         self.closed = True
 
     def _alive(self) -> None:
@@ -218,7 +220,7 @@ def _inside(path: str) -> str:
 
 
 class MemoryRuntime:
-    """A `Runtime` of `MemoryMachine`s. Snapshots that are not held have at most `max_bytes` together."""
+    """A `Runtime` of `MemoryMachine`s. Snapshots that nobody holds take at most `max_bytes` together."""
 
     info = RuntimeInfo(name="memory", isolation="none", users=("user",))
 
@@ -227,50 +229,38 @@ class MemoryRuntime:
         self._machines: list[MemoryMachine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. Raises `MachineError` for an image."""
+        """Store the files as a snapshot, as `Runtime.prepare` does. Raises `MachineError` if an image is given."""
         if image is not None:
             raise MachineError("a memory machine has no root filesystem", hint="use a runtime that has images")
         digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
         return self._snapshots.put(digest, {_inside(path): bytes(data) for path, data in files.items()})
 
     def hold(self, snapshot: str) -> int:
-        """See `Holding.hold`."""
         return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
-        """See `Holding.release`."""
         self._snapshots.release(snapshot)
 
-    def _files(self, snapshot: str) -> dict[str, bytes]:
-        files = self._snapshots.get(snapshot)
-        if files is None:
-            raise MachineError(f"no snapshot {snapshot!r}", hint="prepare it first")
-        return files
-
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`."""
-        data = msgspec.msgpack.encode(self._files(snapshot))
+        data = msgspec.msgpack.encode(self._snapshots.require(snapshot))
         if len(data) > max_bytes:
             raise ValueError(f"the snapshot has {len(data)} bytes, at most {max_bytes}")
         return data
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`."""
         try:
             return await self.prepare(msgspec.msgpack.decode(packed, type=dict[str, bytes]))
         except msgspec.MsgspecError as error:
             raise ValueError(f"not a packed snapshot: {error}") from None
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`."""
         check_count(n)
-        files = self._files(snapshot)
+        files = self._snapshots.require(snapshot)
         made = [MemoryMachine(files, self) for _ in range(n)]
         self._machines = [m for m in self._machines if not m.closed] + made
         return list(made)
 
     async def close(self) -> None:
-        """See `Runtime.close`."""
         for machine in self._machines:
             await machine.close()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 
 class OutputBuffer:
-    """Keeps at most `limit` bytes: the first half, the last half, and between them a note of how many bytes were
-    dropped."""
+    """A buffer that keeps at most `limit` bytes of a command's output.
+
+    Of longer output it keeps the first half and the last half, with a note between them of how many bytes were dropped.
+    """
 
     def __init__(self, limit: int) -> None:
         self._head, self._tail, self._limit = bytearray(), bytearray(), limit
@@ -23,17 +25,12 @@ class OutputBuffer:
             del self._tail[: len(self._tail) - self._limit]
 
     @property
-    def num_buffered(self) -> int:
-        """Bytes in memory now: at most three times the limit."""
-        return len(self._head) + len(self._tail)
-
-    @property
     def truncated(self) -> bool:
         """Whether bytes were dropped."""
         return self.total > self._limit
 
     def value(self) -> bytes:
-        """The output, of at most `limit` bytes."""
+        """Return the output, shortened to at most `limit` bytes."""
         if not self.truncated:
             return bytes(self._head + self._tail)
         marker = f"\n[... {self.total - self._limit} bytes and this line's left out ...]\n".encode()

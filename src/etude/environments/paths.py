@@ -1,4 +1,4 @@
-"""Checks of the paths of a machine's files."""
+"""Check the paths of a machine's files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import PurePosixPath
 
 
 def encode_path(path: str) -> bytes:
-    """Normalize a path relative to the working directory, and encode it. Raises `ValueError` for a path that leaves the
-    directory or is too long.
+    """Return a path relative to the working directory in normal form, as bytes.
+
+    Raises `ValueError` for a path that leaves the working directory or is too long.
 
     >>> encode_path("./a//b.py")
     b'a/b.py'

@@ -1,6 +1,6 @@
-"""Evaluation results: rows of graded rollouts, solve rates with confidence intervals, comparisons of runs.
+"""Results of evaluations: rows of graded rollouts, solve rates with confidence intervals, comparisons of runs.
 
-This package does not run rollouts: those of an evaluation are ordinary rollouts with a fixed version of the weights.
+This package does not run rollouts: those of an evaluation are ordinary rollouts with fixed weights.
 `etude.evals.parity` has metrics of sampler-trainer mismatch; `etude.evals.doctor` compares an engine with the learner.
 
 >>> from etude.evals import wilson

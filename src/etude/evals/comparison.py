@@ -1,4 +1,4 @@
-"""Compare two evaluations: the difference of their solve rates with a confidence interval."""
+"""Compares two evaluations: the difference of their solve rates with a confidence interval."""
 
 from __future__ import annotations
 
@@ -18,27 +18,33 @@ smaller evaluation."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of `etude compare`. Differences are b - a."""
+    """The comparison of two evaluations, a and b. Differences are the solve rate of b minus that of a.
+
+    - `difference`: for two independent rates, as if each evaluation had its own tasks.
+    - `paired`: over the tasks that both have; None if there are none.
+    - `num_shared`: how many tasks both have; `shared_enough`: whether `paired` rests on enough different problems.
+    - `better`, `worse`: shared tasks with a higher or a lower solve rate in b."""
 
     a: EvalResult
     b: EvalResult
-    difference: Interval  # for two independent rates, as if each run had its own tasks
-    paired: Interval | None  # over the shared tasks; None if there are none
+    difference: Interval
+    paired: Interval | None
     num_shared: int
-    shared_enough: bool  # whether enough problems are shared for the paired interval
-    better: int  # number of shared tasks with a higher solve rate in b
+    shared_enough: bool
+    better: int
     worse: int
 
     @property
     def verdict(self) -> str:
-        """ "better", "worse" or "undecided" for b compared with a, according to `decisive`."""
+        """ "better" or "worse" for b compared with a if `decisive` excludes 0, else "undecided"."""
         interval = self.decisive
         return "better" if interval.low > 0 else "worse" if interval.high < 0 else "undecided"
 
     @property
     def decisive(self) -> Interval:
-        """The narrower of the two intervals; the paired one only if enough problems are shared. The choice depends only
-        on the widths, not on the values."""
+        """The narrower of the intervals `difference` and `paired`; the latter only if enough problems are shared.
+
+        The choice depends on the widths of the intervals and not on their values."""
         both = [self.difference]
         if self.paired is not None and self.shared_enough:
             both.append(self.paired)
@@ -46,7 +52,9 @@ class Comparison:
 
 
 def compare(a: Iterable[EvalRow], b: Iterable[EvalRow], *, names: tuple[str, str] = ("a", "b")) -> Comparison:
-    """Compare two evaluations. Shared tasks are also compared pairwise, which gives narrower intervals."""
+    """Compare two evaluations, given by the rows of their rollouts. `names` are shown in the result.
+
+    Tasks that both have are also compared pairwise, which gives narrower intervals."""
     rows_a, rows_b = [r for r in a if r.valid], [r for r in b if r.valid]
     result_a = evaluate(rows_a, name=names[0], split="", step=0, wall_s=0.0)
     result_b = evaluate(rows_b, name=names[1], split="", step=0, wall_s=0.0)
@@ -71,7 +79,9 @@ def compare(a: Iterable[EvalRow], b: Iterable[EvalRow], *, names: tuple[str, str
 
 
 def compare_runs(run_a: Path, run_b: Path, *, name: str = "after") -> Comparison:
-    """Compare the evaluations `name` of two run folders. Raises `StoreError`."""
+    """Compare the evaluations called `name` of two run folders.
+
+    Raises `StoreError` if one cannot be read or has no valid rollout."""
     rows = [read_rows(run / "evals" / f"{name}.parquet") for run in (run_a, run_b)]
     for run, found in zip((run_a, run_b), rows, strict=True):
         if not any(r.valid for r in found):

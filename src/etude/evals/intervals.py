@@ -23,19 +23,21 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and its confidence interval [low, high]: 95 % unless another quantile was given."""
+    """An estimate `value` and its confidence interval [`low`, `high`]: 95 % unless another quantile was given."""
 
     value: float
     low: float
     high: float
 
     def disjoint(self, other: Interval) -> bool:
-        """Whether the two intervals share no point."""
+        """Return whether the two intervals share no point."""
         return self.low > other.high or other.low > self.high
 
 
 def wilson(solved: float, n: float, z: float = Z95) -> Interval:
-    """The Wilson score interval for `solved` out of `n`; [0, 1] if n is 0. `z`: normal quantile. Raises `ValueError`.
+    """Compute the Wilson score interval for `solved` successes out of `n`; [0, 1] if `n` is 0.
+
+    `z` is the normal quantile. Raises `ValueError` if `solved` is not from 0 to `n`.
 
     >>> wilson(9, 10)  # doctest: +ELLIPSIS
     Interval(value=0.9, low=0.5958..., high=0.9821...)
@@ -55,8 +57,10 @@ def wilson(solved: float, n: float, z: float = Z95) -> Interval:
 
 
 def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Interval:
-    """The mean of `solved` (one value in [0, 1] per rollout) and its Wilson interval at the effective number of
-    independent rollouts. `problems[i]` is the cluster of rollout i.
+    """Compute the mean of `solved` and its Wilson interval, for rollouts that are correlated within a problem.
+
+    `solved` has one value in [0, 1] per rollout. `problems[i]` identifies the problem of rollout i, of which several
+    tasks may be variants. The interval uses the effective number of independent rollouts.
 
     >>> clustered_rate([1, 1, 0, 0], ["a", "b", "c", "d"]).low > clustered_rate([1, 1, 0, 0], ["a", "a", "b", "b"]).low
     True
@@ -72,7 +76,9 @@ def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Int
 
 
 def difference(a: Interval, b: Interval) -> Interval:
-    """b - a for independent rates, from their Wilson intervals (Newcombe's hybrid score interval)."""
+    """Compute the difference b - a of two independent rates and its interval, from their Wilson intervals.
+
+    It is Newcombe's hybrid score interval."""
     value = b.value - a.value
     below = math.hypot(b.value - b.low, a.high - a.value)
     above = math.hypot(b.high - b.value, a.value - a.low)
@@ -80,8 +86,10 @@ def difference(a: Interval, b: Interval) -> Interval:
 
 
 def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]) -> Interval:
-    """The mean of per-task differences in [-1, 1] and its interval by Bonett and Price, who add one pseudo-task in each
-    direction, at the effective number of independent tasks. `problems[i]` is the cluster of task i.
+    """Compute the mean of per-task differences in [-1, 1] and its interval by Bonett and Price.
+
+    They add one pseudo-task in each direction. The interval uses the effective number of independent tasks, where
+    `problems[i]` is the problem of task i.
 
     >>> paired_difference([], [])
     Interval(value=0.0, low=-1.0, high=1.0)
@@ -98,8 +106,9 @@ def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]
 
 
 def mean_over_seeds(values: Sequence[float]) -> Interval:
-    """The mean of a quantity without bounds (seconds, a logarithm) over several training seeds, with Student's t
-    interval of the variance between them, in the unit of `values`. Raises `ValueError` for fewer than two values.
+    """Compute the mean of one value per training seed, and Student's t interval from the variance between seeds.
+
+    The values have no bounds, such as seconds or logarithms. Raises `ValueError` for fewer than two values.
 
     >>> mean_over_seeds([30.0, 36.0, 33.0])  # doctest: +ELLIPSIS
     Interval(value=33.0, low=25.54..., high=40.45...)
@@ -113,8 +122,10 @@ def mean_over_seeds(values: Sequence[float]) -> Interval:
 
 
 def over_seeds(rates: Sequence[float]) -> Interval:
-    """The mean of the rates of several training seeds, and Student's t interval from the variance between them: the
-    interval for the expected rate of the recipe over seeds. Raises `ValueError` for fewer than two rates.
+    """Compute the mean of one rate per training seed, and Student's t interval from the variance between seeds.
+
+    Rates are in [0, 1]. It is the interval of the expected rate of a training recipe. Raises `ValueError` for fewer
+    than two rates.
 
     >>> over_seeds([0.92, 0.95, 0.95])  # doctest: +ELLIPSIS
     Interval(value=0.94, low=0.896..., high=0.983...)

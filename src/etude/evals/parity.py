@@ -28,19 +28,30 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The metrics. Ratios are |r - 1|; differences are of log-probabilities, in nats."""
+    """How far engine and learner differ on the same sampled tokens. Log-probabilities and their differences are in
+    nats.
+
+    r is the learner's probability of a token divided by the engine's.
+
+    - `num_differing`: tokens with two different log-probabilities; `mean`, `largest`: of the absolute difference.
+    - `k1`: mean of -log r, unbiased for KL(sampler || trainer); may be negative.
+    - `k3`: mean of r - 1 - log r, also unbiased; never negative.
+    - `ratio_max`, `ratio_p99`: maximum and 99th percentile of |r - 1|.
+    - `flipped`: share of (position, layer) pairs with other experts; `flipped_tokens`: share of positions with other
+      experts in at least one layer. None if the experts are not known.
+    - `histogram`: numbers of tokens by absolute difference: 0, below 1e-8, two bins per power of ten, above 10."""
 
     num_tokens: int
-    num_differing: int  # tokens with two different log-probabilities
-    mean: float  # mean |difference|
+    num_differing: int
+    mean: float
     largest: float
-    k1: float  # mean of -log r: unbiased for KL(sampler || trainer), may be negative
-    k3: float  # mean of r - 1 - log r: unbiased, never negative
+    k1: float
+    k3: float
     ratio_max: float
     ratio_p99: float
-    flipped_tokens: float | None  # share of positions with other experts in at least one layer; None without routes
-    flipped: float | None  # share of (position, layer) pairs with other experts
-    histogram: tuple[int, ...]  # token counts by |difference|: 0, below 1e-8, half decades, above 10
+    flipped_tokens: float | None
+    flipped: float | None
+    histogram: tuple[int, ...]
 
     @property
     def equal(self) -> bool:
@@ -48,19 +59,22 @@ class Parity:
         return self.num_differing == 0 and not self.flipped_tokens
 
     def plain(self) -> dict[str, Any]:
-        """The metrics as plain data for JSON."""
+        """Return the metrics as plain data for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The largest accepted mismatch: upper limits for k3 (nats per token) and for the 99th percentile of |r - 1|."""
+    """The largest accepted mismatch between engine and learner.
+
+    `k3` limits an estimate of the KL divergence (nats per token). `ratio_p99` limits the 99th percentile of |r - 1|,
+    where r is the learner's probability of a token divided by the engine's."""
 
     k3: float
     ratio_p99: float
 
     def holds(self, found: Parity) -> bool:
-        """Whether the metrics are within the limits."""
+        """Return whether the metrics are within the limits."""
         return found.k3 <= self.k3 and found.ratio_p99 <= self.ratio_p99
 
 
@@ -68,8 +82,10 @@ _BUDGETS = {"float32": Budget(1e-9, 1e-3), "float16": Budget(5e-4, 0.2), "bfloat
 
 
 def budget_of(dtype: str) -> Budget:
-    """The default budget in native mode for a dtype: twice the KL divergence measured with random weights (32 experts,
-    top-4, 6 layers: bf16 2.5e-3, fp16 1.7e-4; ten times less on a trained model)."""
+    """Return the default budget for engines that compute in a dtype, such as "bfloat16".
+
+    It is twice the KL divergence measured with random weights (32 experts, top-4, 6 layers: bf16 2.5e-3, fp16 1.7e-4;
+    ten times less on a trained model)."""
     return _BUDGETS[dtype]
 
 
@@ -78,7 +94,7 @@ def compare(
     trainer_T: npt.ArrayLike,
     routes_NLK: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
 ) -> Parity:
-    """Compare the log-probabilities of sampler and trainer, and optionally their routes.
+    """Compare the log-probabilities of sampler and trainer, and optionally the experts that they chose (routes).
 
     If one of two log-probabilities is not finite, the difference is infinite. Raises `ValueError` if the lengths differ
     or there are no tokens.
@@ -114,7 +130,7 @@ def compare(
 
 
 def flipped(one_NLK: npt.NDArray[Any], other_NLK: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """[N, L] bool: where the sets of experts differ, regardless of their order. Raises `ValueError`."""
+    """Find where two choices of experts differ as sets: bool [N, L]. Raises `ValueError` if the shapes differ."""
     if one_NLK.shape != other_NLK.shape or one_NLK.ndim != 3:
         raise ValueError(f"routes of shapes {one_NLK.shape} and {other_NLK.shape} cannot be compared")
     differs: npt.NDArray[np.bool_] = (np.sort(one_NLK, -1) != np.sort(other_NLK, -1)).any(-1)
@@ -122,13 +138,13 @@ def flipped(one_NLK: npt.NDArray[Any], other_NLK: npt.NDArray[Any]) -> npt.NDArr
 
 
 def edges() -> F64:
-    """The bounds of the histogram, ascending."""
+    """Return the bounds between the bins of `Parity.histogram`, ascending."""
     low, high = DECADES
     return np.power(10.0, np.arange(2 * low, 2 * high + 1) / 2)
 
 
 def histogram(distance_T: F64) -> tuple[int, ...]:
-    """Counts of differences that are zero, below the first bound, between two bounds, and above the last bound."""
+    """Count differences that are zero, below the first bound, between each two bounds, and above the last bound."""
     above = distance_T[distance_T > 0]
     counts = np.bincount(np.searchsorted(edges(), above, side="right"), minlength=len(edges()) + 1)
     return (len(distance_T) - len(above), *counts.tolist())

@@ -13,37 +13,44 @@ from etude.evals.rows import EvalRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """The summary of an evaluation, as in the `eval.result` event. Rates are over valid rollouts only."""
+    """The summary of an evaluation, as in the `eval.result` event. Rates are over valid rollouts only.
 
-    name: str  # "before", "during", "after", or a baseline's
+    - `name`: "before", "during" or "after" (of RL), or the name of a baseline; `step`: training step of the weights.
+    - `num_tasks`: tasks with at least one valid rollout; `num_problems`: different problems (variants of one problem
+      are not independent); `tries`: largest number of rollouts of a task.
+    - `solved`: rollouts with reward 1; `cheats`: rollouts with signs of cheating, which do not count as solved.
+    - `rate`, `low`, `high`: the solve rate and its 95 % interval; `best_of_k`: share of tasks that some rollout solved.
+    - `turns_mean`, `sampled_mean`: turns and sampled tokens per rollout.
+    - `by_family`: solve rate by family of tasks; `invalid`: number of invalid rollouts by the component that failed."""
+
+    name: str
     split: str
     step: int
-    num_tasks: int  # tasks with at least one valid try
-    num_problems: int  # number of different problems: variants of one problem are not independent
-    tries: int  # largest number of rollouts of a task
-    solved: int  # valid rollouts with reward 1
-    cheats: int  # valid rollouts with signs of cheating; they do not count as solved
+    num_tasks: int
+    num_problems: int
+    tries: int
+    solved: int
+    cheats: int
     rate: float
     low: float
     high: float
-    best_of_k: float  # share of tasks that at least one rollout solved
+    best_of_k: float
     turns_mean: float
     sampled_mean: float
-    by_family: Mapping[str, float]  # family -> solve rate
-    invalid: Mapping[str, int]  # boundary -> number of rollouts
+    by_family: Mapping[str, float]
+    invalid: Mapping[str, int]
     wall_s: float
 
     def facts(self) -> dict[str, Any]:
-        """The result as plain data, for `Telemetry.event("eval.result", **result.facts())`."""
+        """Return the result as plain data, for `Telemetry.event("eval.result", **result.facts())`."""
         return asdict(self)
 
 
 def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float) -> EvalResult:
-    """Summarize the rollouts of one evaluation.
+    """Summarize the rollouts of one evaluation. `wall_s` is how long it took in seconds.
 
     The interval uses the effective number of independent rollouts, because rollouts of one task, and tasks that are
-    variants of one problem, are correlated.
-    """
+    variants of one problem, are correlated."""
     rows = list(rows)
     valid = [r for r in rows if r.valid]
     by_task = tries_by_task(valid)
@@ -75,7 +82,7 @@ def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_
 
 
 def best_of_k(rows: Iterable[EvalRow]) -> float:
-    """The share of tasks that at least one valid rollout solved; 0.0 without valid rollouts."""
+    """Compute the share of tasks that at least one valid rollout solved; 0.0 without valid rollouts."""
     by_task = tries_by_task([r for r in rows if r.valid])
     return sum(any(r.solved for r in tries) for tries in by_task.values()) / len(by_task) if by_task else 0.0
 

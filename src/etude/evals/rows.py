@@ -26,23 +26,31 @@ ADDED_LATER = {"sign"}  # columns that files of earlier versions do not have
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRow:
-    """A graded rollout. `reward` is never NaN: an invalid rollout has 0.0, and its `outcome` says why."""
+    """A finished rollout of an evaluation: one row of its Parquet file.
+
+    - `problem`: equal for variants of one problem; the task id for a unique task. `family`: the kind of task.
+    - `outcome`: "graded", or the component that failed and made the rollout invalid.
+    - `reward`: never NaN; 0.0 if invalid. `reason`: why the reward is what it is.
+    - `ending`: how the rollout ended, such as by submitting; "" if invalid.
+    - `turns`, `sampled`, `malformed`: numbers of model requests, sampled tokens, and unparsable tool calls.
+    - `wall_s`, `tool_s`: seconds in total, and of tools.
+    - `transcript`: the full context as text. `sign`: the most serious sign of cheating, or ""."""
 
     task_id: str
     rollout_id: str
     family: str
-    problem: str  # the same for variants of one problem; the task id for a unique task
-    outcome: str  # "graded", or the boundary at which the rollout failed
+    problem: str
+    outcome: str
     reward: float
     ending: str
     reason: str
     turns: int
-    sampled: int  # sampled tokens
-    malformed: int  # tool calls that could not be parsed
+    sampled: int
+    malformed: int
     wall_s: float
     tool_s: float
-    transcript: str  # the full context as readable text
-    sign: str = ""  # the most serious sign of cheating; "": none
+    transcript: str
+    sign: str = ""
 
     @property
     def valid(self) -> bool:
@@ -76,7 +84,9 @@ _SCHEMA = pa.schema(
 
 
 def make_row(rollout: RolloutSummary, judged: Reward | Invalid, *, transcript: str, sign: str = "") -> EvalRow:
-    """The row of a rollout and its reward. `sign`: a sign of cheating, because of which the reward is 0."""
+    """Make the row of a rollout from its summary and its reward.
+
+    `sign` is a sign of cheating, because of which the reward is 0; "" if there is none."""
     valid = isinstance(judged, Reward)
     return EvalRow(
         task_id=rollout.task_id,
@@ -98,8 +108,9 @@ def make_row(rollout: RolloutSummary, judged: Reward | Invalid, *, transcript: s
 
 
 def write_rows(path: Path, rows: Iterable[EvalRow]) -> None:
-    """Write rows in the order of task and rollout. The file is written completely or not at all. Raises
-    `StoreError`."""
+    """Write rows to a Parquet file, sorted by task and rollout. Raises `StoreError`.
+
+    The file is written completely or not at all."""
     ordered = sorted(rows, key=lambda r: (r.task_id, r.rollout_id))
     table = pa.Table.from_pylist([asdict(r) for r in ordered], schema=_SCHEMA)
     partial = path.with_name(f".{path.name}.partial")
@@ -118,7 +129,9 @@ def write_rows(path: Path, rows: Iterable[EvalRow]) -> None:
 
 
 def read_rows(path: Path) -> list[EvalRow]:
-    """Read the rows of a file and ignore additional columns. Raises `StoreError` if it is missing or damaged."""
+    """Read the rows of a Parquet file. Columns of later etude versions are ignored.
+
+    Raises `StoreError` if the file is missing or damaged."""
     try:
         with path.open("rb") as handle:
             verify_parquet(handle, path, kind=StoreError)

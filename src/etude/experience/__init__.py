@@ -1,8 +1,10 @@
 """From finished rollouts to training batches, so that no rollout is lost and none is trained twice.
 
-The ledger stores every rollout's state and result. The window decides which groups may start and which are trained
-next; the curriculum, which tasks are drawn. Credit turns rewards into advantages; packing makes batches; traces record
-them; the audit checks everything afterwards.
+- The ledger stores the state and result of every rollout.
+- The window decides which groups of rollouts may start, and which are trained next.
+- The curriculum decides which tasks are drawn.
+- Credit turns rewards into advantages. Packing makes batches, and traces record them.
+- The audit checks everything afterwards.
 
 Usable alone: it needs numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch, and of etude only
 `rewards`. Names are imported when first used.
@@ -33,40 +35,16 @@ if TYPE_CHECKING:
     from etude.experience.traces import read_trace, record_batch
 
 __all__ = [
-    "SCHEMES",
-    "Credit",
-    "ExperienceConfig",
-    "Finished",
-    "Group",
-    "Ledger",
-    "RolloutFiles",
-    "Straggler",
-    "Window",
-    "audit",
-    "make_batch",
-    "plan_batch",
-    "read_trace",
-    "record_batch",
-    "step_metrics",
-]
+    "SCHEMES", "Credit", "ExperienceConfig", "Finished", "Group", "Ledger", "RolloutFiles", "Straggler", "Window",
+    "audit", "make_batch", "plan_batch", "read_trace", "record_batch", "step_metrics",
+]  # fmt: skip
 
 _HOME = {
-    "Credit": "credit",
-    "ExperienceConfig": "config",
-    "Finished": "groups",
-    "Group": "groups",
-    "Ledger": "ledger",
-    "SCHEMES": "credit",
-    "Straggler": "admission",
-    "Window": "admission",
-    "audit": "auditing",
-    "RolloutFiles": "rollout_files",
-    "make_batch": "packing",
-    "plan_batch": "packing",
-    "read_trace": "traces",
-    "record_batch": "traces",
-    "step_metrics": "packing",
-}
+    "Credit": "credit", "ExperienceConfig": "config", "Finished": "groups", "Group": "groups", "Ledger": "ledger",
+    "SCHEMES": "credit", "Straggler": "admission", "Window": "admission", "audit": "auditing",
+    "RolloutFiles": "rollout_files", "make_batch": "packing", "plan_batch": "packing", "read_trace": "traces",
+    "record_batch": "traces", "step_metrics": "packing",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

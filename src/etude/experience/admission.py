@@ -1,27 +1,25 @@
 """The admission window: how far rollouts may run ahead of the learner. Pure logic without a clock.
 
 The *lag* of a token is the learner's step when it trains on the token minus the step that sampled it. A limit on the
-number of rollouts in flight does not bound the lag: when batches take whatever finishes first, 17 % of groups exceeded
-a bound of lag 1 in a simulation. A window in order of admission does. A step takes at least `groups_per_step` of the
-open groups (those that no step has taken), in order. After b batches, open group number n (from 0) is therefore trained
-at learner step b + n // groups_per_step at the latest. It may start when that step − max_lag is published, on engines
-that have at least that version. Engines only move to newer versions, so no token of the group exceeds the bound when it
-is trained.
+number of rollouts in flight does not bound the lag; a window in order of admission does. A group is *open* until a step
+has taken it. A step takes at least `groups_per_step` of the open groups, in order. After b batches, open group number n
+(from 0) is therefore trained at learner step b + n // groups_per_step at the latest. It may start when that step −
+max_lag is published, on engines that have at least that version. Engines only move to newer versions, so no token of
+the group exceeds the bound when it is trained.
 
-With `signal_groups`, a step takes further groups, in the same order, until so many of them have a signal (dynamic
-sampling, DAPO, arXiv 2503.14476). It does so in rounds whose size follows from the share of groups with a signal so
-far, up to `FILL` times `groups_per_step`. Rounds depend only on outcomes, so `max_lag = 0` stays deterministic. When
-too few groups are open for a round, more are admitted. Groups without a signal are part of the batch: recorded, counted
-and consumed. With `LittleSignal.SCALE` a step takes no further groups; its learning rate is scaled instead
-(`packing.batch_of`).
+A group has a *signal* if the rewards of its rollouts differ. With `signal_groups`, a step takes further groups, in the
+same order, until so many of them have a signal (dynamic sampling, DAPO, arXiv 2503.14476). It does so in rounds. The
+size of a round follows from the share of groups with a signal so far; a step takes at most `FILL` times
+`groups_per_step`. Rounds depend only on outcomes, so `max_lag = 0` stays deterministic. Groups without a signal are
+part of the batch: recorded, counted and consumed. With `LittleSignal.SCALE` a step takes no further groups; its
+learning rate is scaled instead (`packing.batch_of`).
 
 A step waits for its slowest group. With `Straggler.WAIT` batches are formed strictly in order of admission, and
 `max_lag = 0` is exactly synchronous RL. With `Straggler.MASK` a step may skip a few groups that are not ready. They are
-first in line for the next step, and spans of them that became stale are masked out of the loss. No group is dropped, so
-slow, hard tasks are not lost unnoticed: `late` and `masked_share` report them.
+first in line for the next step, and tokens of them that became stale are masked out of the loss. No group is dropped,
+so slow, hard tasks are not lost unnoticed: `late` and `masked_share` report them.
 
-This module knows nothing of the ledger, of engines, or of the content of groups.
-"""
+This module knows nothing of the ledger, of engines, or of the content of groups."""
 
 from __future__ import annotations
 
@@ -45,23 +43,30 @@ DRAWS = 4096
 
 
 class Straggler(enum.StrEnum):
-    """What a step does about a group that is not ready when the others are: wait for it, or skip it."""
+    """What a step does about a group that is not ready when the others are.
+
+    WAIT: the step waits for it. MASK: the step skips it, and a later step trains on it without its stale tokens."""
 
     WAIT = "wait"
     MASK = "mask"
 
 
 class LittleSignal(enum.StrEnum):
-    """What a step does when fewer than `signal_groups` of its groups have a signal."""
+    """What a step does when fewer than `signal_groups` of its groups have a signal (rewards that differ).
 
-    FILL = "fill"  # it takes more groups
-    SCALE = "scale"  # it scales its learning rate by their share
+    FILL: it takes more groups. SCALE: it scales its learning rate by the share of groups with a signal."""
+
+    FILL = "fill"
+    SCALE = "scale"
 
 
 @dataclass(frozen=True)
 class Window:
-    """Decides which groups may start and which the next step trains on. It has no state of its own; the state is in the
-    ledger.
+    """Decides which groups of rollouts may start, and which groups the next step trains on.
+
+    It has no state of its own; the state is in the ledger. `max_lag`: the largest allowed age of a token in steps.
+    `groups_per_step`: how many groups a step takes at least. `signal_groups`: how many groups with a signal a step
+    wants, for which it takes more groups; 0: it takes `groups_per_step` in any case.
 
     >>> window = Window(max_lag=1, groups_per_step=2)
     >>> window.free_groups(num_open=0, batched_step=0, published_step=0)  # version 0 may sample for steps 0 and 1
@@ -80,12 +85,13 @@ class Window:
     max_lag: int
     groups_per_step: int
     straggler: Straggler = Straggler.WAIT
-    signal_groups: int = 0  # 0: a step takes `groups_per_step` groups, with or without signal
+    signal_groups: int = 0
 
     @property
     def max_open_groups(self) -> int:
-        """The maximum number of groups that are admitted and not yet trained. Times the group size, it is the ledger's
-        capacity."""
+        """The maximum number of groups that are admitted and not yet trained.
+
+        Times the group size, it is the number of slots of the ledger."""
         if not self.signal_groups:
             return (self.max_lag + 1) * self.groups_per_step
         # two batches in progress, and the window after them
@@ -102,33 +108,41 @@ class Window:
         return max(1, self.groups_per_step // 8) if self.straggler is Straggler.MASK else 0
 
     def free_groups(self, num_open: int, batched_step: int, published_step: int, size: int = 0) -> int:
-        """How many more groups may start. `num_open`: number of open groups; `batched_step`: step of the last batch
-        formed; `published_step`: step of the newest version; `size`: how many groups the batch being formed needs in
-        all, if it takes a further round (see `Window.size`), otherwise 0."""
+        """Return how many more groups may start.
+
+        `num_open`: number of admitted groups that no batch has taken. `batched_step`: step of the last batch that was
+        formed. `published_step`: step of the newest published weights. `size`: how many groups the batch that is being
+        formed needs in all, if it takes a further round (see `Window.size`), otherwise 0."""
         ahead = (published_step - batched_step + self.max_lag + 1) * self.groups_per_step
         return max(0, max(ahead, size if size > self.groups_per_step else 0) - num_open)
 
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
-        """The minimum version step of engines for a group that starts behind `num_open` open groups:
-        `RolloutSpec.min_step`."""
+        """Return the minimum version step of engines for a group that starts behind `num_open` open groups.
+
+        It becomes `RolloutSpec.min_step`. The arguments are those of `free_groups`."""
         return max(0, min(published_step, self.required_step(num_open, batched_step)))
 
     def required_step(self, place: int, batched_step: int, size: int = 0) -> int:
-        """The version step that must be published before the open group at this place, counted from 0, may start.
-        `size`: number of groups of the batch being formed, as far as is known."""
+        """Return the version step that must be published before the open group at `place`, counted from 0, may start.
+
+        `batched_step`: step of the last batch that was formed. `size`: the number of groups of the batch that is being
+        formed, as far as it is known."""
         steps_ahead = 0 if place < size else place // self.groups_per_step
         return batched_step + steps_ahead - self.max_lag
 
     def take(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> list[str] | None:
-        """The groups of the next step, or None while one of them is not ready. `order`: all open groups in order of
-        admission (`Ledger.open_groups`); `signal`: the groups of `ready` whose rewards differ."""
+        """Return the groups that the next step trains on, or None while one of them is not ready.
+
+        `order`: all open groups in order of admission (`Ledger.open_groups`). `ready`: those whose rollouts have all
+        ended. `signal`: those of `ready` whose rewards differ."""
         size = self.size(order, ready, signal)
         found = self._first(order, ready, size)
         return found if len(found) >= size else None
 
     def size(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> int:
-        """How many groups the next step takes, judged from those that are ready. The number may grow as more become
-        ready."""
+        """Return how many groups the next step takes, judged from those that are ready.
+
+        The number may grow as more become ready. The arguments are those of `take`."""
         size = self.groups_per_step
         while size < self.max_groups:
             found = self._first(order, ready, size)
@@ -140,8 +154,9 @@ class Window:
         return size
 
     def mean_size(self, signal_share: float) -> float:
-        """The mean number of groups of a step if each group has a signal with probability `signal_share`: the mean of
-        `DRAWS` simulated steps with a fixed seed.
+        """Return the mean number of groups of a step if each group has a signal with probability `signal_share`.
+
+        It is the mean of `DRAWS` simulated steps with a fixed seed.
 
         >>> Window(max_lag=1, groups_per_step=8).mean_size(0.5)
         8.0
@@ -162,23 +177,25 @@ class Window:
         return [group for group in order[: size + self.max_late_groups] if group in ready][:size]
 
     def late(self, order: Sequence[str], taken: Sequence[str]) -> list[str]:
-        """The groups that `take` skipped: admitted before the last one taken, and not taken."""
+        """Return the groups that `take` skipped: admitted before the last group in `taken`, and not in `taken`."""
         reach = order.index(taken[-1]) if taken else 0
         return [group for group in order[:reach] if group not in set(taken)]
 
 
 def mask_path(path: Path, keep: Bools) -> Path:
-    """Restrict the loss of a path to tokens where `keep` ([T] bool) is True. The tokens stay; logprobs outside the mask
-    become 0.0, as `Path` requires."""
+    """Restrict the loss of a path to tokens where `keep` ([T] bool) is True.
+
+    All tokens stay in the path. The log-probabilities outside the mask become 0.0, as `Path` requires."""
     mask = path.mask & keep
     logprobs = np.where(mask, path.logprobs, np.float32(0)).astype(np.float32)
     return msgspec.structs.replace(path, mask=mask, logprobs=logprobs)
 
 
 def mask_stale(path: Path, *, learner_step: int, max_lag: int, straggler: Straggler) -> Path:
-    """Restrict the loss of a path to tokens within the lag bound: neither the token nor a key that it attended to is
-    older than `learner_step - max_lag`. Under WAIT an older token is a defect of the window and raises
-    `LedgerError`."""
+    """Restrict the loss of a path to tokens within the lag bound.
+
+    A token is within the bound if neither the token nor a key that it attended to was computed by a version older than
+    `learner_step - max_lag`. Under WAIT no token should be older, so one that is raises `LedgerError`."""
     stale = path.mask & (learner_step - path.oldest_steps > max_lag)
     if not stale.any():
         return path

@@ -1,11 +1,9 @@
 """Audits a ledger: recomputes whether any rollout was lost or trained twice.
 
-What was trained comes from the lineage (the rollout ids in the manifests of the current weights) and from the traces;
-what is stored comes from the stored bytes. The states in the ledger are what is checked. The audit goes step by step
-and keeps nothing of a sound step, so that its memory does not grow with the run. With `after`, a step up to which an
-earlier audit was sound, it reads only later steps and open work. This module knows nothing of manifests: the lineage is
-passed as plain steps.
-"""
+What was trained comes from the lineage (the rollout ids in the manifests of the current weights and of all versions
+that they were trained from) and from the trace files. What is stored comes from the stored bytes. The states in the
+ledger are what is checked. The audit goes step by step and keeps nothing of a sound step, so that its memory does not
+grow with the run. This module knows nothing of manifests: the lineage is passed as plain steps."""
 
 from __future__ import annotations
 
@@ -26,20 +24,29 @@ from etude.records.wire import unpack
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an audit. In a sound run every tuple is empty."""
+    """The result of an audit of a ledger. In a sound run every tuple is empty.
+
+    The steps are those of the lineage: the steps that the current weights were trained by.
+
+    - `num_consumed`: the number of rollouts that these steps consumed.
+    - `lost`: ids of finished rollouts that no step consumed and that have no stored outcome.
+    - `twice`: ids of rollouts that more than one step consumed.
+    - `ungraded`: ids of rollouts that were trained on without a grade.
+    - `leaked`: ids of rollouts that have a slot and should not, or the reverse.
+    - `missing`: steps without a trace file, and ids of rollouts that are unknown to the ledger."""
 
     num_rollouts: int
-    num_consumed: int  # rollouts that steps of the lineage consumed
+    num_consumed: int
     num_steps: int
-    lost: tuple[str, ...]  # finished, but in no step of the lineage and without a stored outcome
-    twice: tuple[str, ...]  # consumed by more than one step of the lineage
-    ungraded: tuple[str, ...]  # trained without a grade
-    leaked: tuple[str, ...]  # have a slot and should not, or the reverse
-    missing: tuple[str, ...]  # steps of the lineage without a trace; rollouts unknown to the ledger
+    lost: tuple[str, ...]
+    twice: tuple[str, ...]
+    ungraded: tuple[str, ...]
+    leaked: tuple[str, ...]
+    missing: tuple[str, ...]
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the audit found nothing wrong."""
         return not (self.lost or self.twice or self.ungraded or self.leaked or self.missing)
 
     def require_sound(self) -> None:
@@ -67,14 +74,16 @@ def audit(
     before: Lineage = (),
     files: RolloutFiles | None = None,
 ) -> Report:
-    """Audit a ledger. `traces`: folder of the trace files; `lineage`: the rollout ids of each step; `deleted`: the last
-    step whose traces may have been deleted on purpose, for which the manifest is trusted. `after`: read only steps
-    after this one, if an earlier audit found the run sound up to it; `before`: the earlier steps, read only if a
-    rollout was taken more than once. `files`: the stored rollouts that may still be trained on; each is read and
-    verified.
+    """Audit a ledger, and return what is wrong with it.
 
-    Damaged traces count as missing. Audit a run that is stopped; a batch in flight is not an error.
-    """
+    - `traces`: the folder of the trace files.
+    - `lineage`: (step, rollout ids that it consumed) of each step that the current weights were trained by.
+    - `deleted`: the last step whose traces may have been deleted on purpose, so that the lineage is trusted.
+    - `after`: read only later steps and open work; an earlier audit found the run sound up to this step.
+    - `before`: the lineage up to `after`, read only if a rollout was taken more than once.
+    - `files`: the stored rollouts that may still be trained on; each is read and verified. None: not checked.
+
+    Damaged traces count as missing. Audit a run that is stopped; a batch in flight is not an error."""
     found = _Found(held={row.rollout_id for row in ledger.rows(states=HOLDING)})
     steps: set[int] = set()
     for step, ids in lineage:
@@ -137,12 +146,11 @@ def _repeated(ids: Collection[str]) -> set[str]:
 
 
 def _both_lineages(lineage: Lineage, before: Lineage, after: int) -> Lineage:
-    """The steps of both lineages, each once."""
     return chain((one for one in lineage if one[0] > after), (one for one in before if one[0] <= after))
 
 
 def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
-    """The suspects that more than one step consumed."""
+    """Return the suspects that more than one step consumed."""
     if not suspects:
         return set()
     met = Counter(i for _, ids in lineage for i in suspects.intersection(ids))
@@ -150,7 +158,9 @@ def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
 
 
 def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield each step up to `step` with its rollout ids, from the traces: used instead of damaged manifests."""
+    """Yield each recorded step up to `step` with its rollout ids, from the trace files.
+
+    It serves in place of the manifests of published weights, when these are damaged."""
     for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:
@@ -158,8 +168,9 @@ def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
-    """Whether a rollout that the lineage did not consume is lost: it can neither be run nor trained on, and did not end
-    for a reason of its own."""
+    """Return whether a rollout that the lineage did not consume is lost.
+
+    It can then neither be run nor trained on, and did not end for a reason of its own."""
     if row.state in (State.TRAINED, State.NO_SIGNAL):
         return True
     if row.state in (State.GRADED, State.BATCHED):
@@ -169,7 +180,6 @@ def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
 
 
 def _is_stored(data: bytes, files: RolloutFiles) -> bool:
-    """Whether the file of a finished rollout has the bytes that were stored."""
     try:
         summary = unpack(data, Finished).summary
     except ValueError:
@@ -178,7 +188,7 @@ def _is_stored(data: bytes, files: RolloutFiles) -> bool:
 
 
 def _index(traces: TraceFolder, step: int, ids: Collection[str] | None = None) -> Index | None:
-    """The index of a step's trace; None if there is no sound trace of exactly these rollouts."""
+    """Return the index of a step's trace; None if there is no sound trace of exactly these rollouts."""
     try:
         index = read_index(trace_path(traces, step))
     except LedgerError:

@@ -13,21 +13,30 @@ from etude.experience.database import check_url
 
 @dataclass(frozen=True)
 class ExperienceConfig:
-    """The `[experience]` section."""
+    """The `[experience]` section of a run's config: groups, lag, credit and rewards.
+
+    - `signal_groups`: the wanted number of groups with a signal per step; 0: no minimum. `little_signal`: what to do if
+      there are fewer: take more groups, or scale the learning rate.
+    - `ledger`: "" for a file in the run folder, or a shared server: "postgresql://host/database".
+    - `max_lag`: the largest number of steps between the sampling of a token and the training on it.
+    - `kl`: the weight of the KL penalty (k1 to the starting checkpoint) in each reward.
+    - `max_attempts`: how often a rollout whose worker dies is run before it is invalid.
+    - `quarantine`: rollouts with signs of cheating get reward 0, and are trained on with it.
+    - `review_share`: the share of solved rollouts without such signs that are listed for review."""
 
     groups_per_step: int = ranged(16, low=1, high=4096)
-    signal_groups: int = ranged(0, low=0, high=4096)  # wanted number of groups with a signal per step; 0: no minimum
-    little_signal: LittleSignal = LittleSignal.FILL  # if fewer: take more groups, or scale the learning rate
+    signal_groups: int = ranged(0, low=0, high=4096)
+    little_signal: LittleSignal = LittleSignal.FILL
     group_size: int = ranged(8, low=2, high=1024)
-    ledger: str = ""  # "": a file in the run folder; or a shared server: "postgresql://host/database"
+    ledger: str = ""
     max_lag: int = ranged(2, low=0, high=64)
     straggler: Straggler = Straggler.WAIT
     credit: Credit | Plugin = Credit.DR_GRPO
     curriculum: Curriculum = Curriculum.SIGNAL
-    kl: float = ranged(0.0, low=0.0)  # weight of the KL penalty (k1 to the starting checkpoint) in each reward
-    max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid
-    quarantine: bool = True  # rollouts with signs of cheating get reward 0, and are trained on with it
-    review_share: float = ranged(0.0, low=0.0, high=1.0)  # share of solved rollouts without signs listed for review
+    kl: float = ranged(0.0, low=0.0)
+    max_attempts: int = ranged(3, low=1, high=100)
+    quarantine: bool = True
+    review_share: float = ranged(0.0, low=0.0, high=1.0)
 
     def __post_init__(self) -> None:
         if self.ledger:
@@ -40,6 +49,6 @@ class ExperienceConfig:
 
     @property
     def window(self) -> Window:
-        """The admission window of these settings."""
+        """The `Window` that decides by these settings which groups may start and which are trained next."""
         fills = self.little_signal is LittleSignal.FILL
         return Window(self.max_lag, self.groups_per_step, self.straggler, self.signal_groups if fills else 0)

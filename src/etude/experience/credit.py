@@ -1,10 +1,9 @@
-"""Credit schemes: pure functions from the rewards of a group to advantages.
+"""Credit schemes: pure functions from the rewards of a group of rollouts to their advantages.
 
 A scheme gets the rewards of the *valid* siblings of a group. Without a signal, that is with fewer than two siblings or
 equal rewards, all advantages are 0. A scheme that divides by a standard deviation uses that of the rewards before the
 KL penalty (`Reward.raw`), so that differences in the penalty alone are not magnified. This module knows nothing of
-tokens.
-"""
+tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +21,9 @@ GRPO_EPSILON = 1e-6
 
 
 class DrGrpo:
-    """Dr. GRPO: r − mean(r). It does not divide by the standard deviation, which would favour groups that are nearly
-    solved or nearly hopeless.
+    """Dr. GRPO: the advantage is r − mean(r).
+
+    It does not divide by the standard deviation, which would favour groups that are nearly solved or nearly hopeless.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv 2503.20783).
 
@@ -39,8 +39,9 @@ class DrGrpo:
 
 
 class Grpo:
-    """GRPO: (r − mean(r)) / std(raw), with the population standard deviation of the rewards before the KL penalty.
-    There is no signal when these are all equal.
+    """GRPO: the advantage is (r − mean(r)) / std(raw), where raw are the rewards before the KL penalty.
+
+    The standard deviation is that of the population. There is no signal when all raw rewards are equal.
 
     Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300). There the KL penalty is part of the loss, so it is not in the
     standard deviation.
@@ -64,8 +65,9 @@ class Grpo:
 
 
 class Rloo:
-    """RLOO: r − the mean reward of the *other* siblings. This leave-one-out baseline is unbiased for any number of
-    siblings.
+    """RLOO: the advantage is r − the mean reward of the *other* siblings.
+
+    This leave-one-out baseline is unbiased for any number of siblings.
 
     Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024 (arXiv 2402.14740).
 
@@ -96,8 +98,9 @@ SCHEMES: Mapping[Credit, CreditScheme] = {Credit.DR_GRPO: DR_GRPO, Credit.GRPO: 
 
 
 def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> list[float]:
-    """The advantages of a scheme, one per reward. Raises `PluginError`, which names the scheme, when it fails or
-    returns anything but one finite number per reward."""
+    """Return the advantages that a scheme computes from the rewards of one group, one per reward.
+
+    Raises `PluginError`, which names the scheme, when it fails or returns anything but one finite number per reward."""
     what = f"credit scheme {scheme.name!r} ({type(scheme).__module__}:{type(scheme).__qualname__})"
     hint = "fix the scheme, then resume the run: the group is kept"
     facts = f"the rewards of the group: {[reward.value for reward in rewards]}"
@@ -113,8 +116,10 @@ def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> lis
 def assign_credit(
     graded: Sequence[Graded], composition: Composition, scheme: CreditScheme = DR_GRPO
 ) -> list[tuple[Reward, float]]:
-    """The reward and the advantage of each graded rollout of a group. Needs only stored terms, so credit can be
-    computed again later: with the same settings to the same bits, or with other settings."""
+    """Return (reward, advantage) of each graded rollout of a group, in the given order.
+
+    This needs only stored terms, so credit can be computed again later: with the same settings to the same bits, or
+    with other settings."""
     rewards = composition.rewards([one.terms for one in graded])
     return list(zip(rewards, advantages(rewards, scheme), strict=True))
 

@@ -1,15 +1,12 @@
-"""The curriculum: draws tasks more often from families whose groups still have a signal than from solved or hopeless
-ones.
+"""The curriculum: draws tasks more often from families whose groups still have a signal.
 
-A group whose members all got the same reward changes no weight, and costs as much as any other. Late in training most
-groups are of this kind, while one family of tasks may still be half solved. So each family has a share of its recent
-groups that had a signal, and a drawn task is skipped with a probability that grows as its family's share falls behind
-the best family's. No probability of being taken is below `FLOOR`, so that learned families are still monitored and
-families that became solvable are noticed. Counts decay with `MEMORY`, since what is hard changes with the policy.
+A group whose members all got the same reward changes no weight, and costs as much as any other. So each family has a
+share of its recent groups that had a signal, and a drawn task is skipped with a probability that grows as its family's
+share falls behind the best family's. No probability of being taken is below `FLOOR`, so that families that became
+solvable are noticed. Counts decay with `MEMORY`, since what is hard changes with the policy.
 
 Evaluations use the source's own mix; only training tasks are chosen. The counts change with the batches in order of
-admission, so synchronous RL is reproducible. This module knows nothing of task sources and of the ledger.
-"""
+admission, so synchronous RL is reproducible. This module knows nothing of task sources and of the ledger."""
 
 from __future__ import annotations
 
@@ -23,14 +20,16 @@ MEMORY = 0.9  # decay of a family's counts at each of its groups: about ten grou
 
 
 class Curriculum(enum.StrEnum):
-    """How training tasks are drawn from their source: `experience.curriculum` of a config."""
+    """How training tasks are drawn from their source: the setting `experience.curriculum`.
 
-    SOURCE = "source"  # in the order of the source
-    SIGNAL = "signal"  # families by the share of their groups that had a signal
+    SOURCE: in the order of the source. SIGNAL: families by the share of their groups whose rewards differed."""
+
+    SOURCE = "source"
+    SIGNAL = "signal"
 
 
 class Signals:
-    """The share of recent groups with a signal, by family of tasks.
+    """For each family of tasks, the share of recent groups with a signal (rewards that differ).
 
     >>> signals = Signals()
     >>> for _ in range(20):
@@ -43,12 +42,12 @@ class Signals:
     """
 
     def __init__(self, counts: Mapping[str, tuple[float, float]] | None = None) -> None:
-        """`counts`: the `counts` of an earlier object, to continue from."""
+        """Begin without counts, or continue from the `counts` of an earlier object."""
         self._counts = {family: (float(s), float(n)) for family, (s, n) in (counts or {}).items()}
 
     @property
     def counts(self) -> dict[str, tuple[float, float]]:
-        """(groups with a signal, groups) by family, both decayed. Plain data."""
+        """(groups with a signal, groups) by family, both decayed. Plain data, to store."""
         return dict(self._counts)
 
     def add(self, family: str, *, signal: bool) -> None:
@@ -57,16 +56,19 @@ class Signals:
         self._counts[family] = (MEMORY * with_signal + signal, MEMORY * seen + 1.0)
 
     def count(self, plan: BatchPlan, known: Container[str]) -> None:
-        """Count the groups of a step. Groups without a valid member are skipped, and so are groups in `known`, which a
-        lost lineage has already counted."""
+        """Count the groups of a planned step.
+
+        Groups without a valid member are skipped. So are the ids in `known`: groups that were counted before a restart
+        took their steps back."""
         for group_id, judged in plan.judged.items():
             if judged and group_id not in known:
                 self.add(judged[0][0].family, signal=len({reward.raw for _, reward in judged}) > 1)
 
     def chance(self, family: str) -> float:
-        """The probability, in [0.1, 1], of taking a drawn task of this family: its share of groups with a signal over
-        the best family's share. Every family starts as if one group had had a signal, so a task of an unknown family is
-        always taken."""
+        """Return the probability, from `FLOOR` to 1, of taking a drawn task of this family.
+
+        It is the family's share of groups with a signal over the best family's share. Every family starts as if one
+        group had had a signal, so a task of an unknown family is always taken."""
         best = max((_share(counts) for counts in self._counts.values()), default=1.0)
         return max(FLOOR, min(1.0, _share(self._counts.get(family, (0.0, 0.0))) / best))
 

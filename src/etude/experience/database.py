@@ -2,8 +2,7 @@
 
 There are two implementations, which pass the same tests (`tests/contracts/test_ledger.py`): `sqlite` in the run folder,
 and `postgres` on a server that runs share. The ledger's statements are written once, in SQL that both accept, with `?`
-as the placeholder. This module knows nothing of the meaning of states.
-"""
+as the placeholder. This module knows nothing of the meaning of states."""
 
 from __future__ import annotations
 
@@ -41,35 +40,37 @@ class NoLedger(LedgerError):
 
 
 class Database(Protocol):
-    """One connection to a ledger's database. It may be opened with a check that runs before each outermost commit and
-    may reject it."""
+    """One connection to a ledger's database.
+
+    It may be opened with a check that runs before each outermost commit and rejects it by raising."""
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
-        """Run `work` as one transaction: all of its statements take effect, or none. Calls may be nested; an inner one
-        that fails undoes only its own changes. When the connection to a server breaks, the outermost `work` runs again
-        from the start. `sync`: the commit is on disk when this returns, so that it survives a crash of the machine."""
-        ...
+        """Run `work` as one transaction and return its result: all of its statements take effect, or none.
+
+        Calls may be nested; an inner one that fails undoes only its own changes. When the connection to a server
+        breaks, the outermost `work` runs again from the start. With `sync` the commit is on disk when this returns, so
+        that it survives a crash of the machine."""
 
     def execute(self, sql: str, *values: Any) -> None:
-        """Run a statement that returns no rows. Its error may be raised by a later call of the same transaction.
-        Outside `transact` it commits at once."""
-        ...
+        """Run a statement that returns no rows.
+
+        Its error may be raised by a later call of the same transaction. Outside `transact` it commits at once."""
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """Run a query and return its rows."""
 
     def verify(self) -> None:
         """Read the whole database once. Raises `LedgerError` when it is damaged."""
-        ...
 
     def close(self) -> None:
         """Close the connection; an open transaction is rolled back. Idempotent."""
-        ...
 
 
 def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Run a statement for many rows, `AT_ONCE` per round trip. `VALUES ?` in `sql` stands for the rows, whose columns
-    are named column1, column2 … in both databases. The statement must cast columns that may be null."""
+    """Run a statement for many rows, `AT_ONCE` rows per round trip.
+
+    `VALUES ?` in `sql` stands for the rows, whose columns are named column1, column2 … in both databases. The statement
+    must cast columns that may be null."""
     for first in range(0, len(rows), AT_ONCE):
         some = rows[first : first + AT_ONCE]
         row = f"({marks(some[0])})"
@@ -78,8 +79,9 @@ def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
 
 
 def parts(values: Collection[T]) -> Iterator[tuple[T, ...]]:
-    """Split values into parts that fit into one statement each: SQLite takes 32,766, PostgreSQL 65,535. Yields nothing
-    for no values.
+    """Split values into parts of at most `IN_ONE`, each of which fits into one statement.
+
+    SQLite takes 32,766 values, PostgreSQL 65,535. Yields nothing for no values.
 
     >>> [len(some) for some in parts(range(12_000))]
     [5000, 5000, 2000]
@@ -90,7 +92,7 @@ def parts(values: Collection[T]) -> Iterator[tuple[T, ...]]:
 
 
 def marks(values: Collection[Any]) -> str:
-    """A placeholder for each value, separated by commas.
+    """Return a placeholder for each value, separated by commas.
 
     >>> marks(["a", "b"])
     '?, ?'
@@ -99,7 +101,9 @@ def marks(values: Collection[Any]) -> str:
 
 
 def check_url(url: str) -> None:
-    """Check the URL of a server in a config. Raises `ValueError`, whose message contains no secret."""
+    """Check the URL of a PostgreSQL server in a config.
+
+    Raises `ValueError` for another scheme, a fragment or a password. The message contains no secret."""
     try:
         parts = urlsplit(url)
         options = parse_qs(parts.query)
@@ -119,8 +123,10 @@ def check_url(url: str) -> None:
 
 
 def check_format(where: object, found: Any, *, readonly: bool) -> None:
-    """Check the format number of a ledger's tables. Raises `LedgerError` unless this etude version can write it; with
-    `readonly`, read it."""
+    """Check the format number of a ledger's tables.
+
+    `where`: the place of the ledger, for the message. `found`: the stored number as text, or None. Raises `LedgerError`
+    unless this etude version can write the format, or with `readonly` read it."""
     if found != str(FORMAT) and not (readonly and found in READABLE):
         raise LedgerError(
             f"{where} has ledger format {found}",

@@ -13,25 +13,30 @@ from etude.records.summary import RolloutSummary
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout and its outcome. Created by the ledger, read by credit and packing."""
+    """A finished rollout and its outcome. Created by the ledger, read by credit and packing.
+
+    `summary` is None if the process that ran the rollout died and stored nothing."""
 
     rollout_id: str
     outcome: Graded | Invalid
-    summary: RolloutSummary | None = None  # None: the process that ran it died and stored nothing
+    summary: RolloutSummary | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """The sibling rollouts of one task."""
+    """The sibling rollouts of one task, from which advantages are computed.
+
+    `rollout_ids`: all members, sorted. `finished`: the ended members, sorted by id, without those that were cancelled
+    or quarantined. `lost`: members with tokens of weights that a restart took back to an earlier checkpoint."""
 
     group_id: str
-    rollout_ids: tuple[str, ...]  # all members, sorted; cancelled and quarantined ones are not in `finished`
-    finished: tuple[Finished, ...]  # sorted by rollout id
-    lost: frozenset[str] = frozenset()  # members with tokens sampled by a version of a lost lineage
+    rollout_ids: tuple[str, ...]
+    finished: tuple[Finished, ...]
+    lost: frozenset[str] = frozenset()
 
     @property
     def valid(self) -> tuple[tuple[RolloutSummary, Graded], ...]:
-        """The graded members: the only ones that may be used for a baseline."""
+        """The (summary, outcome) of each graded member: the only members that may be used for a baseline."""
         return tuple(
             (one.summary, one.outcome)
             for one in self.finished
@@ -46,37 +51,32 @@ class Group:
 
 @dataclass(frozen=True)
 class Row:
-    """The state of one rollout, as its row in the ledger (the database of all rollouts of a run)."""
+    """The state of one rollout, as its row in the ledger (the database of all rollouts of a run).
+
+    - `reward`: composed from the terms when the rollout ended, without KL penalty; None until graded.
+    - `boundary`: the part of the system that failed; None unless the rollout is invalid.
+    - `batch_id`: None until a batch took its group. `step`: the version step that this batch produces.
+    - `has_sample`: whether the batch has a sample of it; None until batched.
+    - `version`: the version that was trained on it; None until then, or when a restart found it already trained."""
 
     rollout_id: str
     group_id: str
     state: State
     attempt: int
     reason: str
-    reward: float | None  # composed from the terms when it ended, without KL penalty; None until graded
-    boundary: str | None  # None unless invalid
-    batch_id: str | None  # None until a batch took its group
-    step: int | None  # the version step that this batch produces
-    has_sample: bool | None  # None until batched
-    version: str | None  # None until trained, or when a restart found it in the lineage
+    reward: float | None
+    boundary: str | None
+    batch_id: str | None
+    step: int | None
+    has_sample: bool | None
+    version: str | None
 
 
 COLUMNS = "rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version"
 
 
 def as_row(values: tuple[Any, ...]) -> Row:
-    """Create a `Row` from one result row of `SELECT {COLUMNS}`: its values, in this order."""
-    rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version = values
-    return Row(
-        rollout_id=rollout_id,
-        group_id=group_id,
-        state=State(state),
-        attempt=attempt,
-        reason=reason,
-        reward=reward,
-        boundary=boundary,
-        batch_id=batch_id,
-        step=step,
-        has_sample=None if has_sample is None else bool(has_sample),
-        version=version,
-    )
+    """Create a `Row` from the values of one result row of `SELECT {COLUMNS}`, in this order."""
+    found = list(values)
+    found[2], found[9] = State(values[2]), None if values[9] is None else bool(values[9])
+    return Row(*found)

@@ -1,14 +1,14 @@
 """The ledger: a durable record of every rollout's state and result. The conductor is its only writer.
 
 It is an SQLite file in the run folder, or a schema on a PostgreSQL server, with the same statements. A finished rollout
-and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained" means *in the lineage
-of the current weights*: after a restart `reconcile` gets the lineage and corrects the states. Slots are rows of their
-own: a rollout in a state of `HOLDING` has exactly one slot, which is checked at every commit.
+and its change of state are one transaction, so a kill at any moment leaves both or neither. "Trained" means *in the
+lineage of the current weights*: consumed by a step that these weights were trained by. After a restart `reconcile` gets
+the lineage and corrects the states. Slots are rows of their own: a rollout in a state of `HOLDING` has exactly one
+slot, which is checked at every commit.
 
 Queries made by a live run read open work only, through an index, however long the run is; the few that read all
 rollouts say so. The format is in `docs/formats/ledger.md`. This module knows nothing of how rollouts are run, or of
-weights.
-"""
+weights."""
 
 from __future__ import annotations
 
@@ -54,10 +54,12 @@ _NULLABLE = {"reward": "double precision", "boundary": "text"}  # on a server, a
 
 
 class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a graded rollout got reward 0: a sign of cheating."""
+    """Why a graded rollout got reward 0: a sign of cheating.
 
-    reason: str  # the sign of cheating: "rule: finding (where)"
-    graded: float  # the reward that the grader gave
+    `reason`: the sign as "rule: finding (where)". `graded`: the reward that the grader gave."""
+
+    reason: str
+    graded: float
 
 
 class _Move(NamedTuple):
@@ -76,16 +78,20 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reconciled:
-    """The result of `Ledger.reconcile` after a restart: numbers of rollouts by correction."""
+    """The result of `Ledger.reconcile` after a restart: numbers of rollouts by correction.
 
-    trained: int  # batched, and found in the lineage
-    freed: int  # batched or trained, not in the lineage: back to graded
-    requeued: int  # were running
-    gone: int  # batched or trained, not in the lineage, and without a stored record: never trained again
+    `trained`: were in a batch, and a step of the current weights consumed them. `freed`: were in a batch or trained,
+    but in no such step; back to graded. `requeued`: were running. `gone`: like freed, but without a stored record, so
+    that they are never trained again."""
+
+    trained: int
+    freed: int
+    requeued: int
+    gone: int
 
 
 def _atomic(method: F) -> F:
-    """Decorator: run a method as one transaction, or as part of the current one."""
+    """Make a method run as one transaction, or as part of the current one."""
 
     @functools.wraps(method)
     def whole(ledger: Ledger, *args: Any, **named: Any) -> Any:
@@ -95,8 +101,9 @@ def _atomic(method: F) -> F:
 
 
 class Ledger:
-    """The durable record of a run's rollouts: an `ExperienceStore` in an SQLite file or a schema of a PostgreSQL
-    server.
+    """The durable record of a run's rollouts, in an SQLite file or a schema of a PostgreSQL server.
+
+    It implements the protocol `ExperienceStore`. One process writes it; others can read it meanwhile.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -114,9 +121,11 @@ class Ledger:
         composition: Composition = DEFAULT_COMPOSITION,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: number of slots.
-        `composition`: computes the rewards in the rows. `log` is called with a line when the server was unreachable for
-        a while. Raises `LedgerError` for a ledger with another capacity, or one that another process writes."""
+        """Open or create a ledger at a path or at `postgresql://host/database#run_id`.
+
+        `capacity`: number of slots, that is of rollouts that are waiting, running, or not yet trained. `composition`:
+        computes the rewards in the rows. `log`: called with a line when the server was unreachable for a while. Raises
+        `LedgerError` for a ledger with another capacity, or one that another process writes."""
         self._capacity, self._composition = capacity, composition
         self._db = open_database(place, check=self._check_slots, log=log)
         found = self.recall("capacity")
@@ -135,15 +144,17 @@ class Ledger:
 
     @classmethod
     def open_readonly(cls, place: Path | str, *, immutable: bool = False) -> Ledger:
-        """Open for reading, also while it is written. `immutable`: nothing writes it now. Raises `NoLedger` when it
-        does not exist."""
+        """Open a ledger for reading, also while another process writes it.
+
+        `immutable`: promises that nothing writes it now, so that no files are created beside it. Raises `NoLedger` when
+        it does not exist."""
         ledger = cls.__new__(cls)
         ledger._db = open_database(place, readonly=True, immutable=immutable, log=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
     def verify(self) -> None:
-        """Read the whole database once; takes a second for some hundred MB. Raises `LedgerError` when it is damaged."""
+        """Read the whole database once. Raises `LedgerError` when it is damaged. Takes a second for some hundred MB."""
         self._db.verify()
 
     def close(self) -> None:
@@ -154,28 +165,32 @@ class Ledger:
 
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """Move a rollout to another state. Raises `LedgerError` when the table of transitions forbids it, or no slot is
-        free."""
+        """Move a rollout to the state `to`, with a reason and further facts for its history.
+
+        Raises `LedgerError` when the table of transitions forbids it, or no slot is free."""
         self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store bytes under a rollout and a name, durable with the transaction. Replaces earlier bytes."""
+        """Store bytes under a rollout and a name, durable with the transaction. They replace earlier bytes."""
         self.row(rollout_id)
         self._put(name, [(rollout_id, data)])
 
     @_atomic
     def transaction(self, work: Callable[[], None]) -> None:
-        """Run `work` as one transaction; may be nested. When a server is unreachable meanwhile, `work` is called again,
-        so it must change nothing but the ledger."""
+        """Run `work` as one transaction, which may be nested.
+
+        When a server is unreachable meanwhile, `work` is called again, so it must change nothing but the ledger."""
         work()
 
     # States of a rollout
 
     @_atomic
     def admit(self, *specs: RolloutSpec) -> None:
-        """Admit new rollouts, all or none. Each takes a slot, and its place in the order of admission is final. Raises
-        `LedgerError` for a rollout that was admitted before."""
+        """Admit new rollouts, all or none. Each takes one of the `capacity` slots.
+
+        Its place in the order of admission is final. Raises `LedgerError` for a rollout that was admitted before, or
+        when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
         there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
@@ -193,13 +208,15 @@ class Ledger:
     def start(
         self, limit: int, *, published: int | None = None, required_step: Callable[[int], int] | None = None
     ) -> list[RolloutSpec]:
-        """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
-        that requires a later version step than `published` (None: no such check); later ones do not overtake it.
+        """Move the first waiting rollouts, at most `limit`, to running, and return their specs.
 
-        `required_step`: the version step that the open group at a place, counted from 0, requires now
-        (`Window.required_step`). It applies if it is lower than the one that the group was admitted with: a lost
-        lineage may have made the latter too late, and the steps up to that version might wait for this very group.
-        """
+        It stops at the first rollout that requires a later version step than `published`, the step of the newest
+        weights (None: no such check). Later rollouts do not overtake it.
+
+        `required_step`: returns the version step that the open group at a place, counted from 0, requires now
+        (`Window.required_step`). It applies if it is lower than the one that the group was admitted with. A restart
+        from an earlier checkpoint may have made the latter too late, and the steps up to that version might wait for
+        this very group."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
@@ -211,20 +228,21 @@ class Ledger:
     def _startable(
         self, specs: Sequence[RolloutSpec], published: int, required_step: Callable[[int], int]
     ) -> list[RolloutSpec]:
-        """The first specs whose places among the open groups require no later version than the published one, with
-        `min_step` lowered accordingly."""
+        """Return the first specs whose groups require no later version than `published` now, with lower `min_step`."""
         places = {group_id: place for place, group_id in enumerate(self.open_groups())} if specs else {}
         due = itertools.takewhile(lambda spec: required_step(places[spec.group_id]) <= published, specs)
         return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
 
     def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
-        """Store the summary and outcome of a rollout. Returns False, and changes nothing, for an attempt that no longer
-        counts: the reply of a worker that was taken for dead, or a second delivery."""
+        """Store the summary and outcome of a rollout, and return whether the attempt counted.
+
+        It returns False, and changes nothing, for an attempt that no longer counts: the reply of a worker that was
+        taken for dead, or a second delivery."""
         return self.finish_all([(rollout, outcome)])[0]
 
     @_atomic
     def finish_all(self, ended: Sequence[tuple[RolloutSummary, Outcome]]) -> list[bool]:
-        """`finish` for several rollouts at once."""
+        """Do what `finish` does for several rollouts at once, and return its result for each."""
         counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
         rows = self.require_rows([rollout.rollout_id for rollout, _ in ended])
         for row, (rollout, outcome) in zip(rows, ended, strict=True):
@@ -236,13 +254,15 @@ class Ledger:
         return counts
 
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
-        """Record that a rollout has a sign of cheating, and the grade that it would have had. It stays in its group, so
-        that its siblings learn that cheating earns nothing."""
+        """Record that a rollout has a sign of cheating, and the grade that it would have had.
+
+        It stays in its group, so that its siblings learn that cheating earns nothing. `reason`: the sign, as "rule:
+        finding (where)". `graded`: the grade."""
         self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
-        """Make a running or requeued rollout invalid without a stored result: its workers died too often."""
+        """Make a running or requeued rollout invalid without a stored result, since its workers died too often."""
         self._store_ended([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
 
     def _store_ended(self, ends: Sequence[tuple[Row, Finished]]) -> None:
@@ -263,8 +283,10 @@ class Ledger:
     # Groups and batches
 
     def batch(self, batch: Batch | BatchRef) -> None:
-        """Assign the groups of a batch to it: graded members become batched. Synced to disk when it returns, so that
-        after a power failure the ledger knows all rollouts that a version's manifest lists."""
+        """Assign the groups of a batch to it: graded members become batched.
+
+        It is synced to disk when this returns, so that after a power failure the ledger knows all rollouts that a
+        version's manifest lists. Raises `LedgerError` when a member has not ended or is in another batch."""
 
         def take() -> None:
             rows = self.require_rows(batch.rollout_ids)
@@ -280,8 +302,9 @@ class Ledger:
 
     @_atomic
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
-        """Record that the version trained on these rollouts is published: batched rollouts become trained, or no-signal
-        if they had no sample."""
+        """Record that the version of the weights that was trained on these rollouts is published.
+
+        Rollouts in the batch become trained, or no-signal if they had no sample."""
         self._published(version)
         rows, columns = self.require_rows(rollout_ids), {"version": str(version)}
         self._trained(rows, f"in {version}", columns)
@@ -298,11 +321,15 @@ class Ledger:
     def reconcile(
         self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0, head: Version | None = None
     ) -> Reconciled:
-        """Correct the states after a restart. `lineage`: what the manifests list of the lineage that the learner
-        continues from; it is read again when a server was unreachable. Rollouts that were trained only outside of it
-        are free again; running ones are requeued. `head`: the version that the learner published when it started.
-        `believed`, called after the lineage was read: the step up to which the ledger itself is trusted instead of
-        manifests."""
+        """Correct the states after a restart, and return how many rollouts were corrected.
+
+        Rollouts that were trained only outside the lineage are free again; running ones are requeued.
+
+        - `lineage`: the rollout ids that the manifests list for each step that the learner continues from. It is read
+          again when a server was unreachable.
+        - `believed`: called after the lineage was read. It returns the step up to which the ledger itself is trusted
+          instead of manifests.
+        - `head`: the version that the learner published when it started."""
         if head is not None:
             self._published(head)
         trained, freed, gone, running = 0, 0, 0, self.rows(states=[State.RUNNING])
@@ -318,9 +345,10 @@ class Ledger:
         return Reconciled(trained=trained, freed=freed, requeued=len(running), gone=gone)
 
     def _free(self, step: int, rows: Sequence[Row]) -> tuple[int, int]:
-        """Free the rollouts of a step that is not in the lineage. Returns how many of its trained rollouts are free
-        again, and how many have no stored record. Groups with one of the latter stay closed: nothing of them can be
-        trained."""
+        """Free the rollouts of a step that is not in the lineage.
+
+        Returns how many of its trained rollouts are free again, and how many have no stored record. Groups with one of
+        the latter stay closed: nothing of them can be trained."""
         if rows and step <= int(self.recall("pruned") or 0):
             self.remember("pruned", step - 1)  # steps from here on will be trained again
         taken = [row for row in rows if row.state in _LINEAGE]
@@ -342,17 +370,13 @@ class Ledger:
         return len(taken) - len(gone), len(gone)
 
     def _stored(self, rollout_ids: Sequence[str]) -> set[str]:
-        """The ids of those rollouts that have a stored record."""
-        found = set[str]()
-        for some in parts(rollout_ids):
-            sql = f"SELECT rollout_id FROM blobs WHERE name = ? AND rollout_id IN ({marks(some)})"
-            found |= {i for (i,) in self._db.rows(sql, FINISHED, *some)}
-        return found
+        return self._among(rollout_ids, "SELECT rollout_id FROM blobs WHERE rollout_id IN (*) AND name = ?", FINISHED)
 
     @_atomic
     def prune(self, step: int) -> int:
-        """Delete the blobs of rollouts that steps up to this one consumed. Call it with the oldest step that a restart
-        can go back to. Returns the number of deleted blobs. Traces and quarantine records are kept."""
+        """Delete the stored bytes of rollouts that steps up to `step` consumed. Returns the number of entries.
+
+        Call it with the oldest step that a restart can go back to. Traces and quarantine records are kept."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
         spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
         sql = f"DELETE FROM blobs WHERE rollout_id IN ({spent}) AND name != ? RETURNING 1"
@@ -364,7 +388,9 @@ class Ledger:
     # Values that change together with the rollouts
 
     def move_cursor(self, split: str, index: int) -> None:
-        """Set the task cursor of a split. Call it in the transaction that admits the task at `index - 1`."""
+        """Set the index of the next task to draw from a split.
+
+        Call it in the transaction that admits the task at `index - 1`."""
         self.remember(f"cursor.{split}", index)
 
     def remember(self, key: str, value: Any) -> None:
@@ -454,11 +480,11 @@ class Ledger:
     # Queries
 
     def row(self, rollout_id: str) -> Row:
-        """The row of a rollout. Raises `LedgerError` when it does not exist."""
+        """Return the row of a rollout. Raises `LedgerError` when it does not exist."""
         return self.require_rows([rollout_id])[0]
 
     def require_rows(self, rollout_ids: Collection[str]) -> list[Row]:
-        """The rows of these rollouts, in the given order. Raises `LedgerError` when one does not exist."""
+        """Return the rows of these rollouts, in the given order. Raises `LedgerError` when one does not exist."""
         found = {row.rollout_id: row for row in self.find_rows(rollout_ids)}
         for rollout_id in rollout_ids:
             if rollout_id not in found:
@@ -474,8 +500,10 @@ class Ledger:
         open_only: bool = False,
         limit: int | None = None,
     ) -> list[Row]:
-        """Rows in order of admission: all; or those that `step` took, in some `states`, or in no batch (`open_only`);
-        of these the last `limit`. Without a filter it reads all rollouts."""
+        """Return rows in order of admission. Without a filter it reads all rollouts.
+
+        The filters combine: `step` keeps rollouts in the batch that produces this version step, `states` those in one
+        of these states, `open_only` those in no batch. Of these, `limit` keeps the last ones."""
         wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
         if states is not None:
             wanted.append((f"state IN ({marks(states)})", tuple(states)))
@@ -485,62 +513,61 @@ class Ledger:
         values = [value for _, found in wanted for value in found]
         newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use an index
         newest += f" LIMIT {int(limit)}" if limit is not None else ""
-        return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
-            ::-1
-        ]
+        found = self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)
+        return [as_row(row) for row in reversed(found)]
 
     def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
-        """The rows of those rollouts that exist, in no particular order."""
+        """Return the rows of those rollouts that exist, in no particular order."""
         sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
         return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
 
     def quarantined(self) -> dict[str, Quarantined]:
-        """Rollouts with a sign of cheating, by id. Reads all stored blobs of this kind."""
+        """Return all rollouts with a sign of cheating, by id. Reads all stored records of this kind."""
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
         return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
 
     def count(self, *, after: int | None = None) -> int:
-        """Number of rollouts ever admitted (reads all of them); with `after`, of those that no step up to it took."""
+        """Return the number of rollouts ever admitted (reads all of them).
+
+        With `after`, count only those in no batch and those in batches of later steps."""
         if after is None:
             return int(self._value("SELECT count(*) FROM rollouts"))
         open_now = int(self._value("SELECT count(*) FROM rollouts WHERE batch_id IS NULL"))
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """The rollouts that batches took more than once, including batches of lost lineages."""
-        again = set[str]()
-        for some in parts(rollout_ids):
-            mine = f"rollout_id IN ({marks(some)})"
-            sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
-            again |= {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *some, State.BATCHED)}
-        return again
+        """Return those of the rollouts that batches took more than once, also batches that a restart took back."""
+        sql = "SELECT rollout_id FROM transitions WHERE rollout_id IN (*) AND state = ? GROUP BY rollout_id"
+        return self._among(rollout_ids, f"{sql} HAVING count(*) > 1", State.BATCHED)
 
     def states(self) -> dict[str, int]:
-        """Number of rollouts by state. Reads all rollouts."""
+        """Return the number of rollouts by state. Reads all rollouts."""
         return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
 
     def steps(self, after: int = 0) -> list[int]:
-        """All steps after `after` that a batch took rollouts for, ascending."""
+        """Return the version steps after `after` whose batches took rollouts, ascending."""
         sql = "SELECT step FROM rollouts WHERE step > ? GROUP BY step ORDER BY step"
         return [int(step) for (step,) in self._db.rows(sql, after)]
 
     def get(self, rollout_id: str, name: str) -> bytes | None:
-        """The bytes stored under a rollout and a name; None if there are none."""
+        """Return the bytes stored under a rollout and a name; None if there are none."""
         data: bytes | None = self._value("SELECT data FROM blobs WHERE rollout_id = ? AND name = ?", rollout_id, name)
         return data
 
     def spec(self, rollout_id: str) -> RolloutSpec:
-        """The spec of a rollout, with its current attempt. Raises `LedgerError` when it was pruned."""
+        """Return the spec of a rollout, with its current attempt. Raises `LedgerError` when `prune` deleted it."""
         return self.specs([self.row(rollout_id)])[0]
 
     def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
-        """The specs of rollouts whose rows were just read, in the same order."""
+        """Return the specs of rollouts whose rows were just read, in the same order."""
         sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
         stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
         return [_spec(row, stored.get(row.rollout_id)) for row in rows]
 
     def history(self, rollout_id: str) -> list[dict[str, Any]]:
-        """All transitions of a rollout, oldest first."""
+        """Return all transitions of a rollout, oldest first.
+
+        The keys are t (Unix time in seconds), origin, state, attempt, reason, and further facts."""
         sql = "SELECT t, origin, state, attempt, reason, facts FROM transitions WHERE rollout_id = ? ORDER BY number"
         names = ("t", "origin", "state", "attempt", "reason")
         return [
@@ -549,55 +576,46 @@ class Ledger:
         ]
 
     def waiting(self) -> list[str]:
-        """Rollouts that wait for a worker, in order of admission."""
-        return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
+        """Return the ids of rollouts that wait for a worker, in order of admission."""
+        sql = "SELECT rollout_id FROM rollouts WHERE state IN (?, ?) ORDER BY +position"
+        return [rollout_id for (rollout_id,) in self._db.rows(sql, State.ADMITTED, State.REQUEUED)]
 
     def next_waiting(self, limit: int) -> list[Row]:
-        """The first `limit` rows of `waiting`; the others are not read."""
+        """Return the first `limit` rows of `waiting`; the others are not read."""
         first = f"SELECT position, {COLUMNS} FROM rollouts WHERE state = ? ORDER BY position LIMIT {int(limit)}"
         both = f"SELECT * FROM ({first}) AS a UNION ALL SELECT * FROM ({first}) AS b ORDER BY 1 LIMIT {int(limit)}"
         return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
 
     def open_groups(self) -> list[str]:
-        """Groups that no batch has taken, in order of admission."""
+        """Return the ids of the groups of rollouts that no batch has taken, in order of admission."""
         sql = "SELECT group_id FROM rollouts WHERE batch_id IS NULL GROUP BY group_id ORDER BY min(position)"
         return [group_id for (group_id,) in self._db.rows(sql)]
 
     def num_groups(self) -> int:
-        """Number of groups ever admitted: the index of the next one."""
+        """Return the number of groups ever admitted, which is the index of the next one."""
         counted = self.recall("groups")  # None in ledgers of earlier versions: then all rollouts are read
         return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
 
     def ready_groups(self, group_ids: Collection[str]) -> set[str]:
-        """The groups of which all members have ended."""
+        """Return those of the groups in which all members have ended."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
-        ready = set[str]()
-        for some in parts(group_ids):
-            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) GROUP BY group_id HAVING {settled}"
-            ready |= {group_id for (group_id,) in self._db.rows(sql, *some, *ENDED)}
-        return ready
+        sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
+        return self._among(group_ids, sql, *ENDED)
 
     def groups_with_signal(self, group_ids: Collection[str]) -> set[str]:
-        """The groups whose graded members do not all have the same reward in their rows."""
-        having = set[str]()
-        for some in parts(group_ids):
-            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
-            sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
-            having |= {group_id for (group_id,) in self._db.rows(sql, *some, State.GRADED)}
-        return having
+        """Return those of the groups whose graded members do not all have the same reward in their rows."""
+        sql = "SELECT group_id FROM rollouts WHERE group_id IN (*) AND state = ? GROUP BY group_id"
+        return self._among(group_ids, f"{sql} HAVING min(reward) < max(reward)", State.GRADED)
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """The groups that any batch ever took, including batches of lost lineages."""
-        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
-        batched = set[str]()
-        for some in parts(group_ids):
-            rows = self._db.rows(f"{sql} AND group_id IN ({marks(some)})", State.BATCHED, *some)
-            batched |= {group_id for (group_id,) in rows}
-        return batched
+        """Return those of the groups that any batch ever took, also batches that a restart took back."""
+        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"
+        return self._among(group_ids, f"{sql} AND transitions.state = ?", State.BATCHED)
 
     def group(self, group_id: str) -> Group:
-        """A group with its stored records; versions are seen from the current weights (`lineage.with_apparent_steps`).
-        Raises `LedgerError` for a record that cannot be read."""
+        """Return a group with its stored records. Raises `LedgerError` for a record that cannot be read.
+
+        The steps of its versions are seen from the current weights (`lineage.with_apparent_steps`)."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
         sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
         stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
@@ -606,18 +624,19 @@ class Ledger:
         return with_apparent_steps(Branches(self.versions()), Group(group_id, ids, tuple(found)))
 
     def versions(self) -> list[Version]:
-        """The latest published versions in order of publishing, including those of lost lineages."""
+        """Return the latest published versions in order of publishing, also those that a restart took back."""
         return [Version(*facts) for facts in self.recall("versions") or []]
 
     def wanted_files(self) -> set[tuple[str, int]]:
-        """(rollout id, attempt) of every rollout whose file a batch or a grade may still need."""
+        """Return (rollout id, attempt) of every rollout whose file a batch or a grade may still need."""
         stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
 
     def stored_summaries(self) -> list[RolloutSummary]:
-        """The summaries of all rollouts whose file is stored and still needed; reads all stored records. Empty for
-        ledgers of earlier versions, which contain the rollouts themselves."""
+        """Return the summaries of all rollouts whose file is stored and still needed. Reads all stored records.
+
+        The list is empty for ledgers of earlier versions, which contain the rollouts themselves."""
         if self.recall("format") != FORMAT:
             return []
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
@@ -625,43 +644,49 @@ class Ledger:
         return [one for one in summaries if one is not None and one.stored is not None]
 
     def finished(self, rollout_id: str) -> Finished | None:
-        """The stored record of an ended rollout; None if there is none or it was pruned. Raises `LedgerError` for a
-        record that cannot be read."""
+        """Return the stored record of an ended rollout; None if there is none or `prune` deleted it.
+
+        Raises `LedgerError` for a record that cannot be read."""
         data = self.get(rollout_id, FINISHED)
         return None if data is None else _read(rollout_id, FINISHED, data, Finished)
 
     def is_kept(self, rollout_id: str) -> bool:
-        """Whether the record of a finished rollout is still stored."""
+        """Return whether the record of a finished rollout is still stored."""
         return self.get(rollout_id, FINISHED) is not None
 
     def cursor(self, split: str) -> int:
-        """Index of the next task to draw from a split of the task source; 0 at the start."""
+        """Return the index of the next task to draw from a split of the task source; 0 at the start."""
         return int(self.recall(f"cursor.{split}") or 0)
 
     def recall(self, key: str) -> Any:
-        """The value stored under `key` by `remember`; None if there is none."""
+        """Return the value stored under `key` by `remember`; None if there is none."""
         text = self._value("SELECT value FROM meta WHERE key = ?", key)
         return None if text is None else json.loads(text)
 
     def slots(self) -> tuple[int, int]:
-        """(slots in use, all slots). The latter is the capacity; it is larger only while rollouts of a lost lineage are
+        """Return (slots in use, all slots). A rollout that is waiting, running or not yet trained has a slot.
+
+        The number of all slots is the capacity. It is larger only while rollouts of steps that a restart took back are
         trained again."""
         held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
         return int(held), int(count)
 
     def slot_holders(self) -> list[str]:
-        """The ids of the rollouts that have a slot."""
+        """Return the ids of the rollouts that have a slot."""
         return [i for (i,) in self._db.rows("SELECT rollout_id FROM slots WHERE rollout_id IS NOT NULL")]
 
     def _value(self, sql: str, *values: Any) -> Any:
-        """The first column of the first row; None if there is none."""
+        """Return the first column of the first row; None if there is none."""
         rows = self._db.rows(sql, *values)
         return rows[0][0] if rows else None
 
-    def _ids(self, where: str, *values: Any) -> list[str]:
-        return [
-            i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY +position", *values)
-        ]
+    def _among(self, ids: Collection[str], sql: str, *values: Any) -> set[str]:
+        """Return the first column of all rows of a query, in which `IN (*)` stands for the ids."""
+        found = set[str]()
+        for some in parts(ids):
+            rows = self._db.rows(sql.replace("IN (*)", f"IN ({marks(some)})"), *some, *values)
+            found |= {row[0] for row in rows}
+        return found
 
 
 def _check_taken(row: Row, batch: Batch | BatchRef) -> None:

@@ -1,8 +1,8 @@
-"""Lineages: which rollouts each step of the current weights consumed, and how far away versions of lost lineages are.
+"""Lineages: which rollouts each step of the current weights consumed, and how old versions outside of it are.
 
-A restart continues from a checkpoint. Versions published after that checkpoint are then a dead branch, and their
-rollouts may still be in the ledger. Plain data; this module knows nothing of manifests.
-"""
+The lineage is the sequence of versions from the starting checkpoint to the current weights. A restart continues from a
+checkpoint. Versions published after that checkpoint are then a dead branch, a lost lineage, and rollouts that they
+sampled may still be in the ledger. Plain data; this module knows nothing of manifests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ MAX_VERSIONS = 256
 def by_step(
     lineage: Lineage, known: Iterable[int], *, believed: Callable[[], int] = lambda: 0
 ) -> Iterator[tuple[int, Collection[str] | None]]:
-    """Yield every step of the lineage with its rollout ids, then the other steps of `known` with (), or with None up to
-    `believed()`.
+    """Yield (step, ids of consumed rollouts) for each step of the lineage, then for the other steps of `known`.
+
+    The lineage is the sequence of steps that the current weights were trained by. The ids of a step outside of it are
+    (), or None if the step is not after `believed()`: there the caller trusts its own record.
 
     >>> list(by_step([(0, []), (1, ["a"]), (2, ["b"]), (2, [])], [1, 2, 3]))
     [(1, ['a']), (2, ['b']), (3, ())]
@@ -43,11 +45,11 @@ def by_step(
 class Branches:
     """The published versions, and how old each is seen from the current weights.
 
-    A version is in the lineage of the current weights if it is of the current incarnation, or if the lineage has the
-    same bytes at its step: steps of a lost lineage that were repeated bit for bit are not lost. Any other version is on
-    a dead branch. Its distance from step n of the lineage is the way back to the common ancestor and forward again:
-    (step - ancestor) + (n - ancestor). That is the distance of step 2 * ancestor - step of the lineage, which is called
-    its *apparent step* and may be negative.
+    The lineage of the current weights is the sequence of versions that they were trained from. A version is in it if it
+    is of the current incarnation, or if the lineage has the same bytes at its step: steps that were repeated bit for
+    bit after a restart are not lost. Any other version is on a dead branch. Its distance from step n of the lineage is
+    the way back to the common ancestor and forward again: (step - ancestor) + (n - ancestor). That is the distance of
+    step 2 * ancestor - step of the lineage, which is called its *apparent step* and may be negative.
 
     >>> def version(step, incarnation, bytes): return Version(step, incarnation * 8, bytes * 64)
     >>> first = [version(step, "a", "5678"[step]) for step in range(4)]
@@ -57,7 +59,7 @@ class Branches:
     """
 
     def __init__(self, versions: Iterable[Version] = ()) -> None:
-        """`versions`: in the order of publishing, including the first version that each restart published."""
+        """Read the published versions in order of publishing, including the first one that each restart published."""
         self._lineages: dict[str, dict[int, str]] = {}  # by incarnation, the oldest first: step → digest
         self._first: dict[str, int] = {}  # the first step of each incarnation
         self._live: dict[int, str] = {}
@@ -69,8 +71,9 @@ class Branches:
             self._live[version.step] = version.digest
 
     def apparent_step(self, version: Version) -> int:
-        """The step of a version in the lineage, or else the step of the lineage with the same distance. An unknown
-        version counts as in the lineage, unless its step is later than the lineage's last one."""
+        """Return the step of a version in the lineage, or else the step of the lineage that has the same distance.
+
+        An unknown version counts as in the lineage, unless its step is later than the lineage's last one."""
         if not self._live or self._live.get(version.step) == version.digest:
             return version.step
         incarnations = [*self._lineages]
@@ -86,14 +89,16 @@ class Branches:
 
 
 def with_apparent_steps(branches: Branches, group: Group) -> Group:
-    """The group with the apparent step of each version, and in `lost` the rollouts with tokens of a lost version."""
+    """Return the group with the apparent step of each version (`Branches`), and with `lost` filled in.
+
+    `lost` has the ids of rollouts with tokens of a version outside the lineage of the current weights."""
     finished = tuple(_seen(branches, one) for one in group.finished)
     lost = {new.rollout_id for new, old in zip(finished, group.finished, strict=True) if new is not old}
     return Group(group.group_id, group.rollout_ids, finished, frozenset(lost)) if lost else group
 
 
 def append_version(versions: Sequence[Version], version: Version) -> list[Version]:
-    """The newest `MAX_VERSIONS` versions including this one."""
+    """Return the versions with this one appended; only the newest `MAX_VERSIONS` are kept."""
     return [*versions, version][-MAX_VERSIONS:]
 
 

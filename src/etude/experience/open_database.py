@@ -17,10 +17,12 @@ def open_database(
     check: Callable[[], None] | None = None,
     log: Callable[[str], None],
 ) -> Database:
-    """Open a ledger's database: an SQLite file at a path, or the schema that `postgresql://host/db#run_id` names on a
-    server (needs `pip install 'etude[postgres]'`). It is created if it does not exist; with `readonly`, `NoLedger` is
-    raised instead. `immutable`: nothing writes it meanwhile, so SQLite creates no files beside it for reading. `check`
-    runs before each outermost commit. `log` is called with a line when the server was unreachable for a while."""
+    """Open a ledger's database: an SQLite file at a path, or a schema of a PostgreSQL server.
+
+    `place`: a path, or `postgresql://host/db#run_id`, which needs `pip install 'etude[postgres]'`. A database that does
+    not exist is created; with `readonly`, `NoLedger` is raised instead. `immutable`: promises that nothing writes it
+    meanwhile, so SQLite creates no files beside it for reading. `check` runs before each outermost commit. `log` is
+    called with a line when the server was unreachable for a while."""
     if is_server(place):
         try:
             from etude.experience.postgres import PostgresDatabase
@@ -33,8 +35,10 @@ def open_database(
 
 
 def check_server(url: str) -> None:
-    """Check that a run can use this server. Raises the `LedgerError` or `StoreError` with which the run would fail: the
-    server cannot be reached, rejects the login, or does not allow to create a schema."""
+    """Check that a run can use this server.
+
+    Raises the `LedgerError` or `StoreError` with which the run would fail: the server cannot be reached, rejects the
+    login, or does not allow to create a schema."""
     try:
         from etude.experience.postgres_errors import check
     except ImportError as error:
@@ -48,7 +52,7 @@ def _no_client(error: ImportError) -> LedgerError:
 
 
 def is_server(place: Path | str) -> bool:
-    """Whether the location of a ledger is a server's URL, not a path.
+    """Return whether the location of a ledger is a server's URL, not a path.
 
     >>> is_server("postgresql://db.internal/etude#laptop-1a2b3c4d"), is_server(Path("ledger.sqlite"))
     (True, False)

@@ -3,8 +3,7 @@
 `plan_batch` composes rewards and computes advantages. It needs only terms and counts, so that the conductor reads no
 tokens. `make_batch` reads the planned rollouts and makes the samples that have a gradient. Both are deterministic: the
 same groups give the same batch. The learner splits a batch to fit its memory. This module knows nothing of the ledger,
-of the window, or of torch.
-"""
+of the window, or of torch."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ Read = Callable[[RolloutSummary], Rollout]
 
 
 def paths(trace: Trace) -> Iterator[Path]:
-    """Yield every path from root to leaf. Each sampled token is in the loss of exactly one path: a later path that
-    shares turns with an earlier one (a summary, a sub-agent) has them as context only.
+    """Yield every path of a trace from root to leaf.
 
-    Tokens of turns whose sampling is not `Sampling.plain` are in no loss, since their probabilities are not those that
-    the learner computes."""
+    Each sampled token is in the loss of exactly one path. A later path that shares turns with an earlier one (a
+    summary, a sub-agent) has these turns as context only. The tokens of turns whose sampling is not `Sampling.plain`
+    are in no loss, since the learner computes their probabilities by another formula."""
     seen = {at for at, turn in enumerate(trace.turns) if not turn.sampling.plain}
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
@@ -52,14 +51,16 @@ def num_not_plain(trace: Trace) -> int:
 
 
 def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
-    """[T] The value of its turn for each token of a path."""
+    """Return [T]: for each token of a path, the value of its turn."""
     turns = [trace.turns[at] for at in chain]
     return np.repeat(values, [len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns])
 
 
 def temperatures(trace: Trace, leaf: int, mask: Bools, *, run: float) -> F32 | None:
-    """[S] The temperature of the distribution that each token with loss was sampled from; 1 for greedy sampling. None
-    if all are `run`, the temperature of the run."""
+    """Return [S]: the temperature that each of the S tokens with loss was sampled at; 1 for greedy sampling.
+
+    `leaf`: the last turn of the path. `mask`: [T] its tokens with loss. Returns None if all temperatures are `run`,
+    that of the run."""
     chain = trace.chain(leaf)
     found = _repeat_by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
     sampled = found[mask].astype(np.float32)
@@ -78,22 +79,20 @@ def plan_batch(
     k1: Mapping[str, float] | None = None,
     full_groups: int = 0,
 ) -> BatchPlan:
-    """Plan the batch that produces version step `step`, trained at learner step `step - 1`. Rewards are composed from
-    the stored terms.
+    """Plan the batch that produces version step `step`, trained at learner step `step - 1`.
 
-    Tokens of a lost lineage that exceed the lag bound are masked under either `straggler`, since no window can prevent
-    that a restart makes them stale.
+    Rewards are composed from the stored terms. Every rollout of the groups is consumed, and every token that a valid
+    rollout sampled counts in the divisor of the loss. So a batch with little signal has a small gradient, but not a
+    small step, since the optimiser divides by the gradient's recent size. A batch without samples changes no weight.
 
-    `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token. It becomes a term of the
-    rollout with weight `composition.kl`.
+    - `max_lag`: the largest allowed age of a token in steps. Under either `straggler` older tokens are masked if they
+      were sampled before a restart took steps back, since no window can prevent that.
+    - `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token. It becomes a term of the
+      rollout with weight `composition.kl`. None: no KL penalty.
+    - `full_groups`: if not 0, the step's learning rate is scaled by the number of groups with a sample over this
+      number, at most 1 (`Batch.lr_share`).
 
-    Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
-    batch with little signal has a small gradient, but not a small step, since the optimiser divides by the gradient's
-    recent size. A batch without samples changes no weight. With `full_groups` the step's learning rate is scaled by the
-    number of groups with a sample over `full_groups`, at most 1 (`Batch.lr_share`).
-
-    Raises `EtudeError` when a reward or an advantage is not finite.
-    """
+    Raises `EtudeError` when a reward or an advantage is not finite."""
     members = [member for group in groups for member in _members(group, composition, scheme, straggler, k1)]
     return BatchPlan(
         batch_id=batch_id,
@@ -106,11 +105,7 @@ def plan_batch(
 
 
 def _members(
-    group: Group,
-    composition: Composition,
-    scheme: CreditScheme,
-    straggler: Straggler,
-    k1: Mapping[str, float] | None,
+    group: Group, composition: Composition, scheme: CreditScheme, straggler: Straggler, k1: Mapping[str, float] | None
 ) -> Iterator[Member]:
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
@@ -134,7 +129,7 @@ def _members(
 
 
 def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | None) -> Graded:
-    """The verdict with the term `K1`, if it was measured."""
+    """Return the verdict with the term `K1`, if it was measured."""
     if k1 is None:
         return graded
     value = k1[rollout.rollout_id] if rollout.num_sampled else 0.0
@@ -143,7 +138,8 @@ def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | 
 
 def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batch:
     """Make the planned batch: read its rollouts, and keep samples with a non-zero advantage, in order of rollout id.
-    `temperature`: that of the run."""
+
+    `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.advantage:
@@ -167,8 +163,10 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 
 
 def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: float) -> list[tuple[int, Sample]]:
-    """Make the samples of one member from the trace of its rollout, each with the index of its path's last turn. Tokens
-    that are too stale are masked. Empty when the advantage is 0 or no token with loss is left."""
+    """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
+
+    Tokens that are too old are masked. The list is empty when the advantage is 0 or no token with loss is left.
+    `temperature`: the sampling temperature of the run."""
     if not member.advantage:
         return []
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
@@ -189,8 +187,9 @@ def has_fresh_signal(
     composition: Composition = DEFAULT_COMPOSITION,
     scheme: CreditScheme = DR_GRPO,
 ) -> bool:
-    """Whether a step trained at `learner_step` has a sample of the group when all tokens past the lag bound are masked:
-    some member with an advantage sampled a token within the bound."""
+    """Return whether some member of the group that has an advantage also sampled a token within the lag bound.
+
+    Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked."""
     credit = assign_credit([graded for _, graded in group.valid], composition, scheme)
     return any(
         learner_step - step <= max_lag
@@ -201,8 +200,9 @@ def has_fresh_signal(
 
 
 def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) -> list[Sample]:
-    """Make a sample with advantage 0 of every path of these rollouts: the input of a reference model. `temperature`:
-    that of the run."""
+    """Make a sample with advantage 0 of every path of these rollouts, as input of a reference model.
+
+    `temperature`: the sampling temperature of the run."""
     return [
         Sample.uniform(one.rollout_id, path, 0.0, temperatures(one.trace, leaf, path.mask, run=temperature))
         for one in rollouts
@@ -212,11 +212,12 @@ def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) 
 
 
 def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
-    """Metrics of an `rl.step` event that come from the plan, as in `docs/formats/run.md`: reward_mean, best_of_k,
-    num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean. Two are shares of the tokens with an
-    advantage: masked_share was masked as stale, not_plain_share because its sampling was not plain. Rewards are those
-    before the KL penalty. Lags cover all valid rollouts as they were sampled. Means are 0.0 if there is no valid
-    rollout."""
+    """Return the metrics of an `rl.step` event that come from the plan, as `docs/formats/run.md` describes them.
+
+    They are reward_mean, best_of_k, num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean; and
+    two shares of the tokens with an advantage: masked_share were masked as stale, not_plain_share because they were not
+    sampled plainly. Rewards are those before the KL penalty. Lags cover all valid rollouts as they were sampled. Means
+    are 0.0 if there is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
     rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]

@@ -1,14 +1,12 @@
-"""The ledger on a PostgreSQL server: one schema per run, one writer by an advisory lock, and recovery from broken
-connections.
+"""The ledger on a PostgreSQL server: one schema per run, one writer by an advisory lock, and automatic reconnection.
 
-Every transaction is on the server's disk when it returns (`synchronous_commit = on`, including synchronous standbys):
-what was confirmed to the conductor survives a restart of the server. A broken connection is opened again until a
-deadline. When a COMMIT got no answer, the outcome is looked up: each transaction stores its name in `meta`, and the
-name that is found there afterwards tells whether it was committed. (A transaction id would not do: after a crash a
-server may assign it again.) A transaction that was not committed is repeated from its start. A name that is neither
-this transaction's nor the previous one's means that the server lost confirmed data, because a standby took over or a
-copy was restored: this ends the run, and `--resume` reconciles. This module knows nothing of the meaning of states.
-"""
+Every transaction is on the server's disk when it returns (`synchronous_commit = on`, including synchronous standbys). A
+broken connection is opened again until a deadline. When a COMMIT got no answer, the outcome is looked up: each
+transaction stores its name in `meta`, and the name that is found there afterwards tells whether it was committed. (A
+transaction id would not do: after a crash a server may assign it again.) A transaction that was not committed is
+repeated from its start. A name that is neither this transaction's nor the previous one's means that the server lost
+confirmed data, because a standby took over or a copy was restored: this ends the run, and `--resume` reconciles. This
+module knows nothing of the meaning of states."""
 
 from __future__ import annotations
 
@@ -48,7 +46,10 @@ _SCHEMA = (
 
 
 class PostgresDatabase:
-    """A `Database` in one schema of a server, at `postgresql://host/database#run_id`."""
+    """A ledger's `Database` in one schema of a PostgreSQL server, at `postgresql://host/database#run_id`.
+
+    `check` runs before each outermost commit. `log` is called with a line when the server was unreachable for a while.
+    """
 
     def __init__(
         self, place: str, *, readonly: bool, check: Callable[[], None] | None, log: Callable[[str], None]
@@ -131,8 +132,10 @@ class PostgresDatabase:
             self._reconnect()  # the server rolls back a transaction without COMMIT
 
     def _reconnect(self) -> str:
-        """Open the connection and take the lock again. Returns the name of the last committed transaction. Raises
-        `StoreError` after the deadline, and `LedgerError` when the server lost confirmed data."""
+        """Open the connection and take the lock again.
+
+        Returns the name of the last committed transaction. Raises `StoreError` after the deadline, and `LedgerError`
+        when the server lost confirmed data."""
         began = time.monotonic()
         while True:
             try:
@@ -168,7 +171,7 @@ class PostgresDatabase:
         return self.session.query(sql, values) if self._depth else self._retry(lambda: self.session.query(sql, values))
 
     def verify(self) -> None:
-        """Read every row once: a server with checksums rejects damaged pages. Raises `LedgerError`."""
+        """Read every row once. Raises `LedgerError` for damaged pages, if the server has checksums."""
         for table in ("meta", "rollouts", "slots", "blobs", "transitions"):
             self.rows(f"SELECT count(*) FROM (SELECT * FROM {table} OFFSET 0) AS every")
 
@@ -199,7 +202,7 @@ class PostgresDatabase:
 
 
 def schema_of(run_id: str) -> str:
-    """The schema name of a run, at most 63 characters of a-z, 0-9 and _.
+    """Return the schema name of a run: at most 63 characters of a-z, 0-9 and _.
 
     >>> schema_of("Laptop-1a2b3c4d")
     'etude_laptop_1a2b3c4d'

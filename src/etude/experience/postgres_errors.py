@@ -14,7 +14,7 @@ CONNECT_S, ANSWER_S, LOCK_S = 10, 60.0, 10
 
 
 def redacted_url(url: str) -> str:
-    """A server's URL without user, password and options.
+    """Return a server's URL without user, password and options.
 
     >>> redacted_url("postgresql://me:secret@db:5433/etude?sslmode=require")
     'postgresql://db:5433/etude'
@@ -29,13 +29,15 @@ def one_line(error: BaseException) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a failed connection may succeed later: the server is starting or unreachable."""
+    """Return whether a failed connection may succeed later: the server may be starting or unreachable."""
     return not re.search(r"authentication|password|does not exist|permission denied|pg_hba", str(error))
 
 
 def connection_error(where: str, error: BaseException) -> EtudeError:
-    """Return the error to raise when the first connection failed: `LedgerError` if the server rejects the login,
-    `StoreError` if it does not answer. `where`: the server, as the message names it (`redacted_url`)."""
+    """Return the error to raise when the first connection failed.
+
+    It is a `LedgerError` if the server rejects the login, and a `StoreError` if it does not answer. `where`: the
+    server, as the message names it (`redacted_url`)."""
     if isinstance(error, psycopg.Error) and (error.sqlstate or "")[:2] == "42":
         return map_error(where, error)
     if not is_transient(error):
@@ -52,8 +54,10 @@ def connection_error(where: str, error: BaseException) -> EtudeError:
 
 
 def map_error(where: str, error: psycopg.Error) -> EtudeError:
-    """Return the error to raise when the server rejected an SQL statement: `StoreError` if it lacks resources or has a
-    system error (SQLSTATE classes 53 and 58), else `LedgerError`. `where`: the server, as the message names it."""
+    """Return the error to raise when the server rejected an SQL statement.
+
+    It is a `StoreError` if the server lacks resources or has a system error (SQLSTATE classes 53 and 58), else a
+    `LedgerError`. `where`: the server, as the message names it."""
     state, text = error.sqlstate or "", error.diag.message_primary or one_line(error)
     if state == "42501":
         hint = "as the owner: GRANT CREATE ON DATABASE ... TO the run's user, or create the schema for it"
@@ -69,7 +73,10 @@ def map_error(where: str, error: psycopg.Error) -> EtudeError:
 
 
 def check(url: str) -> None:
-    """Check that a run can keep its ledger on this server. Raises `LedgerError`, `StoreError`."""
+    """Check that a run can keep its ledger on this server.
+
+    Raises `StoreError` when it does not answer, and `LedgerError` when it rejects the login, is too old, or does not
+    allow to create a schema."""
     try:
         with psycopg.connect(url, connect_timeout=CONNECT_S, application_name="etude preflight") as connection:
             sql = "SELECT has_database_privilege(current_database(), 'CREATE'), current_database(), current_user"
@@ -87,7 +94,7 @@ def check(url: str) -> None:
 
 
 def check_version(where: str, version: int) -> None:
-    """Check a server's version, in libpq's form: 130004 is 13.4. Raises `LedgerError`."""
+    """Raise `LedgerError` when the server is too old. `version` is in libpq's form: 130004 is 13.4."""
     if version < OLDEST * 10_000:
         raise LedgerError(
             f"{where} is PostgreSQL {version // 10_000}", f"needed is {OLDEST}", hint="upgrade the server"

@@ -2,8 +2,7 @@
 
 Every wait has a deadline. The server limits the time of a statement itself. When it neither answers nor closes the
 connection, a watchdog thread shuts the socket. Whatever breaks the connection raises `ConnectionBroken`, and the caller
-decides what to do. This module knows nothing of transactions and tables.
-"""
+decides what to do. This module knows nothing of transactions and tables."""
 
 from __future__ import annotations
 
@@ -34,11 +33,14 @@ _HOLDER = (
 
 
 class ConnectionBroken(Exception):
-    """The connection to the server broke."""
+    """The connection to the server broke. The caller may open it again."""
 
 
 class Session:
-    """One connection at a time, to one schema."""
+    """A connection to one schema of a ledger's server, which can be opened again after it broke.
+
+    `url`: for libpq. `where`: the server, as messages name it. It starts a watchdog thread, so call `close` at the end.
+    """
 
     def __init__(self, url: str, where: str, schema: str, *, readonly: bool) -> None:
         self.url, self.where, self.schema, self.readonly = url, where, schema, readonly
@@ -57,8 +59,9 @@ class Session:
         return bool(self._connections) and not self.connection.closed
 
     def open(self) -> None:
-        """Open a new connection and take the writer's lock, unless it is read-only. Raises `ConnectionBroken`, psycopg
-        errors, and `LedgerError`."""
+        """Open a new connection and take the writer's lock, unless the session is read-only.
+
+        Raises `ConnectionBroken`, psycopg errors, and `LedgerError` when another conductor has the lock."""
         self.disconnect()
         name = f"etude {self.name} {socket.gethostname()[:24]}:{os.getpid()}"
         connection = psycopg.connect(
@@ -90,7 +93,7 @@ class Session:
             self._lock()
 
     def disconnect(self) -> None:
-        """Close the connection; it may be opened again. Idempotent."""
+        """Close the connection, which may be opened again. Idempotent."""
         for connection in self._connections:
             connection.close()
         self._connections.clear()
@@ -119,13 +122,16 @@ class Session:
         self.disconnect()
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a statement and return its rows."""
+        """Run a statement with `?` as the placeholder and return its rows."""
         cursor, rows = self.run(sql, values), list[tuple[Any, ...]]()
         self._guarded(lambda: rows.extend(cursor.fetchall()))
         return rows
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
-        """Run a statement, or several without values. Raises `ConnectionBroken` and mapped server errors."""
+        """Run a statement, or several without values, and return the cursor.
+
+        Raises `ConnectionBroken` when the connection broke, and `LedgerError` or `StoreError` when the server rejects
+        it."""
         if not self._connections:
             raise ConnectionBroken("not connected")
         cursor = self.connection.cursor(binary=bool(values))
@@ -135,8 +141,10 @@ class Session:
 
     @contextmanager
     def pipelined(self) -> Iterator[None]:
-        """Context manager: statements without a result are sent together with the next one that has a result. About
-        four round trips per transaction."""
+        """Send the statements inside the `with` block in a pipeline, about four round trips per transaction.
+
+        Statements without a result are sent together with the next one that has a result. At the exit all have been
+        answered."""
         if not self._connections:
             raise ConnectionBroken("not connected")
         pipeline = self.connection.pipeline()

@@ -1,12 +1,10 @@
-"""Stores finished rollouts as files. Workers write them, graders and the learner read them, so that no rollout is sent
-between processes.
+"""Stores finished rollouts as files. Workers write them, graders and the learner read them.
 
-There is one file per rollout and attempt, `g000012.3.0.rollout`: `HEAD`, then a packed `Rollout`. It is on disk before
-the ledger records that the rollout has finished. It is read with the size and SHA-256 from the ledger, so a changed
-file is an error. Files that no rollout of the ledger refers to are deleted (`keep_only`): of abandoned attempts, and of
-rollouts whose step no restart can go back to. Safe for any number of readers and writers. This module knows nothing of
-the ledger. See `docs/formats/run.md`.
-"""
+So no rollout is sent between processes. There is one file per rollout and attempt, `g000012.3.0.rollout`: `HEAD`, then
+a packed `Rollout`. It is on disk before the ledger records that the rollout has finished. It is read with the size and
+SHA-256 from the ledger, so a changed file is an error. Files that no rollout of the ledger refers to are deleted
+(`keep_only`): of abandoned attempts, and of rollouts whose step no restart can go back to. Safe for any number of
+readers and writers. This module knows nothing of the ledger. The format is in `docs/formats/run.md`."""
 
 from __future__ import annotations
 
@@ -31,26 +29,25 @@ T = TypeVar("T")
 
 
 class _Exports(msgspec.Struct, frozen=True):
-    """The part of a `Rollout` that graders need."""
-
     exports: dict[str, bytes]
 
 
 class RolloutFiles:
     """The stored rollouts of a run, in a folder that every process of the run sees.
 
-    `write` returns the size and digest of the file (`StoredFile`); `read` needs the summary that has them.
-    """
+    `write` returns the size and digest of the file (`StoredFile`); `read` needs the summary that has them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, rollout_id: str, attempt: int) -> Path:
-        """The path of a rollout's file."""
+        """Return the path of a rollout's file."""
         return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
 
     def write(self, rollout: Rollout, *, durable: bool = True) -> StoredFile:
-        """Store a rollout atomically; with `durable` it is synced to disk when this returns. Raises `StoreError`."""
+        """Store a rollout atomically, and return the size and digest of its file.
+
+        With `durable` it is synced to disk when this returns. Raises `StoreError` when it cannot be written."""
         data, path = HEAD + pack(rollout), self.path(rollout.rollout_id, rollout.attempt)
         scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
@@ -75,11 +72,13 @@ class RolloutFiles:
         return StoredFile(len(data), hashlib.sha256(data).hexdigest())
 
     def read(self, summary: RolloutSummary) -> Rollout:
-        """Read a rollout. Raises `LedgerError` when its file is missing or changed."""
+        """Read the rollout of a summary. Raises `LedgerError` when its file is missing or changed."""
         return self._read(summary, Rollout)
 
     def read_exports(self, summary: RolloutSummary) -> dict[str, bytes]:
-        """Read the exports of a rollout: path → content. Raises `LedgerError`."""
+        """Read the exported files of a rollout: path → content.
+
+        Raises `LedgerError` when its file is missing or changed."""
         return self._read(summary, _Exports).exports
 
     def _proven(self, summary: RolloutSummary) -> bytes:
@@ -109,7 +108,7 @@ class RolloutFiles:
             raise _lost(summary, f"{path}: {error}") from error
 
     def has(self, summary: RolloutSummary) -> bool:
-        """Whether a rollout's file exists with the stored content."""
+        """Return whether a rollout's file exists with the size and digest in the summary."""
         try:
             self._proven(summary)
         except LedgerError:
@@ -121,16 +120,18 @@ class RolloutFiles:
         self.path(summary.rollout_id, summary.attempt).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """The names of the existing files. Call it before querying which files are needed, so that new files are not in
-        the list."""
+        """Return the names of the existing files, sorted.
+
+        Call it before querying which files are needed, so that files that are written meanwhile are not in the list."""
         try:
             return sorted(os.listdir(self.folder))
         except FileNotFoundError:
             return []
 
     def keep_only(self, names: Collection[str], wanted: Collection[tuple[str, int]]) -> int:
-        """Delete those of the named files whose (rollout id, attempt) is not in `wanted`. Returns the number of deleted
-        files."""
+        """Delete those of the named files that are not wanted, and return the number of deleted files.
+
+        `names`: the result of `names()`. `wanted`: (rollout id, attempt) of every file to keep."""
         keep, gone = {self.path(*one).name for one in wanted}, 0
         for name in names:
             if name.partition(SUFFIX)[0] + SUFFIX not in keep:

@@ -3,8 +3,7 @@
 It is in WAL mode, so that `status` and `audit` can read while the conductor writes. With `synchronous=NORMAL` a killed
 process loses nothing, but a power failure may lose the last transactions; where that would matter (before a batch is
 trained) the caller requests `sync`. There is one writer at a time: the process that has locked the run folder. Each row
-has a CRC (`sqlite_integrity`). This module knows nothing of the meaning of states.
-"""
+has a CRC (`sqlite_integrity`). This module knows nothing of the meaning of states."""
 
 from __future__ import annotations
 
@@ -60,7 +59,9 @@ CREATE TABLE transitions (
 
 
 class SqliteDatabase:
-    """A `Database` in one SQLite file."""
+    """A ledger's `Database` in one SQLite file. `check` runs before each outermost commit.
+
+    `immutable`: promises that nothing writes the file meanwhile, so that no files are created beside it."""
 
     def __init__(
         self, path: Path, *, readonly: bool = False, immutable: bool = False, check: Callable[[], None] | None = None
@@ -157,8 +158,10 @@ class SqliteDatabase:
             raise _map_error(self.path, error) from error
 
     def verify(self) -> None:
-        """Read the whole file once; takes a second for some hundred MB. Raises `LedgerError` for a damaged page, index,
-        constraint or value, or a damaged part of the log."""
+        """Read the whole file once; takes a second for some hundred MB.
+
+        Raises `LedgerError` for a damaged page, index, constraint or value, or a damaged part of the write-ahead log.
+        """
         damaged = lost_frames(self.path)
         found = [damaged] if damaged else []
         try:
@@ -179,7 +182,6 @@ class SqliteDatabase:
 
 
 def _has_log(path: Path) -> bool:
-    """Whether the write-ahead log has content."""
     try:
         return Path(f"{path}-wal").stat().st_size > 0
     except FileNotFoundError:

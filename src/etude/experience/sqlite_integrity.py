@@ -1,15 +1,13 @@
-"""Integrity of an SQLite ledger: a CRC per row, and damage in its write-ahead log. SQLite itself has no checksums of
-data.
+"""Integrity of an SQLite ledger: a CRC per row, and damage in its write-ahead log.
 
-The CRCs are in a table of their own, by table and rowid. They are written by temporary triggers of the writer's
-connection, so that any other program can still read the file. A row without a CRC and a CRC without a row count as
-damage.
+SQLite itself has no checksums of data. The CRCs are in a table of their own, by table and rowid. They are written by
+temporary triggers of the writer's connection, so that any other program can still read the file. A row without a CRC
+and a CRC without a row count as damage.
 
 SQLite takes the first frame of the log with a wrong checksum for its end, since a torn write looks like this. A flipped
 bit in the middle looks the same, and the committed frames behind it are dropped without an error. Here damage is
 recognised by later frames of the same generation (equal salts). See https://www.sqlite.org/fileformat2.html#walformat.
-This module knows nothing of the meaning of rows.
-"""
+This module knows nothing of the meaning of rows."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ CREATE TABLE {SUMS} (
 
 
 def row_crc(*values: object) -> int:
-    """CRC-32 of the repr of a row's values, which distinguishes types and boundaries. One call for speed: it runs a
-    dozen times per rollout.
+    """Return the CRC-32 of the repr of a row's values, which distinguishes types and boundaries.
 
     >>> row_crc("a", 1) != row_crc("a1") != row_crc("a", 2) != row_crc("a", "2")
     True
@@ -42,12 +39,12 @@ def row_crc(*values: object) -> int:
 
 
 def has_sums(connection: sqlite3.Connection) -> bool:
-    """Whether rows have CRCs; in ledgers of earlier versions they have none."""
+    """Return whether rows have CRCs; in ledgers of earlier versions they have none."""
     return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (SUMS,)).fetchone())
 
 
 def keep_sums(connection: sqlite3.Connection) -> None:
-    """Have every change through this connection update the CRCs; add the table of CRCs if it is missing."""
+    """Make every change through this connection update the CRCs; add the table of CRCs if it is missing."""
     connection.create_function("etude_row_crc", -1, row_crc, deterministic=True)
     if not has_sums(connection):
         connection.execute("BEGIN IMMEDIATE")
@@ -86,7 +83,7 @@ def wrong_rows(connection: sqlite3.Connection) -> Iterator[str]:
 
 
 def _tables(connection: sqlite3.Connection) -> list[tuple[str, list[str]]]:
-    """All tables except that of the CRCs, with their columns."""
+    """Return all tables except that of the CRCs, with their columns."""
     sql = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name NOT IN (?, ?)"
     names = [name for (name,) in connection.execute(sql, (SUMS, FORMER))]
     return [(name, [row[1] for row in connection.execute(f"PRAGMA main.table_info({name})")]) for name in sorted(names)]
@@ -100,8 +97,9 @@ _MAGIC = (0x377F0682, 0x377F0683)  # checksums of little-endian, of big-endian w
 
 
 def lost_frames(database: Path) -> str:
-    """A sentence on the damage in a database's log; "" if there is none or no log. A writer may restart the log while
-    it is read, so damage is confirmed by a second read."""
+    """Return a sentence on the damage in a database's write-ahead log; "" if there is no damage or no log.
+
+    A writer may restart the log while it is read, so damage is confirmed by a second read."""
     found = _find_damage(database)
     return found if found and _find_damage(database) == found else ""
 

@@ -10,8 +10,7 @@ a digest of all its bytes (`etude.file_checksums`). `record_batch` makes the bat
 while it reads, so that besides the samples only a bounded part of the step is in memory. The format is in
 `docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`, `use_threads`): a pyarrow thread that
 still uses a Python file when the interpreter exits would abort the process. This module knows nothing of databases, or
-of how the batch was made.
-"""
+of how the batch was made."""
 
 from __future__ import annotations
 
@@ -119,43 +118,50 @@ _ARRAYS_1 = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One rollout of a recorded step, without its tokens."""
+    """One rollout of a recorded step, without its tokens.
+
+    `task_id`, `family`, `attempt` and `ending` are None if the process that ran the rollout stored nothing. `outcome`:
+    None if it was cancelled or quarantined."""
 
     rollout_id: str
     group_id: str
-    task_id: str | None  # None, like family, attempt and ending, if the process that ran it stored nothing
+    task_id: str | None
     family: str | None
     attempt: int | None
     ending: str | None
-    outcome: Graded | Invalid | None  # None: cancelled or quarantined
+    outcome: Graded | Invalid | None
 
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """The content of a trace file."""
+    """The content of a trace file: what one step trained on.
+
+    `rollouts`: in order of rollout id. `computed_by`: facts about the learner's software and hardware
+    (`learner.computed_by`); empty in old files. `settings`: learner settings that differed from the config. `digest`:
+    the `batch_digest` of the batch."""
 
     batch: Batch
-    rollouts: tuple[RecordedRollout, ...]  # in order of rollout id
-    computed_by: Mapping[str, str] = field(default_factory=dict)  # facts of `learner.computed_by`; empty in old files
-    settings: Mapping[str, Any] = field(default_factory=dict)  # learner settings that differed from the config
-    digest: str = ""  # `batch_digest` of the batch
+    rollouts: tuple[RecordedRollout, ...]
+    computed_by: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = ""
 
 
 @dataclass(frozen=True)
 class Index:
-    """The part of a trace file that an audit needs."""
+    """The part of a trace file that an audit needs. `trained`: ids of rollouts with a sample."""
 
     path: TraceFile
     batch_id: str
     step: int
     rollout_ids: frozenset[str]
-    trained: frozenset[str]  # those with a sample
+    trained: frozenset[str]
     graded: frozenset[str]
 
 
 @dataclass(frozen=True)
 class StoredTrace:
-    """A trace in a blob store, with the methods of a path that are used here."""
+    """The trace file of one step in a blob store, with those methods of a path that this module uses."""
 
     store: BlobStore
     name: str
@@ -164,7 +170,7 @@ class StoredTrace:
         return f"{self.name} in {self.store!r}"
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """The trace's bytes as a file. Raises `FileNotFoundError` when it does not exist."""
+        """Return the trace's bytes as a file. Raises `FileNotFoundError` when it does not exist."""
         try:
             return io.BytesIO(self.store.get(self.name))
         except KeyError:
@@ -181,8 +187,10 @@ class StoredTrace:
         self.store.delete(self.name)
 
     def replace(self, data: bytes) -> None:
-        """Write the trace. Objects are immutable, so different bytes are deleted first. A kill in between loses
-        nothing: such a step has not been trained yet."""
+        """Write the trace, and replace a different one.
+
+        Objects are immutable, so different bytes are deleted first. A kill in between loses nothing: such a step has
+        not been trained yet."""
         if self.exists() and self.store.get(self.name) != data:
             self.store.delete(self.name)
         self.store.put(self.name, data)
@@ -193,21 +201,23 @@ TraceFile = FilePath | StoredTrace
 
 
 def trace_path(folder: TraceFolder, step: int) -> TraceFile:
-    """The path of the trace of a version step, in a folder or a store."""
+    """Return the place of the trace file of a version step, in a folder or a blob store."""
     name = f"batch-{step:06d}.parquet"
     return folder / name if isinstance(folder, FilePath) else StoredTrace(folder, name)
 
 
 def recorded_steps(folder: TraceFolder) -> list[int]:
-    """The steps that have a trace, ascending."""
+    """Return the steps that have a trace, ascending."""
     names = [path.name for path in folder.glob("batch-*")] if isinstance(folder, FilePath) else folder.list("batch-")
     found = [name.removeprefix("batch-").removesuffix(".parquet") for name in names if name.endswith(".parquet")]
     return sorted(int(digits) for digits in found if digits.isdigit())
 
 
 def batch_digest(batch: Batch) -> str:
-    """The digest of everything that a learner reads of a batch, in order, as 64 hex characters: SHA-256 of ``(step,
-    num_loss_tokens, rollout ids, samples)`` as msgpack, with ``lr_share`` after ``num_loss_tokens`` if it is not 1."""
+    """Return the SHA-256 of everything that a learner reads of a batch, as 64 hex characters.
+
+    Hashed is `(step, num_loss_tokens, rollout ids, samples)` as msgpack, with `lr_share` after `num_loss_tokens` if it
+    is not 1."""
     names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
     scaled = () if batch.lr_share == 1.0 else (batch.lr_share,)
     digest = hashlib.sha256(_array_head(4 + len(scaled)))
@@ -221,7 +231,7 @@ def batch_digest(batch: Batch) -> str:
 
 
 def _array_head(length: int) -> bytes:
-    """The first bytes of a msgpack array of this length."""
+    """Return the first bytes of a msgpack array of this length."""
     if length < 16:
         return bytes([0x90 | length])
     return struct.pack(">BH", 0xDC, length) if length < 1 << 16 else struct.pack(">BI", 0xDD, length)
@@ -237,10 +247,15 @@ def record_batch(
     settings: Mapping[str, Any] | None = None,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Batch, BatchRef]:
-    """Make the planned batch from the rollouts that `read` returns, and write its trace atomically and durably. Returns
-    the batch and its reference. `temperature`: that of the run; `computed_by`: facts of the learner that will train on
-    it; `settings`: its settings that differ from the config; `each` is called after each rollout. Raises `LedgerError`,
-    `StoreError`."""
+    """Make the planned batch, write its trace atomically and durably, and return the batch and its reference.
+
+    - `read`: returns the full rollout of a summary.
+    - `temperature`: the sampling temperature of the run.
+    - `computed_by`: facts of the learner that will train on the batch. `settings`: its settings that differ from the
+      config.
+    - `each`: called after each rollout.
+
+    Raises `LedgerError` when a rollout cannot be read, `StoreError` when the trace cannot be written."""
     samples = list[Sample]()
 
     not_plain = 0
@@ -293,7 +308,7 @@ def record_batch(
 
 
 def _trace(member: Member, read: Read) -> Trace:
-    """The trace of a member: empty if nothing was stored, or if an invalid rollout can no longer be read."""
+    """Return the trace of a member; empty if nothing was stored, or if an invalid rollout can no longer be read."""
     if member.summary is None or member.summary.stored is None:
         return Trace(())
     try:
@@ -353,8 +368,9 @@ class _Shared:
 
 
 class _Prefixes:
-    """Finds common prefixes among the turns of a group: among first turns of its rollouts, and among turns that follow
-    the same turn of a rollout."""
+    """Finds common prefixes among the turns of a group.
+
+    It compares first turns of its rollouts, and turns that follow the same turn of a rollout."""
 
     def __init__(self) -> None:
         self._group_id, self._num_turns = "", 0
@@ -381,7 +397,6 @@ class _Prefixes:
 
 
 def _num_common(one: I32, other: I32) -> int:
-    """The length of the common prefix."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
@@ -401,23 +416,15 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
             num_routes = min(shared.num_tokens, len(routes), len(other.routes))
         prompt_ids, routes = prompt_ids[shared.num_tokens :], _differences(routes, other.routes, num_routes)
         found = {"shared_with": shared.number, "shared_tokens": shared.num_tokens, "shared_routes": num_routes}
-    spans = [
-        {
-            "step": span.version.step,
-            "incarnation": span.version.incarnation,
-            "digest": span.version.digest,
-            "num_tokens": span.num_tokens,
-            "kv_epoch": span.kv_epoch,
-        }
-        for span in done.spans
-    ]
+    versions = [{name: getattr(one.version, name) for name in ("step", "incarnation", "digest")} for one in done.spans]
+    counts = [{"num_tokens": one.num_tokens, "kv_epoch": one.kv_epoch} for one in done.spans]
     return found | {
         "parent": turn.parent,
         "kind": str(turn.kind),
         "sampling": _sampling_columns(turn.sampling),
         "engine": done.engine,
         "stop_reason": str(done.stop_reason),
-        "spans": spans,
+        "spans": [version | count for version, count in zip(versions, counts, strict=True)],
         "prompt_ids": prompt_ids,
         "token_ids": done.token_ids,
         "logprobs": done.logprobs,
@@ -444,8 +451,7 @@ def _sampling(row: dict[str, Any]) -> Sampling:
 
 
 def _differences(routes: Routes, other: Routes, count: int) -> Routes:
-    """The routes, with the first `count` XOR those of another turn: zeros where they are equal. Applied twice, it
-    restores the routes."""
+    """Return the routes with the first `count` XOR those of another turn. Applied twice, it restores the routes."""
     return np.concatenate([routes[:count] ^ other[:count], routes[count:]]) if count else routes
 
 
@@ -495,8 +501,9 @@ def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[
 
 
 def read_trace(path: TraceFile) -> RecordedBatch:
-    """Read a trace: the batch, equal to the one that was written, and every rollout's outcome. Raises `LedgerError` for
-    a damaged file."""
+    """Read a trace file: the batch, equal to the one that was written, and every rollout's outcome.
+
+    Raises `LedgerError` for a missing or damaged file."""
     table, facts = _read(path)
     try:
         if facts["format"] == 1:
@@ -535,8 +542,9 @@ def _share(value: object) -> float:
 
 
 def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
-    """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file does not have the rollout.
-    Raises `LedgerError` for a damaged file."""
+    """Read a rollout's outcome and the tokens of each of its paths, [T] int32, from a trace file.
+
+    Returns None when the file does not have the rollout. Raises `LedgerError` for a missing or damaged file."""
     old = [*_JUDGED, "token_ids"]
     new = [name for name in SCHEMA.names if name != "routes"]
     table, facts = _read(path, {1: old, 2: new, FORMAT: new})
@@ -555,7 +563,9 @@ def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | N
 
 
 def read_index(path: TraceFile) -> Index:
-    """Which rollouts a trace file has, without reading their tokens. Raises `LedgerError`."""
+    """Read which rollouts a trace file has, without their tokens.
+
+    Raises `LedgerError` for a missing or damaged file."""
     new = ["rollout_id", "reward", "row"]
     columns = {1: ["rollout_id", "reward", "in_batch"], 2: new, FORMAT: new}
     table, facts = _read(path, columns)
@@ -571,7 +581,7 @@ def read_index(path: TraceFile) -> Index:
 
 
 def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tuple[pa.Table, dict[str, Any]]:
-    """The table of a file, with these columns for its format (None: all), and its metadata."""
+    """Return the table of a file, with these columns for its format (None: all), and its metadata."""
     try:
         with path.open("rb") as handle:
             has_digest = verify_parquet(handle, path, kind=LedgerError)
@@ -635,8 +645,10 @@ def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tup
 
 
 def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], group: Sequence[Turn]) -> Turn:
-    """A turn as it was written. `turns`: the earlier turns of its rollout; `group`: the earlier turns of its group.
-    Without routes if that column was not read."""
+    """Return a turn as it was written.
+
+    `turns`: the earlier turns of its rollout; `group`: the earlier turns of its group. It has no routes if that column
+    was not read."""
     if row["turn"] != len(turns) or not (row["parent"] is None or 0 <= row["parent"] < len(turns)):
         raise ValueError(f"rollout {row['rollout_id']} has no turn that turn {row['turn']} could follow")
     prompt_ids = _array(table, "prompt_ids", i)
@@ -682,13 +694,13 @@ def _sample(row: dict[str, Any], table: pa.Table, i: int, trace: Trace) -> Sampl
 
 
 def _array(table: pa.Table, name: str, i: int) -> Array:
-    """A list value of a row, as an array over the table's memory."""
+    """Return a list value of a row, as an array over the table's memory."""
     found: Array = table.column(name)[i].values.to_numpy(zero_copy_only=False)
     return found
 
 
 def _routes(data: pa.Buffer | bytes, shape: Sequence[int]) -> Routes:
-    """[R, MoE layers, top_k] Routes; the dtype follows from the number of bytes."""
+    """Return [R, MoE layers, top_k] routes. Their dtype follows from the number of bytes."""
     found: Routes = np.frombuffer(data, "<u2" if len(data) > math.prod(shape) else np.uint8).reshape(shape)
     return found
 
@@ -710,7 +722,7 @@ def _samples_1(table: pa.Table) -> list[Sample]:
 
 
 def _graded(row: dict[str, Any]) -> Graded:
-    """The verdict of a row. In format 1 the terms are numbers by name, and the reward is the grade."""
+    """Return the verdict of a row. In format 1 the terms are numbers by name, and the reward is the grade."""
     trust = Trust(row["trust"])
     if row["terms"].startswith("{"):
         measures = {str(name): float(value) for name, value in json.loads(row["terms"]).items()}

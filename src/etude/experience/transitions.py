@@ -1,8 +1,7 @@
 """The states of a rollout, and the table of allowed transitions between them.
 
-All transitions are in one table. A state in `HOLDING` occupies one of the run's slots; every terminal state frees the
-slot and has a reason. This module knows nothing of databases.
-"""
+A state in `HOLDING` occupies one of the run's slots; every terminal state frees the slot and has a reason. This module
+knows nothing of databases."""
 
 from __future__ import annotations
 
@@ -13,18 +12,26 @@ from etude.errors import LedgerError
 
 
 class State(enum.StrEnum):
-    """The state of a rollout."""
+    """The state of a rollout in the ledger.
 
-    ADMITTED = "admitted"  # has a task and a slot, waits for a worker
-    RUNNING = "running"  # a worker runs it
-    GRADED = "graded"  # graded and stored, waits for its batch
-    INVALID = "invalid"  # failed for reasons outside the agent; kept, never trained on
-    BATCHED = "batched"  # in the batch of a step
-    TRAINED = "trained"  # in the lineage of the current weights
-    NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient
-    REQUEUED = "requeued"  # will be run again, or its stored outcome will be used again
-    QUARANTINED = "quarantined"  # its record cannot be read or trusted; kept, never trained on
-    CANCELLED = "cancelled"  # not needed any more
+    - ADMITTED: it has a task and a slot, and waits for a worker. RUNNING: a worker runs it.
+    - GRADED: it is graded and stored, and waits for its batch. BATCHED: it is in the batch of a step.
+    - TRAINED, NO_SIGNAL: a step that the current weights were trained by consumed it, with or without a gradient.
+    - INVALID: it failed for reasons outside the agent; kept, never trained on.
+    - REQUEUED: it will be run again, or its stored outcome will be used again.
+    - QUARANTINED: its record cannot be read or trusted; kept, never trained on.
+    - CANCELLED: it is not needed any more."""
+
+    ADMITTED = "admitted"
+    RUNNING = "running"
+    GRADED = "graded"
+    INVALID = "invalid"
+    BATCHED = "batched"
+    TRAINED = "trained"
+    NO_SIGNAL = "no-signal"
+    REQUEUED = "requeued"
+    QUARANTINED = "quarantined"
+    CANCELLED = "cancelled"
 
 
 HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED})
@@ -38,7 +45,7 @@ ENDED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELL
 
 
 class Move(NamedTuple):
-    """One allowed transition."""
+    """One allowed transition from the state `origin` to the state `to`. `when`: what happens then, in words."""
 
     origin: State
     to: State
@@ -75,8 +82,9 @@ _ALLOWED = {(move.origin, move.to) for move in MOVES}
 
 
 def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
-    """Check a transition of a rollout. Raises `LedgerError` when the table forbids it, or a terminal state has no
-    reason.
+    """Check that a rollout may go from the state `origin` to the state `to`.
+
+    Raises `LedgerError` when the table forbids it, or a terminal state has no reason.
 
     >>> check("g000001.0", State.RUNNING, State.GRADED, "")
     >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")

@@ -1,11 +1,12 @@
-"""The gateway: OpenAI's chat and text completions API over a `Policy` and a chat format. Usable alone, without torch.
+"""An HTTP server with OpenAI's chat and text completions API, over any `Policy`. Usable alone, without torch.
 
     app = create_app(policy, ChatFormat.load("checkpoint"), model="etude", context_tokens=384)
     async with serving(app, config=GatewayConfig(port=8000)) as base_url:
         ...
 
-Any OpenAI client works with ``base_url``. No token of a conversation is tokenised twice (`etude.capture`).
-"""
+A `Policy` samples completions of token ids; a chat format converts messages to token ids and back. Any OpenAI client
+works with ``base_url``. The gateway keeps the tokens of each conversation (`etude.capture`), so it never tokenises a
+sampled reply again."""
 
 from etude.gateway.app import Gateway, create_app
 from etude.gateway.config import GatewayConfig

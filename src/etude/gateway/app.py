@@ -2,12 +2,11 @@
 
     request → API key → body size → validation → running slot → tokens → context limit → policy → response
 
-Each step can refuse a request, with an error in OpenAI's format. The number of running requests is limited. A text is
-tokenised in a thread, and refused by its length alone when it cannot fit. The gateway stores the tokens of
-conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. Streams are
-sent while the policy samples (as one part from a policy that cannot stream). When a client disconnects, its request is
-cancelled. Tool calls are executed by the client.
-"""
+Each step can refuse the request, with an error in OpenAI's format. A text that is certainly too long for the context is
+refused without being tokenised; others are tokenised in a thread. The gateway stores the tokens of conversations: a
+client sends text, and the model gets exactly the tokens that it read and sampled before. A stream is sent while the
+policy samples, or as one part if the policy cannot stream. When a client disconnects, its request is cancelled. Clients
+execute tool calls."""
 
 from __future__ import annotations
 
@@ -57,10 +56,11 @@ def create_app(
     config: GatewayConfig | None = None,
     key: str | None = None,
 ) -> Starlette:
-    """Make the ASGI app that serves one model.
+    """Return the ASGI app that serves one model over OpenAI's API. Run it with `serving`.
 
-    `model`: the name in requests. `context_tokens`: longest context. `key`: the API key; without one only loopback
-    callers are answered."""
+    `policy` samples the completions and `chat` converts messages to tokens and back. `model` is the name that clients
+    send. `context_tokens` is the largest number of tokens of prompt and answer together. `key` is the API key that
+    clients must send; without one, only requests to a loopback host name (such as localhost) are answered."""
     gateway = Gateway(policy, chat, model=model, context_tokens=context_tokens, config=config, key=key)
     routes = [
         Route("/health", gateway.health),
@@ -76,19 +76,24 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request that is ready for the policy, with what its response needs."""
+    """A parsed request with its tokens, ready for the policy, and what is needed to make its response.
+
+    `parsed` is the client's request and `request` the one for the policy. `signatures` are the tools; None means that
+    the completion is not searched for tool calls. `prompt` is the place in the tree of conversations at which the
+    completion is recorded; None for a text request. `created` is in Unix seconds."""
 
     parsed: BaseRequest
     request: CompletionRequest
     response_id: str
-    created: int  # unix seconds
-    signatures: Any = None  # tools; None: do not look for tool calls
-    prompt: Prompt | None = None  # chat only: where the completion is recorded
+    created: int
+    signatures: Any = None
+    prompt: Prompt | None = None
 
 
 class Gateway:
-    """The request handlers and state of the app: running requests and stored conversations. Arguments as in
-    `create_app`."""
+    """The app's request handlers, running requests and stored conversations. `create_app` makes one.
+
+    The arguments are those of `create_app`."""
 
     def __init__(
         self,
@@ -110,26 +115,26 @@ class Gateway:
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the gateway serves; needs no key."""
+        """Answer GET /health with status 200. No API key is needed."""
         return JSONResponse({"status": "ok", "model": self.model})
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: a list with the one model."""
+        """Answer GET /v1/models with a list that has the one model."""
         self._admit(request)
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
-        """GET /v1/models/{name}."""
+        """Answer GET /v1/models/{name} with the model's description, or with 404 for another name."""
         self._admit(request)
         self._check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
     async def chat_completions(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions: sample the assistant's next message of a conversation."""
         return await self._serve(request, read_request, self._prepare_chat, chat_body, ChatStream)
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions: continue a prompt without a chat template."""
+        """Answer POST /v1/completions: continue a prompt without a chat template."""
         return await self._serve(request, read_text_request, self._prepare_text, text_body, TextStream)
 
     async def _serve(
@@ -168,8 +173,9 @@ class Gateway:
         }
 
     def _admit(self, request: Request) -> None:
-        """Check the API key. Without a key, check that the Host header is loopback: a web page of another host,
-        resolved to this machine, is refused."""
+        """Check the API key. Without a key, check that the Host header is loopback.
+
+        The second check refuses a web page whose host name resolves to this machine."""
         if self._key is None:
             if not is_loopback(host(request)):
                 raise RequestRefused(403, "without a key only localhost is answered", code="forbidden")
@@ -202,7 +208,6 @@ class Gateway:
     async def _events(
         self, parsed: R, prepare: Callable[[R], Awaitable[PendingRequest]], kind: type[ChatStream]
     ) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream, each as soon as its tokens are sampled."""
         end = time.monotonic() + self.config.deadline_s
         async with self._running_slot():
             pending = await prepare(parsed)
@@ -229,7 +234,6 @@ class Gateway:
             yield event
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run CPU-bound work in a tokeniser thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokeniser_threads, work)
 
     async def _prepare_chat(self, parsed: ChatRequest) -> PendingRequest:
@@ -278,7 +282,7 @@ class Gateway:
         )
 
     def _respond(self, pending: PendingRequest, completion: Completion) -> ModelResponse:
-        """Make the response of a completion. The completion of a chat is recorded as a turn."""
+        """Make the response to a completion. The completion of a chat is recorded as a turn."""
         if completion.stop_reason is StopReason.CANCELLED:
             raise RequestRefused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
         answer = make_response(
@@ -299,7 +303,7 @@ class Gateway:
         return RequestRefused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
 
     def _max_answer_tokens(self, parsed: BaseRequest, num_prompt: int) -> int:
-        """Token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
+        """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
         remaining = self.context_tokens - num_prompt
         if remaining < (parsed.max_tokens or 1):
             raise context_exceeded(self.context_tokens, num_prompt, parsed.max_tokens or 1)
@@ -322,7 +326,7 @@ class Gateway:
 
 
 def _streaming(first: bytes, events: AsyncGenerator[bytes]) -> Response:
-    """The response of a stream whose first event is known. A later error becomes the last event."""
+    """Return the response of a stream whose first event is known. A later error becomes the last event."""
 
     async def body() -> AsyncIterator[bytes]:
         async with aclosing(events):

@@ -9,13 +9,21 @@ from etude.config import ranged
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Address and limits of the gateway. The API key is not a setting; it is passed to `create_app`."""
+    """Address and limits of the gateway. The API key is not a setting; it is passed to `create_app`.
+
+    - `port`: 0 takes any free port.
+    - `max_running`: the most completions that run at the same time.
+    - `max_waiting`: the most requests that wait to run. Further ones are refused with status 429.
+    - `max_body_bytes`: the largest request body. A larger one is refused with status 413.
+    - `answer_tokens`: the most tokens of an answer whose request gives no limit.
+    - `deadline_s`: the longest time from the arrival of a request to the end of its completion, in seconds.
+    - `remembered_tokens`: the most tokens of conversations that are kept in memory."""
 
     host: str = "127.0.0.1"
-    port: int = ranged(8000, low=0, high=65535)  # 0: any free port
-    max_running: int = ranged(16, low=1)  # completions that run at the same time
-    max_waiting: int = ranged(64, low=0)  # requests that wait to run; one more is refused with 429
-    max_body_bytes: int = ranged(4_194_304, low=1024)  # a larger request is refused with 413
-    answer_tokens: int = ranged(1024, low=1)  # token limit of a request without one
-    deadline_s: float = ranged(120.0, low=0.01)  # from the request's arrival to its completion
-    remembered_tokens: int = ranged(4_194_304, low=0)  # tokens of conversations to keep in memory
+    port: int = ranged(8000, low=0, high=65535)
+    max_running: int = ranged(16, low=1)
+    max_waiting: int = ranged(64, low=0)
+    max_body_bytes: int = ranged(4_194_304, low=1024)
+    answer_tokens: int = ranged(1024, low=1)
+    deadline_s: float = ranged(120.0, low=0.01)
+    remembered_tokens: int = ranged(4_194_304, low=0)

@@ -11,31 +11,33 @@ from etude.errors import ContextFull, EngineError, EtudeError, nearest
 
 
 class RequestRefused(Exception):
-    """A request is refused: the HTTP status and the error for the client."""
+    """Raised to refuse a request: the HTTP status, and the error that the client gets.
+
+    `message`, `code` and `param` are the fields of OpenAI's error object; `param` names the invalid request field."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
     def body(self) -> dict[str, object]:
-        """The JSON body: ``{"error": {"message", "type", "param", "code"}}``."""
+        """Return the JSON body: ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The HTTP response, with a retry-after header for status 429 and 503."""
+        """Return the HTTP response. With status 429 or 503 it has a retry-after header."""
         headers = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
         return JSONResponse(self.body(), self.status, headers.get(self.status))
 
 
 def invalid_request(message: str, param: str | None = None) -> RequestRefused:
-    """The error of an invalid request (HTTP 400). `param`: name of the invalid field."""
+    """Return the error of an invalid request (HTTP 400). `param` names the invalid request field."""
     return RequestRefused(400, message, code="invalid_request", param=param)
 
 
 def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> RequestRefused:
-    """The error of a parameter value that is not supported (HTTP 400). `neutral`: values that are accepted."""
+    """Return the error of a request field with an unsupported value (HTTP 400). `neutral`: the accepted values."""
     what = f"{field} = {json.dumps(value)[:100]} is not offered by this model"
     harmless = " or ".join(json.dumps(one) for one in neutral if one is not None) or "null"
     facts = f"it would change the answer; only {harmless} is accepted"
@@ -43,7 +45,9 @@ def unsupported_value(field: str, value: object, neutral: Sequence[object]) -> R
 
 
 def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
-    """The error of an unknown parameter (HTTP 400), with OpenAI's message and code."""
+    """Return the error of an unknown request field (HTTP 400), with OpenAI's message and code.
+
+    `known` are the names of all accepted fields; the closest one is suggested."""
     close = nearest(field[:100], known)
     hint = close if close.startswith("did you mean") else "leave it out; the guide lists the supported ones"
     message = f"Unknown parameter: {field[:100]!r}.\n  hint: {hint}"
@@ -51,7 +55,9 @@ def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
 
 
 def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> RequestRefused:
-    """The error of a request that exceeds the context (HTTP 400), with OpenAI's message and code."""
+    """Return the error of a request that exceeds the context (HTTP 400), with OpenAI's message and code.
+
+    `context_tokens` is the model's limit, and `answer_tokens` the length of the answer that the client asked for."""
     total = prompt_tokens + answer_tokens
     message = (
         f"This model's maximum context length is {context_tokens} tokens. However, you requested {total} tokens "
@@ -62,7 +68,9 @@ def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int
 
 
 def from_error(error: EtudeError) -> RequestRefused:
-    """Convert an `EtudeError` that was raised while a request was served."""
+    """Convert an error that was raised while a request was served to the refusal that the client gets.
+
+    `ContextFull` becomes HTTP 400, another `EngineError` (no engine could answer) 503, and any other error 400."""
     message = f"{error.what}{': ' + error.facts if error.facts else ''}"
     if isinstance(error, ContextFull):
         return RequestRefused(400, message, code="context_length_exceeded", param="messages")

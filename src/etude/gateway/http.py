@@ -1,4 +1,4 @@
-"""HTTP parts of the gateway: serving the app, the caller's host, client disconnects, and error handlers."""
+"""HTTP parts of the gateway: serving the app, the requested host, client disconnects, and error handlers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def host(request: Request) -> str:
-    """The host name in the request's Host header; "" when the header is invalid."""
+    """Return the host name in the request's Host header, or "" when the header is invalid."""
     try:
         return request.url.hostname or ""
     except ValueError:  # an invalid Host header
@@ -29,7 +29,7 @@ def host(request: Request) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is a loopback address.
+    """Return whether a host name or address is a loopback address.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("example.org")
     (True, True, False, False)
@@ -43,7 +43,9 @@ def is_loopback(host: str) -> bool:
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`. When the client disconnects first, cancel it and raise `ClientDisconnect`."""
+    """Await `work` and return its result.
+
+    When the client disconnects first, cancel `work` and raise `ClientDisconnect`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -89,10 +91,10 @@ HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _brok
 
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str]:
-    """Serve the app while the block runs. Yields the URL that clients use as `base_url`.
+    """Serve `app`, made by `create_app`, while the block runs. Yields the URL that OpenAI clients take as `base_url`.
 
-    Raises `ConfigError` when the port is in use, and for an address other than loopback when the app needs no key.
-    """
+    Raises `ConfigError` when the port is in use, and when the app has no API key but `config.host` is not a loopback
+    address. At exit, running requests have 5 s to end."""
     if not app.state.needs_key and not is_loopback(config.host):
         hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
         raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)

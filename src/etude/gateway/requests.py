@@ -1,9 +1,8 @@
 """Parses request bodies into a checked `ChatRequest` or `TextRequest`. Raises only `RequestRefused`.
 
-A parameter that would change the answer and is not supported is refused by name, unless it has a neutral value. Unknown
-parameters are refused too. Parameters that change no answer (`HARMLESS`) are ignored. Unknown fields in messages are
-ignored, since clients send back what other servers put there.
-"""
+An unknown parameter is refused by name. So is a known one that is not supported and would change the answer, unless it
+has a value that changes nothing (`NEUTRAL`). Parameters that never change the answer (`HARMLESS`) are ignored. Unknown
+fields of messages are ignored too, since clients send back what other servers put there."""
 
 from __future__ import annotations
 
@@ -95,7 +94,11 @@ TEXT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseRequest:
-    """The fields that chat and text requests share."""
+    """The fields that chat and text requests share, checked and with defaults filled in.
+
+    `max_tokens` limits the sampled tokens; None leaves the limit to the gateway. The answer is cut off before the first
+    text of `stop`. `seed` None means a random seed. With `include_usage` a stream ends with the token counts. With
+    `return_token_ids` the response also has the token ids of prompt and answer."""
 
     model: str
     max_tokens: int | None
@@ -109,16 +112,18 @@ class BaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(BaseRequest):
-    """A request for the next message of a conversation. `messages` are canonical: text content, arguments as
-    mappings."""
+    """A request for the next message of a conversation. `read_request` makes one.
+
+    Each of `messages` is an OpenAI message with `content` as a text and the arguments of tool calls as a dict. `tools`
+    is OpenAI's list of tools; it is empty when the client forbids tool calls."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]  # empty when the client forbids tools
+    tools: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest(BaseRequest):
-    """A request to continue a prompt, which is text or token ids."""
+    """A request to continue a prompt, which is a text or a list of token ids. `read_text_request` makes one."""
 
     prompt: str | list[int]
 
@@ -177,7 +182,7 @@ _path = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def read_request(data: bytes) -> ChatRequest:
-    """Parse the body of a chat request. Raises `RequestRefused` (400)."""
+    """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` with status 400."""
     body = _decoded(data, _chat_decoder, NEUTRAL_OF_CHAT)
     messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
     if not messages or messages[-1]["role"] == "assistant":
@@ -187,7 +192,7 @@ def read_request(data: bytes) -> ChatRequest:
 
 
 def read_text_request(data: bytes) -> TextRequest:
-    """Parse the body of a text request. Raises `RequestRefused` (400)."""
+    """Parse and check the JSON body of a text completion request. Raises `RequestRefused` with status 400."""
     body = _decoded(data, _text_decoder, NEUTRAL_OF_TEXT)
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -221,7 +226,6 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[B], neutral: dict[str, t
 
 
 def _common(body: _Body) -> dict[str, Any]:
-    """The fields of `BaseRequest`."""
     return {
         "model": body.model,
         "max_tokens": body.max_completion_tokens or body.max_tokens,

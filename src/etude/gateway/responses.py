@@ -1,4 +1,4 @@
-"""Converts completions to OpenAI's response bodies. `streams` does the same for streamed responses."""
+"""Converts completions to OpenAI's response bodies. `streams` does this for streamed responses."""
 
 from __future__ import annotations
 
@@ -14,26 +14,34 @@ from etude.records.wire import I32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelResponse:
-    """The model's response to one request, as the client gets it."""
+    """The model's answer to one request, before it is written as a response body. `make_response` makes one.
+
+    - `created`: Unix seconds.
+    - `text`: the text of the answer, without tool calls and without the stop text.
+    - `calls`: tool calls, each as ``{"name": str, "arguments": dict}``.
+    - `finish_reason`: "stop", "length" or "tool_calls".
+    - `stopped_by_text`: whether one of the request's stop texts cut the answer off.
+    - `prompt_ids`: the token ids that the model read, [P] int32.
+    - `completion`: what the policy returned for this request."""
 
     response_id: str  # "chatcmpl-...", "cmpl-..."
-    created: int  # unix seconds
+    created: int
     model: str
     text: str
-    calls: tuple[dict[str, Any], ...]  # tool calls: {"name", "arguments": a mapping}
-    finish_reason: str  # "stop", "length" or "tool_calls"
-    stopped_by_text: bool  # whether a stop text cut the completion off
+    calls: tuple[dict[str, Any], ...]
+    finish_reason: str
+    stopped_by_text: bool
     prompt_ids: I32
     completion: Completion
 
     @property
     def fingerprint(self) -> str | None:
-        """The version of the weights that sampled the last token; None without tokens."""
+        """The version of the weights that sampled the last token, as text; None if no token was sampled."""
         spans = self.completion.spans
         return str(spans[-1].version) if spans else None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object; `cached_tokens` are prompt tokens whose KV was reused."""
+        """Return OpenAI's usage object. `cached_tokens` in it counts prompt tokens whose KV was reused."""
         prompt, sampled = len(self.prompt_ids), len(self.completion.token_ids)
         cached = {"cached_tokens": self.completion.num_cached}
         return {
@@ -44,19 +52,23 @@ class ModelResponse:
         }
 
     def message(self) -> dict[str, Any]:
-        """The assistant's message in OpenAI's format."""
+        """Return the assistant's message in OpenAI's format, for a response that is not streamed."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
         if self.calls:
             message |= {"content": self.text or None, "tool_calls": self.tool_calls()}
         return message
 
     def canonical_message(self) -> Message:
-        """The message in the form of `ChatRequest.messages`, by which the tree finds the turn again."""
+        """Return the message as a later request will repeat it, in the form of `ChatRequest.messages`.
+
+        The gateway records the turn under this message and so finds it again."""
         calls = [{"type": "function", "function": call} for call in self.calls]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls in OpenAI's format: ids from the index in the response, arguments as JSON text."""
+        """Return the tool calls in OpenAI's format, with arguments as JSON text.
+
+        The id of a call consists of the end of the response's id and the call's index."""
         return [
             {
                 "id": f"call_{self.response_id[-12:]}{index}",
@@ -78,10 +90,10 @@ def make_response(
     model: str,
     created: int,
 ) -> ModelResponse:
-    """Parse a completion and apply the stop texts.
+    """Parse a completion and cut it off before the first stop text.
 
-    `signatures`: the tools; None: do not look for tool calls. A malformed call is returned as text. `created`: unix
-    seconds."""
+    `signatures` are the tools, as returned by `chat.signatures`. If None, the completion is not searched for tool
+    calls. A malformed tool call is returned as text. `stop` are the stop texts, and `created` is in Unix seconds."""
     reply = chat.parse(completion.token_ids, signatures, strict=False) if signatures is not None else None
     calls: tuple[dict[str, Any], ...] = ()
     if reply is not None:
@@ -106,12 +118,16 @@ def make_response(
 
 
 def chat_body(answer: ModelResponse, *, return_token_ids: bool) -> dict[str, Any]:
-    """The body of a chat completion (`chat.completion`)."""
+    """Return the JSON body of a chat completion (`chat.completion`).
+
+    With `return_token_ids` it also has the token ids of prompt and answer."""
     return _body(answer, "chat.completion", {"message": answer.message()}, return_token_ids)
 
 
 def text_body(answer: ModelResponse, *, return_token_ids: bool) -> dict[str, Any]:
-    """The body of a text completion (`text_completion`)."""
+    """Return the JSON body of a text completion (`text_completion`).
+
+    With `return_token_ids` it also has the token ids of prompt and answer."""
     return _body(answer, "text_completion", {"text": answer.text}, return_token_ids)
 
 

@@ -1,8 +1,7 @@
-"""Converts sampled tokens to OpenAI's server-sent events. Pure: tokens in, events out.
+"""Converts sampled tokens to OpenAI's server-sent events. It does no input or output itself.
 
-Sent text cannot be taken back. So three things are held back: everything from a tool call on (it is sent complete, at
-the end), incomplete characters, and text that may be the beginning of a stop text.
-"""
+Sent text cannot be taken back. So three things are held back: an incomplete character, text that may be the beginning
+of a stop text, and everything from a tool call on, which is sent complete at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +18,9 @@ CHARACTER_TOKENS = 4  # most tokens of one character, which has at most four byt
 
 
 class StreamedText:
-    """The text of a completion while it grows. `sent`: the text that `add` has returned so far."""
+    """Decodes a completion piece by piece, as its tokens are sampled. Each `ChatStream` has one.
+
+    `sent` is the text that `add` has returned so far. `stop` are texts before which the text ends."""
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
         self.sent = ""
@@ -30,7 +31,7 @@ class StreamedText:
         self._ended = False  # a call or a stop text has begun
 
     def add(self, ids: list[int]) -> str:
-        """Add sampled tokens. Returns the new text that can be sent."""
+        """Append sampled token ids and return the text that can now be sent, which may be ""."""
         if self._ended:
             return ""
         length = self._chat.num_text_tokens(ids)
@@ -44,9 +45,11 @@ class StreamedText:
         return safe
 
     def _decode_new(self) -> str:
-        """The text of the new tokens. They are decoded together with some earlier ones, which the decoder needs for
-        correct blanks. While the last character is incomplete, the result is empty. If it stays incomplete, all but the
-        last `CHARACTER_TOKENS` tokens are returned as they are, so that tokens are not decoded again and again."""
+        """Return the text of the new tokens, or "" while the last character is incomplete.
+
+        They are decoded together with some earlier tokens, which the decoder needs for correct spaces. If the character
+        stays incomplete, all but the last `CHARACTER_TOKENS` tokens are decoded as they are, so that tokens are not
+        decoded again and again."""
         before = self._chat.decode(self._ids[self._context_start : self._decoded_stop])
         text = self._chat.decode(self._ids[self._context_start :])
         stop = len(self._ids)
@@ -65,13 +68,16 @@ class StreamedText:
 
 
 def _stop_prefix_length(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest suffix of a text with which a stop text begins."""
+    """Return the length of the longest suffix of `text` with which a stop text begins."""
     longest = max((len(s) for s in stop), default=0)
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
 
 
 class ChatStream:
-    """The `chat.completion.chunk` events of one response. `usage`: whether the last event has token counts."""
+    """Makes the server-sent events (`chat.completion.chunk`) of one streamed chat response.
+
+    Call `tokens` for each part that the policy samples, then `end` once. With `usage`, the stream ends with the token
+    counts. `stop` are texts before which the answer ends."""
 
     kind = "chat.completion.chunk"
 
@@ -83,14 +89,16 @@ class ChatStream:
         self._fingerprint: str | None = None
 
     def tokens(self, ids: list[int]) -> Iterator[bytes]:
-        """The events for newly sampled tokens."""
+        """Yield the events for newly sampled token ids. Text that may not be sent yet gives no event."""
         yield from self._opening()
         piece = self._text.add(ids)
         if piece:
             yield self._event(self._content(piece))
 
     def end(self, answer: ModelResponse) -> Iterator[bytes]:
-        """The last events: the remaining text, tool calls, finish reason, usage, and ``[DONE]``."""
+        """Yield the last events: the remaining text, tool calls, finish reason, token counts, and ``[DONE]``.
+
+        `answer` is the complete response, including what was streamed before."""
         yield from self._opening()
         self._fingerprint = answer.fingerprint
         left = answer.text[len(self._text.sent) :] if answer.text.startswith(self._text.sent) else ""
@@ -126,7 +134,7 @@ class ChatStream:
 
 
 class TextStream(ChatStream):
-    """The `text_completion` events of one response."""
+    """Makes the server-sent events (`text_completion`) of one streamed text response."""
 
     kind = "text_completion"
 
@@ -141,10 +149,10 @@ class TextStream(ChatStream):
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
+    """Encode a JSON body as one server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def error_event(refused: RequestRefused) -> bytes:
-    """The event of an error after the stream has begun; clients raise it."""
+    """Encode an error as an event, for a stream that has begun. OpenAI's clients raise it as an exception."""
     return event(refused.body())

@@ -1,4 +1,4 @@
-"""The agent harness: a chat format, tools, and the loop between a policy and a machine. Usable alone, without torch.
+"""The agent harness: a chat format, tools, and the loop between a model and a machine. Usable alone, without torch.
 
 A tool call is a command line, which takes few tokens and is easy for a small model:
 

@@ -1,9 +1,8 @@
 """Tool-call formats of published checkpoints: Hermes/Qwen, DeepSeek and Kimi.
 
-These formats are JSON between special tokens; the tokeniser's tokens show which format a checkpoint uses. etude's own
-format is a command line (`commands`). The chat template renders the calls of earlier turns; here calls are parsed and
-written in completions.
-"""
+Each format is JSON between special tokens, so the tokeniser's tokens show which one a checkpoint uses. etude's own
+format is a command line (`commands`). The calls of earlier turns are rendered by the chat template. This module parses
+calls in completions, and writes them."""
 
 from __future__ import annotations
 
@@ -18,18 +17,24 @@ from etude.harness.commands import Call, Signature, unwritable, usage
 
 @dataclass(frozen=True)
 class CallFormat:
-    """One format of tool calls. `opening_tokens` begin a call; `pattern` matches a complete one."""
+    """One way in which checkpoints write tool calls, such as `HERMES`.
+
+    - `opening_tokens`: tokens with which a call, or a list of calls, begins. The last one begins a single call.
+    - `pattern`: matches one complete call. Its groups are `name` and `arguments`, or `both`, a JSON object with both.
+    - `template`: the text of a call with the words NAME, ARGUMENTS (a JSON object) and BOTH, which `write` replaces."""
 
     name: str
     opening_tokens: tuple[str, ...]
     pattern: re.Pattern[str]
-    template: str  # with NAME, ARGUMENTS (JSON) and BOTH (JSON of name and arguments) to be replaced
+    template: str
 
     def read(
         self, text: str, signatures: Mapping[str, Signature], *, strict: bool = True
     ) -> tuple[str, tuple[Call, ...] | str]:
-        """Split a completion into (text before the first call, the calls). The second element is an error message when
-        a call cannot be parsed; `strict`: also when it does not fit its tool's signature."""
+        """Split the text of a completion into the text before its first tool call, and the calls.
+
+        When a call cannot be parsed, the result is the whole text and an error message for the model. With `strict`, so
+        it is when a call does not fit its tool's signature."""
         start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0:
             return text, ()
@@ -45,7 +50,7 @@ class CallFormat:
         return text[:start], tuple(calls)
 
     def _num_opened(self, text: str) -> int:
-        """The number of calls that a text opens, complete or not. The last opening token begins a single call."""
+        """Return the number of calls that a text opens, complete or not."""
         return text.count(self.opening_tokens[-1])
 
     @staticmethod
@@ -64,8 +69,7 @@ class CallFormat:
         return unwritable({"name": name, **arguments}) or Call(name, arguments)
 
     def write(self, name: str, arguments: str) -> str:
-        """Return the text of a tool call, with the tokens that open and close it. `name`: of the tool; `arguments`: a
-        JSON object as text."""
+        """Return the text of a call of the tool `name`. `arguments` is a JSON object as text."""
         both = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
         return self.template.replace("NAME", name).replace("BOTH", both).replace("ARGUMENTS", arguments)
 
@@ -103,12 +107,16 @@ NONE = CallFormat("none", (), re.compile(r"(?!)"), "BOTH")
 
 
 def call_format_of(tokens: Container[str]) -> CallFormat:
-    """Return the format of which an opening token is among `tokens`, a tokeniser's added tokens; else `NONE`."""
+    """Return the tool-call format of a checkpoint, or `NONE` if it has none.
+
+    `tokens` are the tokeniser's added tokens. A format is recognised by one of its opening tokens."""
     return next((f for f in (HERMES, DEEPSEEK, KIMI) if any(t in tokens for t in f.opening_tokens)), NONE)
 
 
 def check_call(name: Any, arguments: Any, signatures: Mapping[str, Signature]) -> Call | str:
-    """Check a call against the tools' signatures. Returns the `Call`, or a short error message for the model."""
+    """Check a tool call against the tools' signatures. Returns the `Call`, or a short error message for the model.
+
+    `name` and `arguments` come from parsed JSON and may have any type. `signatures` are the tools by name."""
     if not isinstance(name, str) or name not in signatures:
         return f"no such tool: {str(name)[:40].strip().encode(errors='replace').decode()}"
     signature = signatures[name]

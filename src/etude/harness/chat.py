@@ -56,32 +56,36 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A parsed completion.
+    """A parsed completion. `ChatFormat.parse` returns one.
 
-    `text` is the text before the first call, or all of it, without the reasoning. When `error` is set, a call could not
-    be parsed: `text` is then the complete completion, and `error` is the message for the model.
-    """
+    - `text`: the text before the first call, or all of it, without the reasoning.
+    - `calls`: the tool calls, in order.
+    - `error`: the message for the model when a call could not be parsed, else "". With an error, `text` is the complete
+      completion and there are no calls.
+    - `reasoning`: the text inside ``<think>...</think>``, or ""."""
 
     text: str
     calls: tuple[Call, ...] = ()
     error: str = ""
-    reasoning: str = ""  # the text inside <think>...</think>
+    reasoning: str = ""
 
 
 def chat_template() -> str:
-    """The Jinja source of etude's chat template, to be saved beside a tokeniser."""
+    """Return the Jinja source of etude's chat template, to be saved beside a tokeniser."""
     return resources.files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")
 
 
 class ChatFormat:
-    """etude's chat format: encodes conversations and parses completions. See `load`. Implements `capture.Chat`."""
+    """etude's chat format: encodes conversations as tokens, and parses completions. `load` makes one from a directory.
+
+    It implements `etude.capture.Chat`. `template` is Jinja source. Raises `ChatError` when the tokeniser lacks the
+    format's special tokens, or the template does not compile. Where a method takes `signatures`, they are the tools by
+    name; None means no tools."""
 
     end = END
     """The token that ends a message."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        """`template`: Jinja source. Raises `ChatError` when the tokeniser lacks the format's special tokens, or the
-        template does not compile."""
         self._load_tokens(tokenizer)
         missing = [t for t in (CALL, END) if t not in self._special]
         if missing:
@@ -91,7 +95,6 @@ class ChatFormat:
         self._template = ChatTemplate(template, limited=template != chat_template())
 
     def _load_tokens(self, tokenizer: Tokenizer) -> None:
-        """Read the tokeniser's added and special tokens."""
         tokenizer.encode_special_tokens = True  # the spelling of a special token in a text is ordinary text
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
@@ -107,8 +110,10 @@ class ChatFormat:
 
     @classmethod
     def load(cls, folder: Path | str) -> ChatFormat:
-        """Load the chat format from a directory with tokenizer.json and a chat template, in etude's format or the
-        checkpoint's. Raises `ChatError`."""
+        """Load the chat format from a directory with tokenizer.json and a chat template.
+
+        The result is in etude's format when the tokeniser has etude's special tokens. Otherwise it is in the
+        checkpoint's own format, a `CheckpointChatFormat`. Raises `ChatError` for missing, damaged or unusable files."""
         folder = Path(folder)
         verify_files(folder, [name for name in TOKENISER if (folder / name).is_file()], kind=ChatError)
         try:
@@ -125,24 +130,27 @@ class ChatFormat:
 
     @staticmethod
     def signatures(tools: Iterable[Mapping[str, Any]]) -> dict[str, Signature]:
-        """Parse OpenAI's `tools` list into signatures by name. Raises `ValueError` for an invalid tool."""
+        """Parse OpenAI's list of tools into signatures by tool name. Raises `ValueError` for an invalid tool."""
         return {s.name: s for s in map(Signature.from_openai, tools)}
 
     # text and tokens
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:
-        """Encode ordinary text, [T] int32. The spelling of a special token in it is ordinary text too. Raises
-        `ContextFull`, before it tokenises, for a text that certainly has more than `max_tokens` tokens."""
+        """Encode ordinary text as token ids, [T] int32.
+
+        Text that spells a special token is encoded as ordinary characters.
+
+        Raises `ContextFull`, before it tokenises, for a text that certainly has more than `max_tokens` tokens."""
         self._check_length(text, max_tokens)
         return np.array(self._plain(text), np.int32)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Decode token ids to text. `special`: include special tokens. Ids outside the vocabulary are skipped."""
+        """Decode token ids to text, with special tokens if `special`. Ids outside the vocabulary are skipped."""
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         return str(self._tokenizer.decode(known, skip_special_tokens=not special))
 
     def document(self, text: str) -> I32:
-        """Encode a mid-training document, ``<|doc|>text<|end|>``, [T] int32."""
+        """Encode a document for mid-training, ``<|doc|>text<|end|>``, as token ids, [T] int32."""
         return np.array([self._special[DOC], *self._plain(text), self.end_id], np.int32)
 
     # messages to tokens
@@ -150,7 +158,7 @@ class ChatFormat:
     def encode_conversation(
         self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None
     ) -> I32:
-        """Encode a finished conversation, [T] int32, such as a demonstration for mid-training."""
+        """Encode a finished conversation as token ids, [T] int32, such as a demonstration for mid-training."""
         escaped = self._escape_messages(messages, signatures or {})
         return self._encode_rendering(self._render(escaped, signatures or {}, generate=False))
 
@@ -161,8 +169,10 @@ class ChatFormat:
         *,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode the messages of a new context and the generation prompt, [P] int32. Raises `ContextFull`, before it
-        tokenises, for a prompt that certainly has more than `max_tokens` tokens."""
+        """Encode a conversation as token ids, [P] int32. They end with the tokens that begin the model's reply.
+
+        Raises `ContextFull`, before it tokenises, for a prompt that certainly has more than `max_tokens` tokens, and
+        `ChatError` for messages that the template cannot render."""
         escaped = self._escape_messages(messages, signatures or {})
         return self._encode_rendering(self._render(escaped, signatures or {}, generate=True), max_tokens=max_tokens)
 
@@ -175,13 +185,12 @@ class ChatFormat:
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode the tokens to append to the context after a sampled reply: the messages `new` and the generation
-        prompt. Returns [P] int32.
+        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
 
-        The reply is the last message of `previous`; the result starts after its stop token. If `ended` is False, the
-        reply was cut off without a stop token, and the result starts with this token. `max_tokens`: as in
-        `encode_prompt`. Raises `ChatError` for a template that rewrites earlier messages.
-        """
+        They end with the tokens that begin the model's next reply. The sampled reply is the last message of `previous`;
+        the result starts after the reply's stop token. With `ended` False, the reply was cut off without a stop token,
+        and the result starts with this token. Raises `ContextFull` as `encode_prompt` does, and `ChatError` for a
+        template whose rendering of `previous` changes or has no end of the reply."""
         escaped = self._escape_messages([*previous, *new], signatures or {})
         before = self._render(escaped[: len(previous)], signatures or {}, generate=False)
         after = self._render(escaped, signatures or {}, generate=True)
@@ -195,17 +204,20 @@ class ChatFormat:
         return self._encode_rendering(after[end + len(END) if ended else end :], max_tokens=max_tokens)
 
     def encode_call(self, call: Call) -> I32:
-        """Encode a tool call as a completion with its stop token, [T] int32. For scripts in place of a policy."""
+        """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
+
+        Tests and scripted agents use it in place of sampling."""
         line = " ".join([call.name, *write_words(call.arguments).values()])
         return np.array([self._call_id, *self._plain(line), self.end_id], np.int32)
 
     # tokens to messages
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
-        """Parse the token ids of a completion, with or without its stop token. Never raises.
+        """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
 
-        `strict`: a call that lacks a required argument is an error. Calls of unknown tools are errors in any case,
-        since the names of their arguments are not known."""
+        A completion without a stop token was cut off: its `Reply` has the error "too long". With `strict`, a call that
+        lacks a required argument is an error. Calls of unknown tools are errors in any case, since the names of their
+        arguments are not known."""
         body = [int(i) for i in ids]
         if not body or body[-1] != self.end_id:
             return Reply(self.decode(body, special=True), error="too long")
@@ -224,30 +236,32 @@ class ChatFormat:
         return Reply(self.decode(body[: opened[0]]), tuple(calls))
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Number of leading tokens of a completion that are text, whatever follows: those before a tool call."""
+        """Return the number of leading tokens of a completion that come before its first tool call.
+
+        They are text whatever is sampled later. `ids` may be the beginning of a completion."""
         return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
-        """The text of the last message of a prompt, before the generation prompt."""
+        """Return the text of the last complete message of a prompt, such as a tool output."""
         ids = [int(i) for i in prompt_ids]
         end = max((i for i, t in enumerate(ids) if t == self.end_id), default=0)
         start = max((i for i in range(end) if ids[i] in self._special_ids), default=-1)
         return self.decode(ids[start + 1 : end])
 
     def readable(self, ids: Iterable[int]) -> str:
-        """A context as readable text, one message per line with its role. For display only."""
+        """Return a context as text for display, one message per line with its role."""
         text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(self.end, "")
         return self._literal.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
 
     def _escape_messages(self, messages: Sequence[Message], signatures: Mapping[str, Signature]) -> list[Message]:
-        """Escape the messages for the template: no text in them spells a special token afterwards."""
+        """Escape the messages for the template, so that no text in them spells a special token."""
         return [self._escape_message(m, signatures) for m in messages]
 
     def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
         return self._template.render(escaped, tools=self._tools(signatures), add_generation_prompt=generate)
 
     def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
-        """The escaped tools, if the template uses them."""
+        """Return the escaped tools if the template uses them, else an empty list."""
         lists = "tools" in self._template.variables
         return [self._escape_all(s.to_openai()) for s in signatures.values()] if lists else []
 
@@ -268,7 +282,6 @@ class ChatFormat:
         return {"function": {"name": self._escape(name), "arguments": {k: self._escape(w) for k, w in words.items()}}}
 
     def _escape_all(self, value: Any) -> Any:
-        """Escape every text in nested plain data."""
         if isinstance(value, Mapping):
             return {self._escape(str(k)): self._escape_all(v) for k, v in value.items()}
         if isinstance(value, list):
@@ -316,7 +329,7 @@ class ChatFormat:
         return chars_per_token(self._tokenizer)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raises `ContextFull` for a text or a rendering that certainly has more than `max_tokens` tokens."""
+        """Raise `ContextFull` for a text or a rendering that certainly has more than `max_tokens` tokens."""
         if max_tokens is None or len(text) <= max_tokens:
             return
         num_chars = len(text) / (2 if _MARK in text else 1)  # each mark is beside a character of the text
@@ -333,7 +346,7 @@ _HINT_FOLDER = "a tokeniser directory has tokenizer.json and chat_template.jinja
 
 
 def stop_ids(folder: Path) -> list[int]:
-    """The stop token ids in a checkpoint's generation_config.json and config.json."""
+    """Return the stop token ids in a checkpoint's generation_config.json and config.json."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         try:
@@ -345,7 +358,7 @@ def stop_ids(folder: Path) -> list[int]:
 
 
 def _match_any(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches each of the texts, longest first; without texts it matches nothing."""
+    """Return a pattern that matches each of the texts, longest first. Without texts it matches nothing."""
     pattern = "|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t)))
     return re.compile(f"({pattern})" if pattern else r"((?!))")
 
@@ -356,11 +369,10 @@ _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Spl
 
 
 def chars_per_token(tokenizer: Tokenizer) -> float:
-    """An upper bound of the characters per token, to bound the tokens of a text without tokenising it.
+    """Return an upper bound of the characters per token. It bounds the tokens of a text without tokenising the text.
 
-    Infinity for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE, and in BPE
-    with byte fallback, a token covers no more characters than it is written with.
-    """
+    The bound is infinite for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE,
+    and in BPE with byte fallback, a token covers no more characters than it is written with."""
     parts = [*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer)]
     names = {str(part.get("type")) for part in parts}
     by_bytes = "ByteLevel" in names or bool(getattr(tokenizer.model, "byte_fallback", False))

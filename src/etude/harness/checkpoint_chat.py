@@ -30,7 +30,13 @@ _HINT = "use the chat template that the checkpoint's makers publish, or etude's 
 
 
 class CheckpointChatFormat(ChatFormat):
-    """Encodes conversations and parses completions in the format that a checkpoint was trained with."""
+    """The chat format that a published checkpoint was trained with. `ChatFormat.load` makes one.
+
+    - `template`: Jinja source; `with_tools`: another template for conversations with tools, or None.
+    - `special`: the special tokens that the template may write, by name, such as ``eos_token``, which is required.
+    - `stops`: further stop token ids.
+
+    Raises `ChatError` for a tokeniser without the end token, and for a template that does not compile."""
 
     def __init__(
         self,
@@ -41,8 +47,6 @@ class CheckpointChatFormat(ChatFormat):
         special: Mapping[str, str],
         stops: Iterable[int] = (),
     ) -> None:
-        """`special`: the tokens that the template may write, by name, with `eos_token`. `with_tools`: another template
-        for conversations with tools. `stops`: further stop token ids. Raises `ChatError`."""
         self._load_tokens(tokenizer)
         self.end = special.get("eos_token", "")
         if self.end not in self._added:
@@ -57,7 +61,7 @@ class CheckpointChatFormat(ChatFormat):
         self._arguments_as_text = False
 
     def document(self, text: str) -> I32:
-        """Encode a mid-training document: the text and the end token, [T] int32."""
+        """Encode a document for mid-training, the text and the end token, as token ids, [T] int32."""
         return np.array([*self._plain(text), self.end_id], np.int32)
 
     def continuation(
@@ -69,14 +73,13 @@ class CheckpointChatFormat(ChatFormat):
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode the tokens to append to the context after a sampled reply: the messages `new` and the generation
-        prompt. Returns [P] int32.
+        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
 
-        The reply is the last message of `previous`. Its sampled tokens are in the context already, so they are not
-        encoded again: the result starts with what the template writes after the reply's stop token. If `ended` is
-        False, the reply was cut off without a stop token, and the result starts with this token. `max_tokens`: as in
-        `encode_prompt`. Raises `ChatError` when the template's rendering lacks the reply or its stop token.
-        """
+        They are what the template writes after the stop token of the reply, which is the last message of `previous`, up
+        to the tokens that begin the model's next reply. With `ended` False, the reply was cut off without a stop token,
+        and the result starts with this token. The sampled tokens are in the context already, so the template may render
+        them differently. Raises `ContextFull` as `encode_prompt` does, and `ChatError` when the rendering lacks the
+        reply or its stop token."""
         escaped = self._escape_messages([*previous, *new], signatures or {})
         last = len(previous) - 1
         escaped[last] = {**escaped[last], "content": _REPLY}
@@ -89,17 +92,19 @@ class CheckpointChatFormat(ChatFormat):
         return self._encode_rendering(rendering[end + len(self.end) if ended else end :], max_tokens=max_tokens)
 
     def encode_call(self, call: Call) -> I32:
-        """Encode a tool call as a completion with its stop token, [T] int32. Raises `ChatError` for a checkpoint
-        without a tool-call format."""
+        """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
+
+        Raises `ChatError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:
             raise ChatError("the checkpoint has no tool-call format", "no added token opens a call", hint=_HINT)
         arguments = self._escape(json.dumps(call.arguments, ensure_ascii=False))
         return self._encode_rendering(self.calls.write(self._escape(call.name), arguments) + self.end)
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
-        """Parse the token ids of a completion, with or without its stop token. Never raises.
+        """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
 
-        `strict`: a call of an unknown tool, or with arguments that do not fit its signature, is an error."""
+        A completion without a stop token was cut off: its `Reply` has the error "too long". With `strict`, a call of an
+        unknown tool, or with arguments that do not fit its signature, is an error."""
         body = [int(i) for i in ids]
         if not body or body[-1] not in self.stop_token_ids:
             return Reply(self.decode(body, special=True), error="too long")
@@ -111,13 +116,12 @@ class CheckpointChatFormat(ChatFormat):
         return Reply(answer, calls, reasoning=reasoning)
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Return the number of leading tokens of a completion before the first token that opens a tool call and before
-        the first special token."""
+        """Return the number of leading tokens before the first one that opens a tool call, or that is special."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
-        """The last tool output in a prompt; empty when there is none."""
+        """Return the last tool output in a prompt, or "" when there is none."""
         before, behind = self._around_answers
         text = self.decode(prompt_ids, special=True)
         start = text.rfind(before)
@@ -177,8 +181,9 @@ class CheckpointChatFormat(ChatFormat):
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """Split a completion into (reasoning, answer) at ``</think>``. The opening ``<think>`` is optional, since some
-    templates write it as part of the generation prompt.
+    """Split the text of a completion into (reasoning, answer) at ``</think>``.
+
+    The opening ``<think>`` is optional, since some templates write it as part of the generation prompt.
 
     >>> split_reasoning("<think>\\n2 + 2\\n</think>\\n\\n4"), split_reasoning("4")
     (('2 + 2', '4'), ('', '4'))
@@ -190,7 +195,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def _with_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the arguments of all calls as JSON text."""
+    """Return the messages with the arguments of all calls as JSON text."""
     return [
         {**m, "tool_calls": [_call_with_text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
         for m in messages

@@ -1,11 +1,10 @@
 """Tool calls as command lines: ``edit calc.py 3 return a + b``.
 
-A call is the tool's name and then its arguments in the order of its signature, one space between them. The last
-argument takes the rest of the text, newlines included, so code needs no quoting. An earlier argument is a bare word; an
-empty one, one with blanks, or one that is not text is written as JSON, and a word that starts with ``"``, ``[`` or
-``{`` is parsed as JSON. The format is positional and unquoted because every token costs: the same edit as a JSON object
-is three times as long, and a model of a million parameters fails to close the brackets.
-"""
+A call is the tool's name and then its arguments in the order of its signature, with one space between them. The last
+argument takes the rest of the text, newlines included, so code needs no quotes. Any earlier argument is a bare word. If
+it is empty, has a space in it, or is not text, it is written as JSON. A word that starts with ``"``, ``[`` or ``{`` is
+parsed as JSON. The format is this short because every token costs: the same edit as a JSON object is three times as
+long, and a model of a million parameters fails to close the brackets."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a tool. `kind` is a JSON schema type: string, integer, number, boolean, array, object."""
+    """One parameter of a tool. `kind` is its JSON schema type: string, integer, number, boolean, array or object."""
 
     name: str
     description: str = ""
@@ -39,7 +38,7 @@ class Parameter:
     required: bool = True
 
     def takes(self, value: Any) -> bool:
-        """Whether a value has this kind. A parameter of an unknown kind takes any value."""
+        """Return whether a value has this parameter's type. A parameter of an unknown type takes any value."""
         if isinstance(value, bool) and self.kind in ("integer", "number"):
             return False
         return isinstance(value, _KINDS.get(self.kind, (object,)))
@@ -49,6 +48,8 @@ class Parameter:
 class Signature:
     """A tool as the model sees it: name, description, and parameters in order.
 
+    `given` is the entry of OpenAI's `tools` list that `from_openai` parsed, or None for a tool written in Python.
+
     >>> edit = Signature("edit", "Replace a line.", (Parameter("path"), Parameter("line"), Parameter("text")))
     >>> read_call("edit calc.py 3 return a + b", {"edit": edit})
     Call(name='edit', arguments={'path': 'calc.py', 'line': '3', 'text': 'return a + b'})
@@ -57,12 +58,10 @@ class Signature:
     name: str
     description: str
     parameters: tuple[Parameter, ...] = ()
-    given: Mapping[str, Any] | None = field(
-        default=None, compare=False, repr=False
-    )  # the OpenAI tool it was parsed from
+    given: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def to_openai(self) -> dict[str, Any]:
-        """The tool as an entry of OpenAI's `tools` list. One that was parsed from there is returned unchanged."""
+        """Return the tool as an entry of OpenAI's `tools` list. What `from_openai` parsed is returned unchanged."""
         if self.given is not None:
             return dict(self.given)
         properties = {p.name: {"type": p.kind, "description": p.description} for p in self.parameters}
@@ -100,8 +99,10 @@ class Call:
 
 
 def read_call(line: str, signatures: Mapping[str, Signature], *, strict: bool = True) -> Call | str:
-    """Parse a command line. Returns the call, or a short error message for the model. `strict`: a missing required
-    argument is an error."""
+    """Parse a command line such as "cat a.py". Returns the `Call`, or a short error message for the model.
+
+    `signatures` are the tools by name. Arguments are checked against the types of the tool's parameters. With `strict`,
+    a missing required argument is an error."""
     name, space, rest = line.partition(" ")
     signature = signatures.get(name.rstrip())
     if signature is None:
@@ -126,9 +127,10 @@ def read_call(line: str, signatures: Mapping[str, Signature], *, strict: bool = 
 
 
 def write_words(arguments: Mapping[str, Any], signature: Signature | None = None) -> dict[str, str]:
-    """Write the arguments of a call as words, in the signature's order. A template joins them with blanks.
+    """Return the arguments of a call as words by name, in the signature's order.
 
-    Without a signature (a tool that is no longer offered) the order of the arguments is kept.
+    The tool's name and these words, joined with spaces, are a command line that `read_call` parses. Without a signature
+    (the tool is no longer offered) the order of `arguments` is kept.
 
     >>> write_words({"line": 3, "path": "a b.py"}, Signature("cat", "", (Parameter("path"), Parameter("line"))))
     {'path': '"a b.py"', 'line': '3'}
@@ -142,9 +144,9 @@ def write_words(arguments: Mapping[str, Any], signature: Signature | None = None
 
 
 def unwritable(arguments: Mapping[str, Any]) -> str:
-    """Why arguments from JSON cannot be written again; "" when they can.
+    """Return why a call with these arguments could not be written as text again, or "" if it could.
 
-    JSON can contain half of a character (``"\\ud800"``), which cannot be encoded as UTF-8, and it can be nested too
+    JSON can hold one half of a surrogate pair (``"\\ud800"``), which has no UTF-8 encoding, and it can be nested too
     deeply.
 
     >>> unwritable({"path": "a.py"}), unwritable({"path": ["\\ud800"]})
@@ -168,13 +170,13 @@ def unwritable(arguments: Mapping[str, Any]) -> str:
 
 
 def _kind(declared: Any) -> str:
-    """The JSON schema type to parse words as; of several (["string", "null"]) the first that is not null."""
+    """Return the JSON schema type of a parameter. Of several (["string", "null"]) it is the first that is not null."""
     kinds = declared if isinstance(declared, list) else [declared]
     return next((k for k in kinds if isinstance(k, str) and k != "null"), "string")
 
 
 def usage(signature: Signature) -> str:
-    """The usage message of a tool, for the model."""
+    """Return a tool's usage message, which the model gets after a call with wrong arguments."""
     if not signature.parameters:
         return f"{signature.name} takes nothing"
     return f"usage: {signature.name} {' '.join(p.name.upper() for p in signature.parameters)}"

@@ -12,23 +12,32 @@ PROGRAMS = ("loop",)  # the built-in agent programs
 
 @dataclass(frozen=True)
 class HarnessConfig:
-    """Tools, program and limits of one rollout. Raises `ValueError` for limits that contradict each other.
+    """Tools, agent program and limits of one rollout. Raises `ValueError` for limits that contradict each other.
 
-    `rollout_deadline_s` limits the time of the agent's commands, without the time that other work on the host took from
-    them where that is measured (`ExecResult.lost_s`). Waiting for an engine does not count.
-    """
+    - `tools`: names of standard tools, and plug-ins.
+    - `max_turns`: the most completions of the model.
+    - `turn_tokens`: the most tokens of one completion.
+    - `context_tokens`: the most tokens of a conversation.
+    - `output_chars`: the longest tool output. A longer one loses its middle.
+    - `turn_deadline_s`: the longest time in which an engine makes no progress. After it the rollout is invalid.
+    - `tool_deadline_s`: the longest time of one command, which is then killed.
+    - `rollout_deadline_s`: the longest time of all commands together. Waiting for an engine does not count, nor does
+      time that other work on the host took from the commands, where that is measured (`ExecResult.lost_s`).
+    - `export_bytes`: the largest file that is taken from the machine for grading.
+    - `require_submit`: give reward 0 to a rollout whose agent never called `submit`.
+    - `program`: the agent program: "loop", the built-in one, or a plug-in."""
 
     tools: tuple[str | Plugin, ...] = LAPTOP_TOOLS
     max_turns: int = ranged(8, low=1, high=10_000)
-    turn_tokens: int = ranged(24, low=1)  # most tokens of one completion
-    context_tokens: int = ranged(384, low=16)  # longest conversation in tokens
-    output_chars: int = ranged(400, low=16)  # longest tool output; a longer one loses its middle
-    turn_deadline_s: float = ranged(60.0, low=0.01)  # longest time without a new token; then the rollout is invalid
-    tool_deadline_s: float = ranged(5.0, low=0.01)  # for one command, which is then killed
-    rollout_deadline_s: float = ranged(30.0, low=0.01)  # for all commands together
-    export_bytes: int = ranged(1_048_576, low=1)  # largest exported file
-    require_submit: bool = True  # a rollout that never submitted gets reward 0
-    program: str | Plugin = PROGRAMS[0]  # the agent program: the built-in loop, or a plug-in
+    turn_tokens: int = ranged(24, low=1)
+    context_tokens: int = ranged(384, low=16)
+    output_chars: int = ranged(400, low=16)
+    turn_deadline_s: float = ranged(60.0, low=0.01)
+    tool_deadline_s: float = ranged(5.0, low=0.01)
+    rollout_deadline_s: float = ranged(30.0, low=0.01)
+    export_bytes: int = ranged(1_048_576, low=1)
+    require_submit: bool = True
+    program: str | Plugin = PROGRAMS[0]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(named(tool, ()) for tool in self.tools))

@@ -1,9 +1,8 @@
-"""One attempt at a task: model turns, tool calls, limits, and the record of the turns. Agent programs work on it.
+"""One attempt of an agent at a task: model turns, tool calls, limits, and the record of the turns.
 
-Everything that the agent can cause is an `Ending` and will be graded: malformed calls, hanging commands, too many
-turns, a full context. What it cannot cause (no engine answered, the machine died) becomes `AgentRun.failure`, with the
-turns recorded so far.
-"""
+Everything that the agent can cause ends the episode with an `Ending`, and is graded: malformed calls, hanging commands,
+too many turns, a full context. What it cannot cause (no engine answered, the machine died) becomes `AgentRun.failure`,
+with the turns recorded so far."""
 
 from __future__ import annotations
 
@@ -35,10 +34,12 @@ _INT_END = 1 << 63  # integers of msgpack are below this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Settings of all completion requests of one rollout, with the fields of `RolloutSpec` and `CompletionRequest`.
+    """Settings that all completion requests of one rollout share.
 
-    A repeated attempt has another session and the same seed, so a fault changes no token.
-    """
+    `session_id` is the name of the rollout's engine session. `seed` is the rollout's seed, from which `turn_seed`
+    derives that of each turn. `keep_routes`: whether completions must have their routes (experts chosen by the MoE
+    routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
+    seed, so a fault changes no token."""
 
     session_id: str
     seed: int
@@ -50,18 +51,21 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """The result of an agent program. Exactly one of `ending` and `failure` is set. `failure`: an error that the agent
-    cannot cause."""
+    """The result of an agent program on one task. `Episode.result` makes one.
+
+    Exactly one of `ending` and `failure` is set. `ending` is the reason why the agent stopped, and `failure` an error
+    that the agent cannot cause. `trace` has the turns with their tokens, `messages` is the main conversation, and
+    `tool_s` the time in tool calls, in seconds."""
 
     trace: Trace
     messages: list[Message]
-    tool_s: float  # time in tool calls, in seconds
+    tool_s: float
     ending: Ending | None
     failure: EngineError | MachineError | None = None
 
 
 class EpisodeEnded(EtudeError):
-    """A model turn was requested after the end of the episode; `ending` is its reason."""
+    """Raised when a model turn is requested after the end of the episode. `ending` is the reason of the end."""
 
     def __init__(self, ending: Ending) -> None:
         hint = "ask while episode.ending is None"
@@ -74,21 +78,23 @@ class EpisodeEnded(EtudeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTurn:
-    """A turn that the model has sampled.
+    """A turn that the model has sampled. `Episode.ask` returns one, and `Episode.act` runs its tool calls.
 
-    `reply` is the parsed completion, `messages` the conversation that the turn belongs to, `num_tokens` the length of
-    the context with this turn included.
-    """
+    - `reply`: the parsed completion.
+    - `messages`: the conversation to which the turn was appended.
+    - `num_tokens`: tokens of the conversation with this turn included.
+    - `number`: how many turns of the episode came before.
+    - `node`: the recorded turn with its tokens."""
 
     reply: Reply
     messages: list[Message]
     num_tokens: int
-    number: int  # turns of the episode before it
+    number: int
     node: Node
 
 
 class Episode:
-    """One attempt at a task: the task, its machine, the tools, the limits and the conversation.
+    """One attempt of an agent at a task: the task, its machine, the tools, the limits and the conversation.
 
     An agent program samples turns of the model with `ask` and runs the tool calls with `act`, until `ending` is set.
     This is the built-in program (`etude.harness.run_agent`):
@@ -96,10 +102,11 @@ class Episode:
         while episode.ending is None:
             await episode.act(await episode.ask())
 
-    Every turn is recorded with its tokens, and is trained on. `messages`, in OpenAI's shape, begins with the task's
-    instruction. A program may change it before it asks, or ask with another list of messages (a sub-agent, a shortened
-    context): turns of one history are recorded as a tree. `policy` may be replaced by an object around it.
-    """
+    Every turn is recorded with its tokens, and is trained on. `messages` is a list of OpenAI messages that begins with
+    the task's instruction. A program may change it before it asks, or ask with another list of messages (a sub-agent, a
+    shortened context). Turns with the same history are recorded as branches of a tree.
+
+    `policy` samples the completions; a program may replace it by an object that wraps it. `clock` returns seconds."""
 
     def __init__(
         self,
@@ -141,17 +148,20 @@ class Episode:
     ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
-        `messages`: the conversation, by default `self.messages`; its last message is not the model's. `tools`: those of
-        the turn in OpenAI's format, by default the episode's. `kind`: what the turn is for. `reuse`: the request may be a
-        retry: if an equal one was answered, return its turn and sample nothing. The seed of a turn depends only on its
-        conversation, and on how often it was sent before, so the order in which sub-agents ask changes no token. The
-        policy limits the time of a turn, since it knows whether tokens still arrive.
+        `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools`
+        are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With
+        `reuse` the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
 
-        Raises `EpisodeEnded` when `ending` is set or `harness.max_turns` turns were requested, `ContextFull` when the
-        conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`, `EngineError`, and `ChatError`
-        for a chat template that the user must fix. A program may catch `ContextFull` and ask with a shorter
-        conversation; otherwise it ends the episode. After an `EngineError` the rollout is invalid in any case.
-        """
+        The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
+        sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
+
+        Raises:
+
+        - `EpisodeEnded` when `ending` is set, or when `harness.max_turns` turns were requested.
+        - `ContextFull` when the conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`. A
+          program may catch it and ask with a shorter conversation; otherwise it ends the episode.
+        - `EngineError` when no engine has answered. The rollout is then invalid in any case.
+        - `ChatError` for a chat template that the user must fix."""
         if self.ending is None and self.num_turns >= self.limits.max_turns:
             self.ending = Ending.TURNS
         if self.ending is not None:
@@ -185,11 +195,10 @@ class Episode:
     async def act(self, turn: ModelTurn) -> str:
         """Run the tool calls of a turn in order, append each output to its conversation, and return the last one.
 
-        The output of a malformed call is its error, and that of a turn without a call `SPEAK_BY_TOOLS`. A submission
-        ends the episode: calls after it are not run. Sets `ending` after a submission, after the last turn, and when
-        tools have taken `harness.rollout_deadline_s`. Raises `MachineError`, after which the rollout is invalid, and
-        `PluginError`.
-        """
+        The output of a malformed call is its error message. For a turn without a call, the user message
+        `SPEAK_BY_TOOLS` is appended and returned. A submission ends the episode: calls after it are not run. Sets
+        `ending` after a submission, after the last turn, and when tools have taken `harness.rollout_deadline_s`. Raises
+        `MachineError`, after which the rollout is invalid, and `PluginError` for a tool plug-in that fails."""
         reply, output = turn.reply, turn.reply.error or SPEAK_BY_TOOLS
         turn.node.calls = ()
         for index, call in enumerate(reply.calls):
@@ -213,11 +222,15 @@ class Episode:
         return output
 
     def submit(self) -> None:
-        """End the episode as submitted: its files are graded as they are. The `submit` tool does the same."""
+        """End the episode as submitted: the files on the machine are graded as they are.
+
+        A call of the `submit` tool has the same effect."""
         self.ending = self.ending or Ending.SUBMITTED
 
     def result(self) -> AgentRun:
-        """The record of the episode. A program that returned without an ending has stopped (`Ending.STOPPED`)."""
+        """Return the result of the episode. Call it when the agent program has returned.
+
+        Without a failure or an ending, the ending is `Ending.STOPPED`: the program stopped without a submission."""
         ending = None if self.failure else self.ending or Ending.STOPPED
         return AgentRun(self._tree.trace(), self.messages, self.tool_s, ending, self.failure)
 
@@ -281,8 +294,9 @@ def turn_seed(seed: int, key: bytes, num_before: int = 0) -> int:
 
 
 def assistant_message(reply: Reply, *, turn: int) -> Message:
-    """Return the assistant's message of a reply in OpenAI's format, except that the arguments of calls stay mappings.
-    `turn`: the turn's number, from which the ids of its calls are made."""
+    """Return the assistant's message in OpenAI's format, except that the arguments of its tool calls stay dicts.
+
+    `turn` is the turn's number, from which the ids of the calls are made."""
     message: Message = {"role": "assistant", "content": reply.text}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning

@@ -1,7 +1,6 @@
 """Agent programs: the built-in loop, or a plug-in of kind "harness".
 
-A program works on an `Episode`. A plug-in has a deadline, and its errors name the plug-in.
-"""
+A program works on an `Episode`. A plug-in has a deadline, and the errors that it causes name the plug-in."""
 
 from __future__ import annotations
 
@@ -22,28 +21,28 @@ from etude.seams import Policy
 
 
 class Harness(Protocol):
-    """An agent program. A plug-in of kind "harness" is one; the built-in program is `run_agent`."""
+    """The interface of an agent program that is a plug-in of kind "harness". The built-in program is `run_agent`."""
 
     async def run(self, episode: Episode) -> None:
-        """Work on the episode until `episode.ending` is set. When a program returns earlier, its work is graded as not
-        submitted.
+        """Work on the episode until `episode.ending` is set. A program that returns earlier has not submitted.
 
-        Let `EpisodeEnded`, `ContextFull`, `EngineError` and `MachineError` of the episode pass through; any other
-        exception is a defect of the plug-in and ends the run with `PluginError`. So does a program that takes longer
-        than its tool calls are allowed to, not counting completions. Many episodes run at the same time on one object.
-        The coroutine is cancelled when its rollout is.
-        """
+        Do not catch `EpisodeEnded`, `EngineError` and `MachineError` of the episode. `ContextFull` may be caught. Any
+        other exception is a defect of the plug-in and ends the run with `PluginError`. So does a program that runs
+        longer than its tool calls may take together (completions do not count). Many episodes run at the same time on
+        one object. When a rollout is cancelled, so is this coroutine."""
         ...
 
 
 async def run_agent(episode: Episode) -> None:
-    """The built-in program: sample a turn, run its tool call, repeat until the episode ends."""
+    """Run the built-in program: sample a turn, run its tool calls, and repeat until the episode ends."""
     while episode.ending is None:
         await episode.act(await episode.ask())
 
 
 async def run_program(episode: Episode) -> AgentRun:
-    """Run the agent program of the config (`harness.program`). Raises `ChatError` and `PluginError`."""
+    """Run the agent program that the config names (`harness.program`) to its end.
+
+    Raises `ChatError` for a chat template that the user must fix, and `PluginError` for a plug-in that fails."""
     plugin = episode.limits.program
     if isinstance(plugin, Plugin):
         return await run_plugin(plugin, _load_harness(plugin), episode)
@@ -57,8 +56,10 @@ def _load_harness(plugin: Plugin) -> Harness:
 
 
 async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> AgentRun:
-    """Run a harness plug-in. Raises `PluginError`, also when the program takes longer than its tool calls are allowed
-    to; the time in which it waits for the policy does not count."""
+    """Run the agent program `harness` of a plug-in to its end. `plugin` names it in errors.
+
+    Raises `PluginError` when the program fails, or takes longer than `max_turns` tool calls may take. The time in which
+    it waits for the policy does not count. Also raises `ChatError`."""
     limit_s = episode.limits.max_turns * episode.limits.tool_deadline_s + PLUGIN_GRACE_S
 
     async def run() -> None:
@@ -91,8 +92,9 @@ async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> Age
 
 
 class _DeadlinePausingPolicy:
-    """The policy of a plug-in's episode. The plug-in's deadline is suspended while it waits for a completion: the
-    policy has its own limit for an engine without progress."""
+    """The policy of a plug-in's episode. The plug-in's deadline is suspended while it waits for a completion.
+
+    The policy has its own limit for an engine without progress."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
         self._policy, self._limit, self._left_s = policy, limit, limit_s

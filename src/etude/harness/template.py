@@ -3,8 +3,7 @@
 A template is untrusted code. It runs in Jinja's immutable sandbox, with the names that transformers provides: loop
 controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, `{% generation %}`, and the special
 tokens by name. Loop iterations, calls and sizes of texts are counted, so a hostile template ends with `ChatError` and
-cannot fill the memory. The work of a single interpreter operation is bounded by the sizes of its inputs.
-"""
+cannot fill the memory. The work of a single interpreter operation is bounded by the sizes of its inputs."""
 
 from __future__ import annotations
 
@@ -42,11 +41,18 @@ _BUDGET = "a budget"  # no template can write a name with a blank in it
 
 
 class ChatError(EtudeError):
-    """Messages that the chat template cannot render, or a checkpoint without a usable chat format."""
+    """Raised for messages that the chat template cannot render, and for a checkpoint without a usable chat format."""
 
 
 class ChatTemplate:
-    """A compiled chat template. `special`: the tokens that it may write, by name, such as ``bos_token``.
+    """A compiled chat template.
+
+    - `source`: Jinja source.
+    - `special`: the special tokens that the template may write, by name, such as ``bos_token``.
+    - `deadline_s`: the most CPU time of one rendering, in seconds.
+    - `limited`: False turns all limits off, for a trusted template. Rendering is then several times faster.
+
+    Raises `ChatError` when the template does not compile.
 
     >>> greet = ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",
     ...                      special={"bos_token": "<s>"})
@@ -62,8 +68,6 @@ class ChatTemplate:
         deadline_s: float = DEADLINE_S,
         limited: bool = True,
     ) -> None:
-        """`source`: Jinja. `deadline_s`: CPU time of a rendering. `limited` False turns the limits off, for a trusted
-        template; this is several times faster. Raises `ChatError` when the template does not compile."""
         self.source, self.special, self._deadline_s, self._instrument = source, dict(special or {}), deadline_s, limited
         if len(source) > MAX_TEMPLATE_CHARS:
             facts = f"{len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read"
@@ -84,8 +88,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Render a conversation as text. Raises `ChatError` when the template refuses the messages or exceeds a
-        limit."""
+        """Render a conversation as text. Raises `ChatError` when the template refuses the messages or exceeds a limit.
+
+        `tools` is OpenAI's list of tools. With `add_generation_prompt`, the text ends with the beginning of the next
+        reply."""
         variables = {
             **self.special,
             "messages": [_message(m) for m in messages],
@@ -122,8 +128,9 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_template(folder: Path) -> tuple[str, str | None]:
-    """Read a checkpoint's template, and the separate template for conversations with tools if there is one. Raises
-    `ChatError`."""
+    """Read the source of a checkpoint's chat template. Raises `ChatError` if there is none.
+
+    The second element is the source of a separate template for conversations with tools, or None."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8"), None
     except OSError:
@@ -143,7 +150,9 @@ def read_template(folder: Path) -> tuple[str, str | None]:
 
 
 def read_special(folder: Path) -> dict[str, str]:
-    """Read the special tokens of a checkpoint, by name. Files that cannot be read are skipped."""
+    """Read the named special tokens of a checkpoint, such as ``{"eos_token": "</s>"}``.
+
+    Files that cannot be read are skipped."""
     known = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     contents = {name: known.get(name) for name in NAMED_TOKENS}
     plain = {name: c.get("content") if isinstance(c, dict) else c for name, c in contents.items()}
@@ -162,13 +171,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _LimitExceeded(jinja2.TemplateError):
-    """A template has exceeded a limit."""
+    """Raised when a template has exceeded a limit."""
 
 
 @dataclass
 class _Budget:
-    """The remaining steps and time of one rendering."""
-
     deadline: float
     steps: int = MAX_STEPS
 
@@ -182,7 +189,7 @@ class _Budget:
 
 
 def _size(*values: Any) -> int:
-    """Number of characters and elements in nested plain data. Raises `_LimitExceeded` above the limits."""
+    """Return the number of characters and elements in nested plain data. Raises `_LimitExceeded` above the limits."""
     total, elements, waiting = 0, 0, list(values)
     while waiting:
         value = waiting.pop()
@@ -199,7 +206,7 @@ def _size(*values: Any) -> int:
 
 
 def _check_call(name: str, values: Sequence[Any]) -> None:
-    """Raises `_LimitExceeded` when the result of a filter or a method could be much larger than its arguments."""
+    """Raise `_LimitExceeded` when the result of a filter or a method could be much larger than its arguments."""
     _size(*values)
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH and name != "range":
@@ -213,14 +220,12 @@ def _check_call(name: str, values: Sequence[Any]) -> None:
 
 
 def _has_width(text: str) -> bool:
-    """Whether a format string has a number of five digits or more, or a width from an argument."""
+    """Return whether a format string has a number of five digits or more, or a width from an argument."""
     digits = "".join(c if c.isdigit() else " " for c in text).split()
     return "*" in text or any(len(number) > 4 for number in digits)
 
 
 def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter with a check of its arguments."""
-
     @functools.wraps(filter_)  # keeps the attributes by which Jinja passes the context
     def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [a for a in args if not isinstance(a, jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext)]
@@ -250,7 +255,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _budget_of(__context).step()
+        __context.parent[_BUDGET].step()
         if __obj is _Sandbox.turn:
             return ""
         receiver = getattr(__obj, "__self__", None)
@@ -280,14 +285,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(*parts: Any) -> str:
-        """The result of `~`. `call` has checked the sizes of its parts."""
+        """Return the result of `~`. `call` has checked the sizes of its parts."""
         return "".join(map(str, parts))
-
-
-def _budget_of(context: jinja2.runtime.Context) -> _Budget:
-    found = context.parent[_BUDGET]
-    assert isinstance(found, _Budget)
-    return found
 
 
 def _instrument(parsed: nodes.Template) -> nodes.Template:
@@ -346,7 +345,6 @@ def _check_output(value: Any) -> Any:
 
 
 def _add_globals(environment: jinja2.Environment) -> None:
-    """Add the filters and globals that transformers provides."""
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 

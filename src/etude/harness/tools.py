@@ -1,9 +1,8 @@
 """The tools with which an agent acts on its machine.
 
-A tool is a signature and a coroutine over a `Workbench`. A call that fails returns a short message ("no such file");
-only `MachineError`, which the agent cannot cause, is raised. Outputs are short because they are prompt tokens of every
-later turn.
-"""
+A tool is a signature and a coroutine function over a `Workbench`. A call that fails returns a short message ("no such
+file"). Only what the agent cannot cause is raised: `MachineError`, and `PluginError` for a plug-in that fails. Outputs
+are short because they are prompt tokens of every later turn."""
 
 from __future__ import annotations
 
@@ -30,29 +29,33 @@ PLUGIN_GRACE_S = 30.0
 
 @dataclass(slots=True)
 class Workbench:
-    """The state that tools work on: the machine of one rollout, and what the harness knows about it.
+    """What the tools of one rollout work on: its machine, and what the harness knows about it.
 
-    `files` are the paths in the working directory while only the harness has changed it, so that `ls` needs no command.
-    After the first command it is None.
-    """
+    - `files`: the paths in the working directory, so that `ls` needs no command. None after the first command, which
+      may have changed them.
+    - `key`: prefix of the idempotency keys of commands. A machine runs a command with a known key only once.
+    - `deadline_s`: the longest time of the next command, in seconds.
+    - `output_chars`: the most characters of an output that the model gets.
+    - `submitted`: whether the agent has called `submit`.
+    - `lost_s`: seconds that other work on the host took from the commands."""
 
     machine: Machine
     test_command: tuple[str, ...]
     files: set[str] | None
-    key: str  # prefix of the commands' idempotency keys
-    deadline_s: float  # of the next command
+    key: str
+    deadline_s: float
     output_chars: int
     num_commands: int = 0
     submitted: bool = False
-    lost_s: float = 0.0  # time that other work on the host took from its commands
+    lost_s: float = 0.0
 
     @classmethod
     def of(cls, task: Task, machine: Machine, *, key: str, deadline_s: float, output_chars: int) -> Workbench:
-        """Make the workbench of a machine in the task's prepared state. `key`: prefix of its idempotency keys."""
+        """Return the workbench for a machine that has just been prepared for `task`."""
         return cls(machine, task.test_command, set(task.files), key, deadline_s, output_chars)
 
     async def exec(self, argv: tuple[str, ...]) -> ExecResult:
-        """Run a command in the machine, with the deadline and a new idempotency key. Raises `MachineError`."""
+        """Run a command on the machine, with the deadline and a new idempotency key. Raises `MachineError`."""
         self.num_commands += 1
         self.files = None
         result = await self.machine.exec(
@@ -65,8 +68,10 @@ class Workbench:
         return result
 
     async def command(self, argv: tuple[str, ...]) -> str:
-        """Run a command and return its output as text. "timed out" is appended at the deadline; a failed command
-        without output gives "exit N"."""
+        """Run a command and return its output as text. Raises `MachineError`.
+
+        "timed out" is appended when the command reached its deadline. A failed command without output gives "exit N",
+        where N is the exit code."""
         result = await self.exec(argv)
         output = result.output.decode(errors="replace").strip("\n")
         if result.timed_out:
@@ -76,29 +81,29 @@ class Workbench:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool: its signature, and the coroutine function `run(workbench, **arguments)`."""
+    """A tool of an agent. `run` is a coroutine function: ``await run(workbench, **arguments)`` returns the output."""
 
     signature: Signature
     run: Callable[..., Awaitable[str]]
 
 
 class ToolLike(Protocol):
-    """A tool. A plug-in of kind "tool" is one."""
+    """The interface of a tool that is a plug-in of kind "tool"."""
 
     signature: Signature
 
     async def run(self, bench: Workbench, **arguments: Any) -> str:
         """Execute a call and return the output for the model.
 
-        `arguments`: the call's, by the names of the signature's parameters. Raise `OSError` or `ValueError` for what
-        the agent caused: the model gets the message as output. Pass on `MachineError`. Any other exception, or no
-        result within the deadline of a command plus 30 s, is a defect of the tool and ends the run with `PluginError`.
-        Many rollouts use one object at the same time: keep the state of a rollout out of it."""
+        `arguments` are those of the call, by the names of the signature's parameters. Raise `OSError` or `ValueError`
+        for what the agent caused: the model gets the message as output. Let `MachineError` pass. Any other exception,
+        or no result within the deadline of a command plus 30 s, is a defect of the tool and ends the run with
+        `PluginError`. Many rollouts use one object at the same time, so keep the state of a rollout out of it."""
         ...
 
 
 class ToolSet:
-    """The tools of an agent, by name. Raises `ConfigError` when two have the same name.
+    """The tools of an agent, by name. `standard_tools` makes one. Raises `ConfigError` when two have the same name.
 
     >>> tools = standard_tools(("ls", "cat"))
     >>> tools.signatures["cat"].to_openai()["function"]["parameters"]["required"]
@@ -114,12 +119,14 @@ class ToolSet:
         self.signatures: Mapping[str, Signature] = {n: t.signature for n, t in self._tools.items()}
 
     def to_openai(self) -> list[dict[str, Any]]:
-        """The tools as OpenAI's `tools` list."""
+        """Return the tools as OpenAI's `tools` list."""
         return [s.to_openai() for s in self.signatures.values()]
 
     async def run(self, call: Call, bench: Workbench) -> str:
-        """Execute a call and return the tool's output, clipped to `bench.output_chars`. Raises `MachineError`, and
-        `PluginError` for a plug-in that fails."""
+        """Execute a call and return the tool's output, shortened to `bench.output_chars` characters.
+
+        An error that the agent caused becomes the output. Raises `MachineError`, and `PluginError` for a plug-in that
+        fails."""
         try:
             answer = await self._tools[call.name].run(bench, **call.arguments)
         except FileNotFoundError:
@@ -132,7 +139,7 @@ class ToolSet:
 
 
 def clip(text: str, limit_chars: int) -> str:
-    """Shorten a text of more than `limit_chars` characters to its beginning and its end.
+    """Shorten a text of more than `limit_chars` characters to its beginning and its end, joined by "...".
 
     >>> clip("0123456789" * 3, 16)
     '01234567...56789'
@@ -144,7 +151,7 @@ def clip(text: str, limit_chars: int) -> str:
 
 
 def number_lines(text: str) -> str:
-    """Prefix lines with their numbers (from 1), and shorten every four blanks of indentation to one.
+    """Prefix lines with their numbers (from 1), and shorten every four spaces of indentation to one.
 
     >>> print(number_lines("def f(n):\\n    return n\\n"))
     1 def f(n):
@@ -159,8 +166,10 @@ def number_lines(text: str) -> str:
 
 
 def find_line(lines: list[str], place: str) -> int | None:
-    """Find the index of a line by its number (from 1) or by a function's name. For a function it is the first line of
-    the body, after the first line of a docstring. None when there is no such line."""
+    """Return the index of a line, or None when there is no such line.
+
+    `place` is the line's number (from 1) or the name of a function. For a function it is the first line of the body, or
+    the line after it if the body begins with a docstring."""
     if place.isascii() and place.isdigit() and len(place) < 10:
         index = int(place) - 1
     else:
@@ -243,8 +252,9 @@ STANDARD_TOOLS: Mapping[str, Tool] = {
 
 @functools.lru_cache(maxsize=16)
 def standard_tools(names: tuple[str | Plugin, ...] = tuple(STANDARD_TOOLS)) -> ToolSet:
-    """Make the set of the named standard tools and plug-ins. Raises `ConfigError` for an unknown or repeated name, and
-    `PluginRefused`.
+    """Return the set of the named standard tools and plug-ins.
+
+    Raises `ConfigError` for an unknown or repeated name, and `PluginRefused` for a plug-in that cannot be used.
 
     >>> standard_tools(("submti",))
     Traceback (most recent call last):
@@ -260,7 +270,9 @@ def standard_tools(names: tuple[str | Plugin, ...] = tuple(STANDARD_TOOLS)) -> T
 
 
 def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
-    """Wrap a tool plug-in with a deadline, and with errors that name the plug-in. Raises `PluginRefused`."""
+    """Wrap a tool plug-in with a deadline, and with errors that name the plug-in.
+
+    The deadline is that of a command plus 30 s. Raises `PluginRefused` when the tool has no valid signature."""
     signature: object = tool.signature
     if not isinstance(signature, Signature):
         facts = f"it is {type(signature).__name__}, not etude.harness.commands.Signature"

@@ -1,9 +1,8 @@
-"""The live weights of an engine that follows LoRA adapters.
+"""The live weights of an engine whose learner publishes LoRA adapters.
 
-Versions are written to A and B, and A and B are compared with what was published. The model has the merged matrices.
-During the swap, they are computed again for each parameter whose A or B changed. This needs the base weights beside the
-merged ones, in the published dtype. Decoding costs nothing extra.
-"""
+Each version of an adapter is written to the matrices A and B, which are then compared with what was published. The
+model has the merged matrices. When a version is written, they are computed again for each parameter whose A or B
+changed. This needs the base weights beside the merged ones, in the published dtype. Decoding costs nothing extra."""
 
 from __future__ import annotations
 
@@ -32,8 +31,9 @@ Tensors = Mapping[str, Tensor]
 
 
 def fetched_base(store: BlobStore, public_key: bytes | None = None) -> Tensors:
-    """Fetch the base weights that a learner published beside its adapters. With `public_key`, only signed ones are
-    accepted. Raises `WeightsError`, `StoreError`."""
+    """Fetch the base weights that a learner published beside its adapters, by tensor name.
+
+    With `public_key`, only weights signed with this key are accepted. Raises `WeightsError` and `StoreError`."""
     return Channel(store, BASE_CHANNEL).fetch(public_key=public_key)
 
 
@@ -44,19 +44,21 @@ def _load(model: Transformer, tensors: Tensors) -> None:
 
 
 class AdaptedWeights:
-    """Makes the live weights of an engine whose model is the base of the published adapters. The model is unchanged
-    until the first version is written."""
+    """Makes the live weights of an engine whose model is the base of the published adapters.
+
+    `base` fetches the base weights, for a model that was made without a checkpoint. The model is unchanged until the
+    first version is written."""
 
     def __init__(
         self, model: Transformer, quantise: Quantise = Quantise.NONE, *, base: Callable[[], Tensors] | None = None
     ) -> None:
-        """`base`: fetches the base weights, for a model that was made without a checkpoint."""
         self._model, self._quantise, self._base = model, quantise, base
         self._digests: dict[torch.dtype, str] = {}  # of the base, by dtype
 
     def __call__(self, tensors: Tensors) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
-        """Return the live memory for adapters like this one, by published name, and what is derived from it. Raises
-        `WeightsError`, and `CheckpointError` for an adapter of another base."""
+        """Return the live memory for adapters like this one, by published name, and what is derived from it.
+
+        Raises `WeightsError`, and `CheckpointError` for an adapter of another base."""
         dtype, model = self._dtype(tensors), self._model
         config, codes = published_config(tensors), tensors[PUBLISHED].codes
         if dtype not in self._digests:
@@ -80,7 +82,7 @@ class AdaptedWeights:
         return {**adapters.views, PUBLISHED: settings}, derived
 
     def _dtype(self, tensors: Tensors) -> torch.dtype:
-        """The dtype of a published adapter. Raises `WeightsError` when this engine cannot represent it."""
+        """Return the dtype of a published adapter. Raises `WeightsError` when this engine cannot represent it."""
         kinds = {tensor.dtype for name, tensor in tensors.items() if name != PUBLISHED}
         held = self._model.embedding.dtype
         dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None

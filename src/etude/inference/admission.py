@@ -1,4 +1,6 @@
-"""Checks of requests before they start, and version pins. Shared by all kinds of engines. Imports no torch."""
+"""Checks of requests before they start, and the sessions that hold back a change of weights.
+
+All kinds of engines use this. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _SAMPLING_HINT = (
 
 @dataclass(frozen=True)
 class RequestChecks:
-    """Checks requests against the limits of an engine.
+    """Checks requests against the limits of the engine `name`.
 
     >>> RequestChecks("engine-0", vocab_size=8, context_tokens=4).text([1, 9])
     Traceback (most recent call last):
@@ -36,7 +38,7 @@ class RequestChecks:
     context_tokens: int
 
     def request(self, request: CompletionRequest) -> None:
-        """Check a completion request. Raises `MalformedRequest` or `ContextFull`."""
+        """Raise `MalformedRequest` or `ContextFull` for a completion request that the engine cannot serve."""
         sampling, num_prompt = request.sampling, len(request.prompt_ids)
         self.ids(request.prompt_ids, min_tokens=1, max_tokens=None)
         if not (sampling.max_tokens >= 1 and 0.0 <= sampling.temperature < 1e4 and 0 <= sampling.seed < 2**63):
@@ -96,13 +98,15 @@ class RequestChecks:
             )
 
     def text(self, token_ids: Sequence[int]) -> list[int]:
-        """Check the token ids of a text to score, and return them as a list. Raises `MalformedRequest`."""
+        """Return the token ids of a text to score as a list. Raises `MalformedRequest` when they are invalid."""
         ids = [t if 0 <= t < self.vocab_size else -1 for t in map(int, token_ids)]  # an invalid id may not fit an int64
         self.ids(np.array(ids, np.int64), min_tokens=2, max_tokens=self.context_tokens)
         return ids
 
     def ids(self, ids: np.ndarray[Any, Any], *, min_tokens: int, max_tokens: int | None) -> None:
-        """Raises `MalformedRequest` unless `ids` is one row of `min_tokens` to `max_tokens` ids of the vocabulary."""
+        """Raise `MalformedRequest` unless `ids` is one row of `min_tokens` to `max_tokens` ids of the vocabulary.
+
+        With `max_tokens` None there may be any number of ids."""
         valid = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= min_tokens
         if (
             not valid
@@ -117,13 +121,15 @@ class RequestChecks:
             )
 
     def version(self, request: CompletionRequest, held: Version) -> None:
-        """Raises `EngineBehind` when the loaded version does not satisfy the request's `min_step` or `pin_step`."""
+        """Raise `EngineBehind` when the loaded version `held` does not satisfy the request.
+
+        A request can demand a version (`min_step`, `pin_step`)."""
         if held.step < request.min_step or (request.pin_step is not None and held.step != request.pin_step):
             raise behind(request, self.name, held)
 
 
 def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehind:
-    """Make the error of an engine whose version does not satisfy a request."""
+    """Return the error of a request that the loaded version `held` does not satisfy. `engine` is the engine's name."""
     demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
     return EngineBehind(
         f"request {request.request_id} asks for {demanded}",
@@ -133,11 +139,12 @@ def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehi
 
 
 class VersionPins:
-    """Sessions that pin the current version, so that no swap may happen. Pure: the time is an argument.
+    """Records which sessions pin the loaded version, so that the weights may not be replaced now.
 
-    A request with `pin_step` (of an evaluation) must not see a swap, and the next call of its session needs the same
-    version. So a session pins the version while it has a request here, and for `lease_s` after it. The lease limits the
-    delay by a session that does not return.
+    A request with `pin_step` (of an evaluation) must be served by one version from start to end, and the next call of
+    its session needs the same version. So a session pins the version while it has a request here, and for `lease_s`
+    seconds after it. The lease limits the delay by a session that does not return. All times are arguments, on the
+    caller's clock.
 
     >>> pins = VersionPins(lease_s=10.0)
     >>> pins.enter("eval.0")
@@ -151,11 +158,11 @@ class VersionPins:
         self._leases: dict[str, float] = {}  # session -> when its lease ends
 
     def enter(self, session_id: str) -> None:
-        """Record that a pinned request of the session was accepted."""
+        """Record that a request with a `pin_step` was accepted."""
         self._running[session_id] = self._running.get(session_id, 0) + 1
 
     def leave(self, session_id: str, *, now: float, may_return: bool) -> None:
-        """Record that a pinned request ended. `may_return`: the session may call again."""
+        """Record that a request with a `pin_step` ended. `may_return` says whether the session may call again."""
         self._running[session_id] -= 1
         if not self._running[session_id]:
             del self._running[session_id]
@@ -165,6 +172,6 @@ class VersionPins:
             self._leases.pop(session_id, None)
 
     def held(self, *, now: float) -> bool:
-        """Whether a session pins the version now."""
+        """Return whether a session pins the version now."""
         self._leases = {s: end for s, end in self._leases.items() if end > now}
         return bool(self._running or self._leases)

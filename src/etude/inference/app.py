@@ -4,8 +4,7 @@ The completion endpoint takes and returns token ids, in the shape of vLLM's, as 
 with dtype and shape, never lists of numbers). Error bodies are `errors.ErrorBody`. When a client disconnects, its
 request is cancelled.
 
-Completions bypass Starlette's middleware and router, which took as much time as everything else in a call.
-"""
+Completions bypass Starlette's middleware and router, which took as much time as everything else in a call."""
 
 from __future__ import annotations
 
@@ -50,7 +49,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ServedEngine(Engine, Streaming, Protocol):
-    """An engine in this process: `seams.Engine`, `seams.Streaming`, and what the server needs beside them."""
+    """The interface of an engine that `build_app` can serve: `seams.Engine`, `seams.Streaming`, and its health.
+
+    `trouble` says why loading the newest weights failed last, or is ""."""
 
     name: str
     config: EngineConfig
@@ -63,16 +64,16 @@ class ServedEngine(Engine, Streaming, Protocol):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds without a sign of life."""
+        """Seconds since the engine last showed that it makes progress."""
         ...
 
     async def metrics(self) -> str:
-        """The text of GET /metrics, in Prometheus' format."""
+        """Return the text of GET /metrics, in Prometheus' format."""
         ...
 
 
 class Operators(Protocol):
-    """The type of `ReferenceEngine.operators`."""
+    """The type of `ReferenceEngine.operators`, which returns the results of all operators of the model for a text."""
 
     async def __call__(self, token_ids: list[int], *, prompt_tokens: int) -> list[OperatorResult]: ...
 
@@ -84,11 +85,11 @@ def build_app(
     lifespan: AbstractAsyncContextManager[None] | None = None,
     operators: Operators | None = None,
 ) -> ASGIApp:
-    """Make the ASGI app of an engine.
+    """Return the ASGI app that serves an engine over HTTP.
 
-    `token`: the bearer token of every POST request; None for an engine on loopback. `operators`: enables POST
-    /operators, which delays all requests. `lifespan`: entered before the first request and exited after the last.
-    """
+    - `token`: the bearer token of every POST request. None: no check, for an engine on loopback.
+    - `lifespan`: entered before the first request and exited after the last.
+    - `operators`: enables POST /operators, which delays all requests. None disables it."""
     endpoints = _Endpoints(engine, token, operators)
     generate = endpoints.authenticated(endpoints.generate)
     router = Starlette(
@@ -118,8 +119,6 @@ def build_app(
 
 
 class _Endpoints:
-    """The request handlers."""
-
     def __init__(self, engine: ServedEngine, token: str | None, operators: Operators | None) -> None:
         self.engine, self._token, self._operators = engine, token, operators
         self._max_body = 64 * 1024 + 16 * engine.config.context_tokens + 2 * MAX_BYTES  # ids and a grammar

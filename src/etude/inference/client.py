@@ -36,9 +36,9 @@ _IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # TCP keep-alive: a completion may take
 
 
 class HttpEngine:
-    """Client of one engine server. Connections belong to the event loop of the first call.
+    """A client of one engine server. It implements `seams.Engine` and `seams.Streaming`.
 
-    `token`: the bearer token of the requests.
+    `token` is the bearer token of the requests. Connections belong to the event loop of the first call.
 
     >>> HttpEngine("http://127.0.0.1:8000/").url
     'http://127.0.0.1:8000'
@@ -58,14 +58,16 @@ class HttpEngine:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections. Further calls of `close` do nothing."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """See `seams.Engine`. The engine enforces `deadline_s`, since it sees its own steps. While it does not respond,
-        this checks that it is alive. Raises `EngineGone` and `EngineLate`."""
+        """Sample a completion, as `seams.Engine.generate` does.
+
+        The engine enforces `deadline_s`, since it sees its own progress. While it does not respond, this checks that it
+        is alive. Also raises `EngineGone` when no server responds, and `EngineLate` for one that hangs."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
         try:
@@ -84,42 +86,41 @@ class HttpEngine:
             raise self._late(what, deadline_s, error.what) from None
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Closing the generator early closes the connection, and the engine drops the
-        request."""
+        """Sample a completion and yield its parts, as `seams.Streaming.stream` does.
+
+        Closing the generator early closes the connection, and the engine drops the request."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         async with self._answer("POST", STREAM, pack(request), what=what, deadline_s=deadline_s) as answer:
             async for part in read_frames(answer.content.readexactly, engine=self.url):
                 yield part
 
     async def pause(self) -> None:
-        """See `seams.Engine`."""
         await self._call("POST", "/pause", b"", what="pause", deadline_s=CONTROL_DEADLINE_S)
 
     async def resume(self) -> None:
-        """See `seams.Engine`."""
         await self._call("POST", "/resume", b"", what="resume", deadline_s=CONTROL_DEADLINE_S)
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """See `seams.Engine`."""
         body = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
         what = f"adopt step {min_step}"
         return await self._post("/adopt", body, Version, what=what, deadline_s=deadline_s + GRACE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """See `seams.Engine`."""
         body = await self._call("GET", "/info", None, what="info", deadline_s=deadline_s)
         return self._read(body, EngineInfo)
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """See `seams.Engine`."""
         body = VerifyRequest(token_ids=[int(t) for t in token_ids])
         what = "verify"
         answer = await self._post("/verify", body, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
         return answer.version, answer.logprobs
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Compute a text and return the results of every operator. `prompt_tokens`: how many of `token_ids` are the
-        prompt. Raises `MalformedRequest` when the engine was not started with --show-operators."""
+        """Have the engine compute a text, and return the results of every operator of the model.
+
+        An operator is for example a norm or a matrix product. The first `prompt_tokens` of `token_ids` are computed as
+        a prompt, the others one by one. Raises `MalformedRequest` when the engine was not started with
+        --show-operators."""
         body = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
         what = "operators"
         answer = await self._post("/operators", body, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
@@ -146,8 +147,9 @@ class HttpEngine:
     async def _answer(
         self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the response, whose status is 200 and whose body is not read yet. Raises
-        `EngineError`."""
+        """Send a request and yield the response, whose status is 200 and whose body is not read yet.
+
+        Raises `EngineError`."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s or 5.0, 5.0))
         try:
             async with self._connected().request(method, self.url + path, data=body, timeout=timeout) as answer:
@@ -183,7 +185,7 @@ class HttpEngine:
 
 
 def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket with TCP keep-alive, so that a broken connection ends."""
+    """Return a socket with TCP keep-alive, so that a broken connection ends."""
     family, kind, protocol, *_ = address
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -33,25 +33,35 @@ SERVERS = {
 class EngineConfig:
     """The `[engine]` section: sizes and time limits of one engine.
 
+    - `max_sequences`: the most sequences that are decoded together; also the number of KV cache slots.
+    - `context_tokens`: the most tokens of prompt and completion together.
+    - `chunk_tokens`: reference engines cut prompts at multiples of this position.
+    - `step_tokens`: the most prompt tokens of a step, beside one decoded token per sequence.
+    - `max_waiting`: the most requests that wait for a slot. Further ones are refused.
+    - `pin_lease_s`: how many seconds a session that pins a version keeps it between two calls.
+    - `stall_s`: a step that takes longer, in seconds, counts as a hang.
+    - `dtype`: of the computation. In exact mode it must be the learner's.
+    - `device`: "auto", "cpu", "cuda" or "cuda:N", for reference engines only. In exact mode it must be the learner's.
+
     >>> EngineConfig(max_sequences=8).context_tokens
     1024
     """
 
-    max_sequences: int = ranged(64, low=1, high=4096)  # decoded together; also the number of KV slots
-    context_tokens: int = ranged(1024, low=2)  # longest context: prompt and completion
-    chunk_tokens: int = ranged(256, low=1)  # reference engines cut prompts at multiples of this position
-    step_tokens: int = ranged(512, low=1)  # most prompt tokens of a step, beside one decoded token per sequence
-    max_waiting: int = ranged(1024, low=0)  # most requests waiting for a slot; one more is refused
-    pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session keeps its version between two calls
-    stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer counts as a hang
-    dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the same as the learner's
-    device: str = "auto"  # reference engines only: auto, cpu, cuda, cuda:N; in exact mode as the learner's
+    max_sequences: int = ranged(64, low=1, high=4096)
+    context_tokens: int = ranged(1024, low=2)
+    chunk_tokens: int = ranged(256, low=1)
+    step_tokens: int = ranged(512, low=1)
+    max_waiting: int = ranged(1024, low=0)
+    pin_lease_s: float = ranged(3.0, low=0.0)
+    stall_s: float = ranged(60.0, low=0.1)
+    dtype: ComputeDtype = ComputeDtype.FLOAT32
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         check_device(self.device)
 
     def arguments(self) -> list[str]:
-        """All settings as command-line arguments of an engine's process, for `serving.config_of`.
+        """Return all settings as command-line arguments of an engine's process. `serving.config_of` parses them.
 
         >>> EngineConfig(device="cpu").arguments()[-2:]
         ['--device', 'cpu']
@@ -70,10 +80,10 @@ _PARALLEL = (
 
 
 def devices_of(arguments: Sequence[str]) -> int:
-    """Number of devices of one server: the product of the parallel sizes in its arguments.
+    """Return the number of devices of one vLLM or SGLang server, from its command-line arguments.
 
-    With ``--enable-dp-attention`` SGLang's data-parallel ranks are among its tensor-parallel ranks and are not counted
-    again. With ``--nnodes`` the devices are divided by the number of nodes.
+    It is the product of the parallel sizes. With ``--enable-dp-attention`` SGLang's data-parallel ranks are among its
+    tensor-parallel ranks and are not counted again. With ``--nnodes`` the devices are divided by the number of nodes.
 
     >>> devices_of(["--tp", "8", "--dp=4", "--enable-dp-attention"]), devices_of(["--tensor_parallel_size=4", "-pp=2"])
     (8, 8)
@@ -97,15 +107,20 @@ def devices_of(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class ExternalEngineConfig:
-    """The `[vllm]` and `[sglang]` sections: settings of these engines, in addition to `[engine]`."""
+    """The `[vllm]` and `[sglang]` sections: settings of these engines, in addition to `[engine]`.
 
-    environment: Path | None = None  # None: $ETUDE_VLLM (or $ETUDE_SGLANG), or where `etude engines install` put it
-    kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # tokens of KV cache; None: max_sequences full contexts
-    arguments: tuple[str, ...] = ()  # passed to the server: ["--tensor-parallel-size=8"]
+    - `environment`: the virtual environment of the server. None: $ETUDE_VLLM (or $ETUDE_SGLANG), or where `etude
+      engines install` put it.
+    - `kv_tokens`: the size of the KV cache in tokens. None: enough for `max_sequences` full contexts.
+    - `arguments`: further arguments of the server, such as ``["--tensor-parallel-size=8"]``."""
+
+    environment: Path | None = None
+    kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)
+    arguments: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:
-        """Number of devices of one engine, from the parallel sizes in `arguments`.
+        """The number of devices of one engine, from the parallel sizes in `arguments`.
 
         >>> ExternalEngineConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
         16
@@ -113,7 +128,7 @@ class ExternalEngineConfig:
         return devices_of(self.arguments)
 
     def kv_capacity(self, engine: EngineConfig) -> int:
-        """Size of the KV cache in tokens: `kv_tokens`, or `max_sequences` full contexts.
+        """Return the size of the KV cache in tokens: `kv_tokens`, or `max_sequences` full contexts.
 
         >>> ExternalEngineConfig().kv_capacity(EngineConfig(max_sequences=8, context_tokens=512))
         4096
@@ -121,5 +136,5 @@ class ExternalEngineConfig:
         return self.kv_tokens or engine.max_sequences * engine.context_tokens
 
     def max_contexts(self, engine: EngineConfig) -> int:
-        """Number of full contexts that fit into the KV cache, at most `max_sequences`."""
+        """Return how many full contexts fit into the KV cache, at most `max_sequences`."""
         return min(engine.max_sequences, self.kv_capacity(engine) // engine.context_tokens)

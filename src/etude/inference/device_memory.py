@@ -1,17 +1,18 @@
-"""KV cache on a GPU, by slot, and attention with one kernel per layer.
+"""The KV cache of a GPU, by slot, and attention with one kernel per layer.
 
 Per layer there is one tensor of keys and one of values, ``[S, C, G, A]``: positions of a slot are rows, so a step
 writes its rows with one copy, and a slot is a sequence of a ragged batch (`numerics.varlen`) or one long page
 (`numerics.gpu`). A step with any mix of decoding rows and chunks of prompts is one kernel call per layer, which reads
-only the keys that each sequence has. The kernel is etude's Triton program, with a fixed order of summation, in exact
-mode and for inputs that the vendor's kernel does not support (float32, and latents, whose keys are wide and contain
-their values); else the vendor's.
+only the keys that each sequence has.
+
+The kernel is etude's Triton program, with a fixed order of summation, in exact mode and for inputs that the vendor's
+kernel does not support: float32, and latents, whose keys are wide and contain their values. Otherwise it is the
+vendor's.
 
 The last slot is a spare: padding rows of a batch write there and see one key.
 
 Shapes: N tokens of a step, S slots, B sequences of a step, H query heads, G key/value heads, C positions a slot, A key
-width, Z value width.
-"""
+width, Z value width."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ Attend = Callable[..., torch.Tensor]
 
 
 class DeviceMemory:
-    """The keys and values of all slots, allocated at once. Raises `ConfigError` when the device has too little
-    memory."""
+    """The keys and values of all slots on one device, allocated at once.
+
+    A slot is the memory of one sequence of `context_tokens` positions. Raises `ConfigError` when the device has too
+    little memory."""
 
     def __init__(
         self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
@@ -63,8 +66,10 @@ class DeviceMemory:
         self.values = [keys[..., : kept.value_width] for keys in self.keys] if kept.shared else made[1]
 
     def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> DeviceStep:
-        """Make the cache of one forward pass: `decode` rows first, then the chunks, in order. Sends a few numbers per
-        row."""
+        """Return the cache as one forward pass uses it. Sends a few numbers per row to the device.
+
+        The rows of the pass are one token of each decoding sequence, then the tokens of the prompt chunks, in order.
+        `decode_slots` and `decode_positions` say where the decoding rows are, [sequences] int64."""
         counts = [1] * len(decode_slots) + [c.stop - c.start for c in chunks]
         slots_B = np.concatenate([decode_slots, np.array([c.slot for c in chunks], np.int64)])
         firsts_B = np.concatenate([decode_positions, np.array([c.start for c in chunks], np.int64)])
@@ -79,30 +84,37 @@ class DeviceMemory:
         return DeviceStep(self, slots_N, positions_N, sequences)
 
     def copy(self, source: int, target: int, stop: int) -> None:
-        """Copy positions [0, stop) of a slot to another slot."""
+        """Copy the keys and values of positions [0, stop) of slot `source` to slot `target`."""
         for memory in self.keys if self.shared else (*self.keys, *self.values):
             memory[target, :stop] = memory[source, :stop]
 
     def decoding(self, slots_B: torch.Tensor, positions_B: torch.Tensor, starts: torch.Tensor) -> DeviceStep:
-        """Make the cache of a decode-only step from tensors on the device, so that it can be captured in a CUDA graph.
-        `starts`: int32, 0 to B."""
+        """Return the cache for a forward pass over decoding sequences only. A CUDA graph can capture this call.
+
+        All arguments are on the device: slot and position of each sequence, [B] int64, and `starts`, 0 to B, [B + 1]
+        int32."""
         sequences = Sequences(starts, slots_B, positions_B, positions_B + 1, longest=1)
         return DeviceStep(self, slots_B, positions_B, sequences)
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """A step's sequences as the kernels take them, on the device."""
+    """The sequences of one step, as the attention kernels take them, on the device.
 
-    starts: torch.Tensor  # int32 [B + 1]: first row of each sequence
-    slots_B: torch.Tensor  # int64
-    firsts_B: torch.Tensor  # int64: position of the first row
-    stops_B: torch.Tensor  # int64: position of the last row, plus 1
-    longest: int  # most rows of one sequence
+    - `starts`: int32 [B + 1], the first row of each sequence.
+    - `slots_B`: int64, the slot of each sequence.
+    - `firsts_B`, `stops_B`: int64, the position of the first row, and that of the last row plus 1.
+    - `longest`: the most rows of one sequence."""
+
+    starts: torch.Tensor
+    slots_B: torch.Tensor
+    firsts_B: torch.Tensor
+    stops_B: torch.Tensor
+    longest: int
 
 
 class DeviceStep:
-    """The cache of one forward pass (`models.Cache`)."""
+    """The cache of one forward pass on a GPU (`models.Cache`). `DeviceMemory.step` and `decoding` make one."""
 
     compressed = True
 
@@ -118,7 +130,10 @@ class DeviceStep:
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGZ: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Store the step's keys and values, and attend causally within each slot. Returns o_NHZ."""
+        """Store the step's keys and values of one layer, and attend causally within each slot.
+
+        Returns [N, H, Z]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
+        None means 1/√(key width)."""
         keys, values = self.memory.keys[layer], self.memory.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._places, k_NGA)
         if not self.memory.shared:

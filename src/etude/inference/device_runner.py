@@ -1,4 +1,4 @@
-"""Computes a planned step on a GPU: as `runner.Runner` on a CPU, with all data kept on the device.
+"""Computes a planned step on a GPU, as `runner.Runner` does on a CPU. All data is kept on the device.
 
 Weights, keys and values, the next token and the routes of each slot stay on the device. A step sends a few numbers per
 row, and waits once, for its tokens and log-probabilities. Routes are copied when their request ends.
@@ -7,8 +7,7 @@ A decode-only step replays a CUDA graph, captured before the first request for e
 step's several hundred kernels one by one takes the host longer than the device computes. The batch is padded to the
 graph's size with rows of a spare slot. A step with chunks of prompts is launched kernel by kernel.
 
-Shapes: B rows of a decoding step, R rows that sample, L layers with a router, K experts per token.
-"""
+Shapes: B rows of a decoding step, R rows that sample, L layers with a router, K experts per token."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ WARM_UPS = 2
 
 
 def padded_sizes(max_sequences: int) -> list[int]:
-    """Batch sizes of the captured graphs, ascending. At most a third of a batch is padding.
+    """Return the batch sizes of the captured CUDA graphs, ascending. At most a third of a batch is padding.
 
     >>> padded_sizes(40)
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
@@ -66,7 +65,9 @@ class _Draws:
 
 
 class DeviceRunner:
-    """The model, its KV cache, and the next token and routes of each slot, on one device. Same methods as `Runner`."""
+    """The model, its KV cache, and the next token and routes of each slot, on one device. Same methods as `Runner`.
+
+    `runner_for` makes one. A slot is the memory of one running sequence."""
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
         self.model, self.device = model.eval(), model.embedding.device
@@ -99,14 +100,14 @@ class DeviceRunner:
             torch.cuda.synchronize(self.device)
 
     def routes(self, sequence: Sequence) -> Routes:
-        """See `Runner.routes`. Waits for the device."""
+        """Return the routes that the request of a sequence wants, as `Runner.routes` does. Waits for the device."""
         start, stop = sequence.request.routes_from, sequence.num_computed
         rows = self._routes[sequence.row, stop if start is None else start : stop]
         return rows.cpu().numpy().view(self.model.config.route_dtype)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
-        """See `Runner.step`."""
+        """Compute a plan and return the sequences that sampled a token, as `Runner.step` does."""
         sampling = plan.decode + [c.sequence for c in plan.chunks if c.last]
         with on_device(self.device):
             for copy in plan.copies:
@@ -129,8 +130,9 @@ class DeviceRunner:
         return sampling
 
     def sampled(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Copy sampled tokens and log-probabilities to the host, in one transfer as doubles, which represent both
-        exactly."""
+        """Copy sampled tokens and log-probabilities to the host.
+
+        It is one transfer as doubles, which represent both exactly."""
         tokens, logprobs = torch.stack([tokens_R.double(), logprobs_R.double()]).tolist()
         return [int(token) for token in tokens], logprobs
 
@@ -141,7 +143,6 @@ class DeviceRunner:
         return graph.run()
 
     def _mixed(self, plan: Plan, sampling: Many[Sequence]) -> Sampled:
-        """Compute a step with decoding rows and chunks of prompts."""
         prompts = [c.sequence.request.prompt_ids[c.start : c.stop] for c in plan.chunks]
         spans = [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks]
         cache = self.kv.step(_rows_of(plan.decode), _positions_of(plan.decode), spans)
@@ -153,7 +154,10 @@ class DeviceRunner:
         return self.compute(tokens_N, cache, rows_R, _Draws.of(slots_R, draws))
 
     def compute(self, tokens_N: torch.Tensor, cache: DeviceStep, rows_R: torch.Tensor | None, draws: _Draws) -> Sampled:
-        """One forward pass and sampling."""
+        """Compute one forward pass and sample.
+
+        `rows_R` are the rows whose logits are sampled from; None means all. `draws` has the inputs of sampling for
+        them."""
         logits_RV, routes_NLK = self.model(tokens_N, cache, rows=rows_R)
         self._routes[cache.slots, cache.positions] = routes_NLK.view(self._routes.dtype)
         tokens, logprobs = sample_on_device(
@@ -164,7 +168,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
-        """See `Runner.score`."""
+        """Return the log-probability at temperature 1 of each token but the first, as `Runner.score` does."""
         with on_device(self.device):
             tokens = torch.tensor(token_ids).to(self.device)
             logits, _ = self.model(tokens)
@@ -199,7 +203,7 @@ class _Decode:
             self._out = self._compute()
 
     def _padding(self) -> I64:
-        """Slots and positions [2, B] of padding rows."""
+        """Return the slots and positions [2, B] of padding rows."""
         return np.repeat(np.array([[self._spare], [0]], np.int64), self.size, 1)
 
     def fill(self, slots: I64, positions: I64, draws_3R: F32) -> None:
@@ -223,7 +227,7 @@ class _Decode:
 
 
 def runner_for(model: Transformer, *, num_slots: int, context_tokens: int) -> Runner | DeviceRunner:
-    """Make the runner for the model's device."""
+    """Return the runner for the model's device: a `Runner` on a CPU, else a `DeviceRunner`."""
     kind = Runner if model.embedding.device.type == "cpu" else DeviceRunner
     return kind(model, num_slots=num_slots, context_tokens=context_tokens)
 
@@ -233,13 +237,14 @@ def _rows_of(sequences: Many[Sequence]) -> I64:
 
 
 def _positions_of(sequences: Many[Sequence]) -> I64:
-    """Position of the token that each sequence computes next."""
+    """Return the position of the token that each sequence computes next."""
     return np.array([s.num_computed for s in sequences], np.int64)
 
 
 def _draws(sequences: Many[Sequence], positions: I64) -> F32:
-    """Inputs of sampling, [3, R]: uniform numbers in [0, 1) for these positions, temperatures (1 if greedy), and 1 for
-    greedy rows."""
+    """Return the inputs of sampling, [3, R].
+
+    They are uniform numbers in [0, 1) for these positions, temperatures (1 if greedy), and 1 for greedy rows."""
     samplings = [s.request.sampling for s in sequences]
     temperatures = np.array([a.temperature for a in samplings], np.float32)
     greedy = temperatures == 0.0

@@ -1,5 +1,4 @@
-"""The reference engine: a model that is stepped by one thread (`step_thread`), behind the asyncio interface
-`seams.Engine`.
+"""The reference engine: a model that one thread steps (`step_thread`), behind the asyncio interface `seams.Engine`.
 
 Only this thread uses the scheduler, the KV cache and the weights. So pauses, swaps of weights and cancellations happen
 between two tokens. A swap waits until no session pins the current version (`admission.VersionPins`).
@@ -7,8 +6,7 @@ between two tokens. A swap waits until no session pins the current version (`adm
 A request is late when the engine has made no step for the request's `deadline_s`. A request that is being computed, or
 waits while others are, is not late, however slow the steps are. The thread drops a late request with an error that says
 in which phase it was. If the thread itself hangs, the waiting coroutine raises an error with the time since its last
-step.
-"""
+step."""
 
 from __future__ import annotations
 
@@ -51,7 +49,10 @@ GRACE_S = 0.5  # after a request's deadline, so that a thread that does not hang
 
 @dataclass(frozen=True)
 class SwapResult:
-    """Result of a swap. `pause_s`: seconds in which no step could run because of it."""
+    """The result of replacing an engine's weights (`ReferenceEngine.swap`).
+
+    `version` is the new version. `pause_s` is the time in which no step could run because of the swap, in seconds.
+    `num_running` is the number of requests that were running."""
 
     version: Version
     pause_s: float
@@ -59,12 +60,12 @@ class SwapResult:
 
 
 class ReferenceEngine:
-    """Implements `seams.Engine` with a model in this process. Use it as an async context manager, or `start` and
-    `close`.
+    """etude's own inference engine: serves a model in this process. It implements `seams.Engine` and `seams.Streaming`.
 
-    From `start` on, nothing else may use the model, except through `swap`. `tokenizer`: the tokenizer.json of the
-    checkpoint, which grammars need. Raises `EngineError` when the context of `config` is longer than the model's.
-    """
+    Use it as an async context manager, or call `start` and `close`. From `start` on, nothing else may use the model.
+    Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. `tokenizer` is
+    the tokenizer.json of the checkpoint, which grammars need. Raises `EngineError` when the context of `config` is
+    longer than the model's."""
 
     def __init__(
         self,
@@ -105,12 +106,13 @@ class ReferenceEngine:
         self._thread = StepThread(name, self._advance, self._fail_all, max_calls=max_calls)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that computes."""
         self._thread.start()
 
     def close(self) -> None:
-        """Fail the running requests and stop the thread. Idempotent. Raises `EngineError` when the thread does not
-        end."""
+        """Fail the running requests and stop the thread. Further calls of `close` do nothing.
+
+        Raises `EngineError` when the thread does not end."""
         self._grammars.close()
         self._thread.close()
 
@@ -123,7 +125,7 @@ class ReferenceEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread that computes runs."""
         return self._thread.alive
 
     @property
@@ -132,11 +134,15 @@ class ReferenceEngine:
         return self._thread.stalled_s
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
+        """Sample a completion, as `seams.Engine.generate` does.
+
+        Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
         return await self._serve(await self._running(request))
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Closing the generator early cancels the request."""
+        """Sample a completion and yield its parts, as `seams.Streaming.stream` does.
+
+        Closing the generator early cancels the request."""
         running, new_tokens = await self._running(request), asyncio.Event()
         running.on_tokens = functools.partial(_notify, asyncio.get_running_loop(), new_tokens)
         work = asyncio.ensure_future(self._serve(running))
@@ -181,15 +187,15 @@ class ReferenceEngine:
             work.cancel()
 
     async def pause(self) -> None:
-        """See `seams.Engine`."""
         await self._thread.call(lambda: setattr(self, "_paused", True), "pause")
 
     async def resume(self) -> None:
-        """See `seams.Engine`."""
         await self._thread.call(lambda: setattr(self, "_paused", False), "resume")
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """See `seams.Engine`. `weight_sync` fetches and swaps the versions."""
+        """Wait until the engine has a version of at least `min_step`, as `seams.Engine.adopt` does.
+
+        A `weight_sync.WeightSync` fetches the versions and swaps them in."""
         future: Future[Version] = Future()
         self._thread.post(lambda: self._await_step(min_step, future), future)
         try:
@@ -203,7 +209,7 @@ class ReferenceEngine:
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """See `seams.Engine`. Does not wait for the thread, so a hung engine responds too."""
+        """Return the current state and load. Does not wait for the thread, so a hung engine responds too."""
         return EngineInfo(
             name=self.name,
             version=self.version,
@@ -219,17 +225,18 @@ class ReferenceEngine:
         )
 
     async def metrics(self) -> str:
-        """See `app.Served`."""
         return exposition(self.counters, await self.info())
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """See `seams.Engine`. Raises `MalformedRequest`."""
+        """Score a text, as `seams.Engine.verify` does. Also raises `MalformedRequest`."""
         ids = self._checks.text(token_ids)
         return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "verify")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Compute a text and return the results of every operator (`operator_trace`). `prompt_tokens`: how many of
-        `token_ids` are the prompt. Requests wait meanwhile. Raises `MalformedRequest`."""
+        """Compute a text and return the results of every operator of the model.
+
+        An operator is for example a norm or a matrix product. The first `prompt_tokens` of `token_ids` are computed as
+        a prompt, the others one by one. Requests wait meanwhile. Raises `MalformedRequest`."""
         self._checks.ids(np.array(token_ids), min_tokens=2, max_tokens=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
@@ -241,17 +248,20 @@ class ReferenceEngine:
         )
 
     def swap(self, swap: Swap) -> Future[SwapResult]:
-        """Write prepared weights between two steps, once no session pins the version. May be called from any thread.
+        """Replace the weights between two steps, once no session pins the current version.
 
-        A write that fails is undone: the future gets the error, and the engine serves the old version. If undoing
-        fails too, the engine ends, since its weights are then of no version.
-        """
+        May be called from any thread.
+
+        A write that fails is undone: the future gets the error, and the engine serves the old version. If undoing fails
+        too, the engine ends, since its weights are then of no version."""
         future: Future[SwapResult] = Future()
         self._thread.post(lambda: self._swaps.append((swap, future)), future)
         return future
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
-        """Run `call` on the thread before its next step. May be called from any thread."""
+        """Run `call` on the engine's thread before its next step, and return a future of its result.
+
+        May be called from any thread."""
         return self._thread.between_steps(call)
 
     # The methods from here on run on the thread.

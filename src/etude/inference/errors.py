@@ -1,8 +1,7 @@
 """Errors of engines, as exceptions and as HTTP responses. Client and server share this table.
 
 The body is JSON, ``{"kind", "what", "facts", "hint"}``. `kind` separates errors with the same status: 503 is "busy" or
-"failed". Other servers send no kind; then the status decides.
-"""
+"failed". Other servers send no kind; then the status decides."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from etude.errors import ContextFull, EngineBehind, EngineError, EtudeError
 
 
 class MalformedRequest(EngineError):
-    """A request that every engine would refuse (HTTP 400). It must not be sent to another one."""
+    """Raised for a request that every engine would refuse (HTTP 400). It must not be sent to another one."""
 
 
 class InvalidGrammar(MalformedRequest):
@@ -20,27 +19,31 @@ class InvalidGrammar(MalformedRequest):
 
 
 class Unauthorised(EngineError):
-    """The bearer token is missing or wrong (HTTP 401)."""
+    """Raised when the bearer token is missing or wrong (HTTP 401)."""
 
 
 class EngineBusy(EngineError):
-    """The engine's queue is full (HTTP 503); the request may be served a little later, or by another engine."""
+    """Raised when the engine's queue is full (HTTP 503).
+
+    The request may be served a little later, or by another engine."""
 
 
 class NotRegistered(EngineError):
-    """The engine's lease has expired, or it never joined (HTTP 410). It must join again."""
+    """Raised by a registry for an engine that never joined, or whose membership has expired (HTTP 410).
+
+    It must join again."""
 
 
 class EngineUnreachable(EngineError):
-    """The registry cannot reach a joining engine at the URL that it gave (HTTP 424)."""
+    """Raised when the registry cannot reach a joining engine at the URL that it gave (HTTP 424)."""
 
 
 class EngineLate(EngineError):
-    """A request made no progress for its `deadline_s` (HTTP 504)."""
+    """Raised for a request that made no progress for its `deadline_s` (HTTP 504)."""
 
 
 class EngineGone(EngineError):
-    """No server responds at the engine's address, or the connection broke. Raised by clients only."""
+    """Raised by clients when no server responds at the engine's address, or the connection broke."""
 
 
 _KINDS: dict[str, tuple[int, type[EngineError]]] = {
@@ -58,7 +61,10 @@ _KINDS: dict[str, tuple[int, type[EngineError]]] = {
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON body of a response whose status is not 200."""
+    """The JSON body of an engine's response whose status is not 200.
+
+    `what`, `facts` and `hint` are the texts of the exception. `kind` names its class, such as "behind"; "" from other
+    servers."""
 
     what: str
     facts: str = ""
@@ -67,7 +73,7 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_http(error: EtudeError) -> tuple[int, bytes]:
-    """Convert an error to its HTTP status and JSON body.
+    """Return the HTTP status and the JSON body of an error.
 
     >>> to_http(EngineBehind("step 4 asked", "this engine holds 3", hint="adopt first"))[0]
     409
@@ -78,7 +84,9 @@ def to_http(error: EtudeError) -> tuple[int, bytes]:
 
 
 def from_http(status: int, body: bytes, *, engine: str) -> EngineError:
-    """Convert an HTTP response to the exception. Never raises, whatever the bytes are.
+    """Return the exception that an HTTP response of an engine stands for. Never raises, whatever the bytes are.
+
+    `engine` names the engine in the exception's text.
 
     >>> from_http(409, b'{"what": "step 4 asked", "hint": "adopt first"}', engine="engine-0")
     EngineBehind('step 4 asked')

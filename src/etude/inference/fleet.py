@@ -1,28 +1,27 @@
 """Serves one `Policy` from many engines: chooses the engine of each request, and retries when engines fail.
 
-A session stays on its engine, whose KV cache it extends. An engine that is gone, or fails a health check while it
-serves a request, is skipped for a while, and its requests are sent to another engine under the same request id:
-sampling is keyed, so a repeated request gives the same completion. There are no background tasks; engines may join and
-leave at any time.
+A session (one conversation) stays on its engine, whose KV cache it extends. An engine that is gone, or fails a health
+check while it serves a request, is skipped for a while, and its requests are sent to another engine under the same
+request id. Sampling depends on the request alone, so a repeated request gives the same completion. There are no
+background tasks; engines may join and leave at any time.
 
 Three limits end a request:
 
 - An engine ends it when it makes no progress for its `deadline_s`. Time lost to other refusals counts against the same
   seconds.
-- Waiting for an engine that restarts, has capacity, or adopts the demanded version takes minutes with large weights. It
-  does not count against `deadline_s`; it has its own limit, `patience_s`.
+- Waiting for an engine that restarts, has capacity, or adopts (loads) the demanded version takes minutes with large
+  weights. It does not count against `deadline_s`; it has its own limit, `patience_s`.
 - At most `MAX_LOST` engines may be lost while they serve the request, since it may be the cause.
 
-What the registry knows of an engine (`update`) limits its work: a draining or standby engine gets no new sessions; no
-new rollout goes to an engine without free KV tokens; and no request goes to an engine that would first have to adopt a
-version that another engine has. When no engine has the demanded version, all are asked to adopt it, and the first that
-does gets the request. Production goes before rollouts: the fleet never holds it back, and engines serve it first.
+What the registry knows of an engine (`update`) limits its work. A draining or standby engine gets no new sessions. No
+new rollout goes to an engine without free KV tokens. No request goes to an engine that would first have to adopt a
+version that another engine has; when none has it, all are asked to adopt it, and the first that does gets the request.
+The fleet never holds production back, and engines serve it first.
 
 Between regions, a rollout's next call goes to the engine where it is expected to end first (`Pace`). A session prefers
 its engine, for its KV cache, and a group prefers its region, so that a lost region loses complete groups. Both move
-only when a call takes less than half as long elsewhere. So no engine gets more work than it can finish in about the
-time of the others, and work in a slow region moves when the others run out of work (decision 30).
-"""
+only when a call takes less than half as long elsewhere. So work in a slow region moves when the others run out of work
+(decision 30)."""
 
 from __future__ import annotations
 
@@ -63,7 +62,9 @@ PRIOR = 1.0  # variance of the crowd at which the fit is half the data, half a l
 
 @dataclass
 class Pace:
-    """A moving linear fit of an engine's seconds per request over the number of concurrent requests.
+    """A moving linear fit of one engine's seconds per request over the number of concurrent requests.
+
+    `Fleet` keeps one per engine, to predict where a request ends first.
 
     >>> near, far = Pace(), Pace()
     >>> for crowd in [1, 8, 4, 8, 1] * 20:
@@ -86,11 +87,13 @@ class Pace:
     _joint: float = 0.0
 
     def known(self, now: float) -> bool:
-        """Whether a request was served recently."""
+        """Return whether a request was measured in the last `FORGET_S` seconds before `now`."""
         return self._num_served > 0 and now - self._last < FORGET_S
 
     def served(self, seconds: float, crowd: float, *, now: float) -> None:
-        """Add a measurement: a request took `seconds`, with on average `crowd` requests running, itself included."""
+        """Add a measurement: a request took `seconds`, with on average `crowd` requests running, itself included.
+
+        `now` is the time at its end, in seconds."""
         self._num_served, self._last = (self._num_served if self.known(now) else 0) + 1, now
         weight = max(WEIGHT, 1 / self._num_served)
         off, late = crowd - self._crowd, seconds - self._seconds
@@ -100,28 +103,30 @@ class Pace:
         self._joint = (1 - weight) * (self._joint + weight * off * late)
 
     def seconds(self, crowd: float) -> float:
-        """Expected seconds of a request among `crowd` requests. Only valid while `known`."""
+        """Return the expected seconds of a request among `crowd` requests, itself included.
+
+        Only valid while `known`."""
         share = self._seconds / self._crowd  # the slope of a line through the origin
         each = (self._joint + PRIOR * share) / (self._spread + PRIOR)
         return self._seconds + min(max(each, 0.0), share) * (crowd - self._crowd)
 
 
 class Assignment(enum.StrEnum):
-    """How a new session is assigned to an engine."""
+    """How a new session is assigned to an engine.
+
+    `LEAST_LOADED` takes the engine where the request should end first. `STABLE` takes it by a hash of the session's
+    group and the engine's name, so that a repeated run uses the same engines."""
 
     LEAST_LOADED = "least-loaded"
-    STABLE = "stable"  # by hash of group and engine name: a repeated run uses the same engines
+    STABLE = "stable"
 
 
 def _now() -> float:
-    """Seconds on the event loop's clock."""
     return asyncio.get_running_loop().time()
 
 
 @dataclass(eq=False)
 class _Member:
-    """An engine of the fleet, with its load and state."""
-
     name: str
     engine: Engine
     num_running: int = 0
@@ -138,7 +143,9 @@ class _Member:
     kv_tokens: int | None = None  # free KV tokens at the last update, less those of requests since; None: unlimited
 
     def seconds(self, typical_s: float | None) -> float:
-        """Expected seconds of one more request. Without regions, or when no pace is known, it is the relative load.
+        """Return the expected seconds of one more request.
+
+        Without regions, or when no pace is known, it is the relative load.
 
         An engine of unknown pace is assumed to be `STAY_FACTOR` times as fast as a typical one: then new work measures
         it, and no session leaves an engine of typical pace for it."""
@@ -149,11 +156,10 @@ class _Member:
 
     @property
     def is_known(self) -> bool:
-        """Whether its pace is known."""
         return self.pace.known(_now())
 
     def is_behind(self, step: int) -> bool:
-        """Whether its version is known to be older than `step`."""
+        """Return whether its version is known to be older than `step`."""
         return self.step is not None and self.step < step
 
     def saw_step(self, step: int) -> None:
@@ -161,7 +167,7 @@ class _Member:
         self.step = step if self.step is None else max(step, self.step)
 
     def has_capacity(self, request: CompletionRequest) -> bool:
-        """Whether its free KV tokens suffice for a request."""
+        """Return whether its free KV tokens suffice for a request."""
         return self.kv_tokens is None or self.kv_tokens >= kv_tokens_needed(request)
 
     @contextlib.contextmanager
@@ -222,16 +228,21 @@ class _Attempt:
         return self.request.min_step if self.request.pin_step is None else self.request.pin_step
 
     def waits_for(self, member: _Member) -> bool:
-        """Whether the member first has to adopt a newer version."""
+        """Return whether the member first has to adopt a newer version."""
         return member.name in self.behind or member.is_behind(self.step)
 
 
 class Fleet:
-    """Implements `seams.Policy` and `seams.Streaming` over named engines.
+    """Many engines, used as one policy. It implements `seams.Policy` and `seams.Streaming`.
 
-    A group is a session id up to its last dot ("g000012" of "g000012.3"). `heartbeat_s`: interval of health checks of
-    an engine that serves a request. `patience_s`: longest time that a request waits until an engine has restarted, has
-    free capacity, or has loaded the required version. Must be used in one event loop."""
+    - `engines`: the engines by name; `add` and `remove` change them later.
+    - `assignment`: how a new session is assigned to an engine.
+    - `heartbeat_s`: the interval of health checks of an engine that serves a request, in seconds.
+    - `patience_s`: the longest time that a request waits until an engine has restarted, has free capacity, or has
+      loaded the required version.
+
+    The ids of sessions may have a group: "g000012" of "g000012.3", the part before the last dot. A group prefers one
+    region. A fleet must be used in one event loop."""
 
     def __init__(
         self,
@@ -259,11 +270,11 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def remove(self, name: str) -> None:
-        """Remove an engine: it gets no new requests; those that it serves continue. Unknown names are ignored."""
+        """Remove an engine. It gets no new requests; those that it serves continue. Unknown names are ignored."""
         self._members.pop(name, None)
 
     def update(self, name: str, listed: ListedEngine) -> None:
-        """Apply the registry's state of an engine. Unknown names are ignored."""
+        """Apply what the registry lists about the engine `name`. Unknown names are ignored."""
         member = self._members.get(name)
         if member is not None:
             member.takes_new, member.region = listed.state is State.SERVING, listed.region
@@ -272,16 +283,21 @@ class Fleet:
             member.size, member.kv_tokens = max(1, listed.max_sequences), listed.kv_tokens_free
 
     def sessions(self) -> dict[str, int]:
-        """Number of sessions by engine name, including those between two calls."""
+        """Return the number of sessions by engine name, including those between two calls."""
         return dict(Counter(self._sessions.values()))
 
     def forget(self, session_id: str) -> None:
-        """Forget an ended session and its forks ("s+1" of "s"). Unknown ids are ignored."""
+        """Forget an ended session and its forks ("s+1" of "s"), so that they count no longer.
+
+        Unknown ids are ignored."""
         for one in [s for s in self._sessions if s == session_id or s.startswith(f"{session_id}+")]:
             del self._sessions[one]
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """See `seams.Policy`. `MalformedRequest` and `ContextFull` are raised without trying another engine."""
+        """Sample a completion on one of the engines, as `seams.Policy.complete` does.
+
+        `MalformedRequest` and `ContextFull` are raised at once. After other errors, further engines are tried, until a
+        limit in the description of this module is reached."""
         attempt = _Attempt(request, _now() + request.deadline_s, self.patience_s)
         while True:
             member, sent_at = await self._next(attempt), _now()
@@ -294,8 +310,10 @@ class Fleet:
                 return completion
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Before the first tokens a failed request is retried on another engine, as in
-        `complete`. After them the error is raised, since yielded tokens cannot be taken back."""
+        """Sample a completion on one of the engines and yield its parts, as `seams.Streaming.stream` does.
+
+        Before the first tokens a failed request is retried on another engine, as in `complete`. After them the error is
+        raised, since yielded tokens cannot be taken back."""
         attempt, begun = _Attempt(request, _now() + request.deadline_s, self.patience_s), False
         while True:
             member, sent_at = await self._next(attempt), _now()
@@ -313,8 +331,10 @@ class Fleet:
                 self._after_refusal(member, attempt, error, _now() - sent_at)
 
     async def _next(self, attempt: _Attempt) -> _Member:
-        """Wait for an engine that can serve the request. Raises `EngineBehind` when none adopted the version, and
-        `EngineError` at the deadline, or when no engine can ever serve it."""
+        """Wait for an engine that can serve the request.
+
+        Raises `EngineBehind` when none adopted the version, and `EngineError` at the deadline, or when no engine can
+        ever serve it."""
         pause_s = RETRY_S
         while attempt.left_s > 0:
             member, began = self._choose(attempt), _now()
@@ -335,8 +355,7 @@ class Fleet:
         raise _no_engine_error(attempt)
 
     def _choose(self, attempt: _Attempt) -> _Member | None:
-        """Choose the engine to try now, or None. An engine that must adopt a version first is only chosen when all
-        must."""
+        """Choose the engine to try now, or None. One that must adopt a version first is only chosen when all must."""
         now, out = _now(), attempt.skipped | attempt.excluded
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
         home = next((m for m in able if m.name == self._sessions.get(attempt.request.session_id)), None)
@@ -355,8 +374,10 @@ class Fleet:
     def _fastest(
         self, attempt: _Attempt, able: list[_Member], home: _Member | None, region: str | None
     ) -> _Member | None:
-        """Where the request is expected to end first, or in its `home` (which has its session, or the one that it forks
-        from), or in the `region`, while that is worth it."""
+        """Return the engine where the request is expected to end first.
+
+        It is its `home` (which has its session, or the one that it forks from), or one in the `region`, while that is
+        worth it."""
         paces = [m.pace.seconds(m.num_running + 1) for m in able if m.is_known]
         typical_s = sum(paces) / len(paces) if paces else None
         tried = [m for m in able if m.is_known or m.num_running < MAX_TRIAL or not m.region]
@@ -394,8 +415,9 @@ class Fleet:
         return await asyncio.shield(member.probe)
 
     def _after_refusal(self, member: _Member, attempt: _Attempt, error: EngineError, held_s: float) -> None:
-        """Update the state of a request after an engine's error. `held_s`: how long the engine had it. Raises the error
-        again when the request itself is invalid, or may be what ends engines."""
+        """Update the state of a request after an engine's error. `held_s`: how long the engine had it.
+
+        Raises the error again when the request itself is invalid, or may be what ends engines."""
         attempt.num_lost += held_s >= REST_S and not isinstance(error, EngineLate | EngineBehind | EngineBusy)
         if isinstance(error, MalformedRequest | ContextFull | Unauthorised) or attempt.num_lost >= MAX_LOST:
             raise error
@@ -412,8 +434,9 @@ class Fleet:
                 member.rests_until = _now() + REST_S
 
     async def _catch_up(self, member: _Member, attempt: _Attempt, patience_s: float) -> None:
-        """Wait until one of the engines with an older version has adopted the demanded one; with stable assignment,
-        until `member` has. The engines fetch the weights by themselves."""
+        """Wait until one of the engines with an older version has adopted the demanded one.
+
+        With stable assignment, wait until `member` has. The engines fetch the weights by themselves."""
         late = [
             m
             for m in self._members.values()
@@ -430,10 +453,8 @@ class Fleet:
 
     async def _pause_between_rounds(self, pause_s: float) -> None:
         """Wait until an engine joins, at most `pause_s`."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), pause_s)
-        except TimeoutError:
-            return
 
     def _remember(self, request: CompletionRequest, member: _Member) -> None:
         self._sessions.pop(request.session_id, None)
@@ -454,13 +475,15 @@ async def _stream_parts(member: _Member, attempt: _Attempt) -> AsyncGenerator[li
 
 
 def rank(member: _Member, attempt: _Attempt, typical_s: float | None) -> tuple[bool, float, float, str]:
-    """Sort key of engines for a new session; the smallest is chosen."""
+    """Return the sort key of an engine for a request; the engine with the smallest key is chosen.
+
+    `typical_s` is the mean expected time of a request over all engines in seconds, or None if it is unknown."""
     production = member.num_production if attempt.request.traffic is Traffic.PRODUCTION else 0
     return attempt.waits_for(member), production / member.size, member.seconds(typical_s), member.name
 
 
 def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | EngineError]:
-    """The task of an engine's adopt call. All requests that wait for the same step share it."""
+    """Return the task of an engine's adopt call. All requests that wait for the same step share it."""
     if member.adoption is None or member.adoption.done() or member.adopting != attempt.step:
         member.adopting = attempt.step
         member.adoption = asyncio.ensure_future(_adopt(member.engine, attempt.step, ADOPT_S))
@@ -468,7 +491,6 @@ def _adoption(member: _Member, attempt: _Attempt) -> asyncio.Task[Version | Engi
 
 
 def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | EngineError) -> None:
-    """Apply the result of an adopt call to the state of a request."""
     if isinstance(result, EngineError):
         gone = isinstance(result, EngineGone)
         attempt.refused[member.name] = result if gone else EngineBehind(result.what, result.facts, hint=result.hint)
@@ -487,12 +509,12 @@ def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | Engine
 
 
 def group_of(request: CompletionRequest) -> str:
-    """The group of a request's session."""
+    """Return the group of a request's session: its id up to the last dot, or the whole id."""
     return request.session_id.rpartition(".")[0] or request.session_id
 
 
 def kv_tokens_needed(request: CompletionRequest) -> int:
-    """KV tokens that a request needs at most: prompt and completion."""
+    """Return the most KV tokens that a request can need: those of prompt and completion."""
     return len(request.prompt_ids) + request.sampling.max_tokens
 
 

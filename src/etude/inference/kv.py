@@ -1,4 +1,4 @@
-"""KV cache on a CPU, by slot, and attention whose bits depend on a single request only.
+"""The KV cache of a CPU, by slot, and attention whose bits depend on a single request only.
 
 Per layer there is one tensor of keys and one of values, ``[S, G, C, A]``: the keys of one head of a slot are
 contiguous. When values are the first numbers of their keys (a compressed cache) both are one tensor, and outputs are
@@ -7,9 +7,8 @@ cut. Decoding rows that need the same window attend together; a chunk of a promp
 The operators (`numerics.exact.attention`) decide the sizes of rows and key windows, so that the bits of a row do not
 depend on its neighbours, on chunking, or on prefix hits. A row sees a window of keys with a mask.
 
-Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
-A key width, B value width, W window.
-"""
+Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot, A
+key width, B value width, W window."""
 
 from __future__ import annotations
 
@@ -29,7 +28,10 @@ I64 = npt.NDArray[np.int64]
 
 
 class KVCache:
-    """The keys and values of all slots. Allocated once; untouched pages use no memory."""
+    """The keys and values of all slots in the memory of the host.
+
+    A slot is the memory of one sequence of `context_tokens` positions. All are allocated at once; pages that were never
+    written use no memory."""
 
     def __init__(self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
@@ -45,28 +47,31 @@ class KVCache:
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
     def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> StepCache:
-        """Make the cache of one forward pass: `decode` rows first, then the chunks."""
+        """Return the cache as one forward pass uses it.
+
+        The rows of the pass are one token of each decoding sequence, then the tokens of the prompt chunks, in order.
+        `decode_slots` and `decode_positions` say where the decoding rows are, [sequences] int64."""
         return StepCache(self, decode_slots, decode_positions, chunks)
 
     def copy(self, source: int, target: int, stop: int) -> None:
-        """Copy positions [0, stop) of a slot to another slot."""
+        """Copy the keys and values of positions [0, stop) of slot `source` to slot `target`."""
         for memory in {id(t): t for t in (*self.keys, *self.values)}.values():
             memory[target, :, :stop] = memory[source, :, :stop]
 
     @property
     def num_bytes(self) -> int:
-        """Address space of all keys and values in bytes. Only used pages are resident."""
+        """The address space of all keys and values in bytes. Only used pages are resident."""
         return sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages are allocated when they are first written (torch.zeros writes all of them)."""
+    """Return zeros whose pages are allocated when they are first written (torch.zeros writes all of them)."""
     return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The positions [start, stop) of a slot that a chunk of a prompt fills."""
+    """The positions [start, stop) of a slot that a chunk of a prompt fills in one forward pass."""
 
     slot: int
     start: int
@@ -74,7 +79,9 @@ class Span:
 
 
 class StepCache:
-    """The cache of one forward pass (`models.Cache`): `decode` rows first, then the chunks, in order."""
+    """The cache of one forward pass on a CPU (`models.Cache`). `KVCache.step` makes one.
+
+    The rows of the pass are one per decoding slot, then those of the chunks, in order."""
 
     compressed = True
 
@@ -99,7 +106,10 @@ class StepCache:
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Store the step's keys and values, and attend causally within each slot. Returns o_NHB."""
+        """Store the step's keys and values of one layer, and attend causally within each slot.
+
+        Returns [N, H, B]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
+        None means 1/√(key width)."""
         kv, (n, h, a), dtype = self.kv, q_NHA.shape, q_NHA.dtype
         keys, values = kv.keys[layer], kv.values[layer]
         q_NHA, k_NGA, v_NGB = (t.to(keys.dtype) for t in (q_NHA, k_NGA, v_NGB))
@@ -127,8 +137,10 @@ class StepCache:
 
 
 def _by_window(windows: I64) -> list[tuple[int, I64]]:
-    """Group decoding rows by the window that they need. A group of fewer than `FEW` rows joins the next larger window,
-    since a kernel call costs about as much as `FEW` rows."""
+    """Group decoding rows by the window that they need.
+
+    A group of fewer than `FEW` rows joins the next larger window, since a kernel call costs about as much as `FEW`
+    rows."""
     groups: list[tuple[int, I64]] = []
     taken = 0
     order, sizes = windows.argsort(kind="stable"), sorted(set(windows.tolist()))
@@ -141,8 +153,10 @@ def _by_window(windows: I64) -> list[tuple[int, I64]]:
 
 
 class _DecodeView:
-    """Decoding rows that need the same window, one per slot. Contiguous slots are used in place; others are copied,
-    which costs less than attention over the slots between them."""
+    """Decoding rows that need the same window, one per slot.
+
+    Contiguous slots are used in place. Others are copied, which costs less than attention over the slots between them.
+    """
 
     def __init__(self, kv: KVCache, rows: I64, slots: I64, positions: I64, window: int) -> None:
         self.kv, self.window, self.num = kv, window, len(rows)

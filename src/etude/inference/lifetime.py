@@ -21,7 +21,9 @@ POLL_S = 1.0
 
 
 def die_with_parent(*, watch_stdin: bool = False) -> None:
-    """Kill this process with SIGKILL when its parent ends. `watch_stdin`: also at the end of standard input."""
+    """Have this process killed with SIGKILL when its parent ends.
+
+    With `watch_stdin`, it is also killed at the end of standard input."""
     parent = os.getppid()
     if sys.platform == "linux":
         when_parent_dies()

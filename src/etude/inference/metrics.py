@@ -1,4 +1,4 @@
-"""Counters of an engine, exported to Prometheus (text exposition format 0.0.4) and telemetry (`engine.load`)."""
+"""Counters of an engine, exported to Prometheus (text exposition format 0.0.4) and to telemetry (`engine.load`)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,34 @@ from etude.seams import EngineInfo
 
 @dataclass
 class Counters:
-    """Totals since the engine started. One thread writes them; any thread may read them."""
+    """Totals since the engine started. One thread writes them; any thread may read them.
 
-    requests: int = 0  # completed requests of both classes
-    production_requests: int = 0  # completed requests of production
-    production_tokens: int = 0  # tokens decoded for production
-    production_wait_s: float = 0.0  # sum over production requests of the time from arrival to the first token
-    rollouts_preempted: int = 0  # rollouts that production made start again
-    failed: int = 0  # requests that were cancelled, late or refused
+    - `requests`: completed requests, of rollouts and production.
+    - `production_requests`, `production_tokens`: completed requests of production, and tokens decoded for them.
+    - `production_wait_s`: sum over production requests of the seconds from arrival to the first token.
+    - `rollouts_preempted`: rollouts that production made start again.
+    - `failed`: requests that were cancelled, late or refused.
+    - `steps`, `busy_s`: forward passes, and the seconds in them.
+    - `tokens`: tokens decoded.
+    - `prefill_tokens`, `cached_tokens`: prompt tokens that were computed, and those whose KV was reused.
+    - `swaps`: replacements of the weights."""
+
+    requests: int = 0
+    production_requests: int = 0
+    production_tokens: int = 0
+    production_wait_s: float = 0.0
+    rollouts_preempted: int = 0
+    failed: int = 0
     steps: int = 0
-    tokens: int = 0  # tokens decoded
-    prefill_tokens: int = 0  # prompt tokens computed
-    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
     swaps: int = 0
-    busy_s: float = 0.0  # time in steps
+    busy_s: float = 0.0
 
 
 def exposition(counters: Counters, info: EngineInfo) -> str:
-    """The text of GET /metrics.
+    """Return the text of GET /metrics.
 
     >>> from etude.seams import EngineInfo
     >>> info = EngineInfo(name="e", version=None, paused=False, context_tokens=8, max_sequences=1, num_running=0,
@@ -51,13 +61,13 @@ def exposition(counters: Counters, info: EngineInfo) -> str:
 
 
 class Load:
-    """Differences of an engine's counters between two calls."""
+    """The increase of an engine's counters between two calls of `since`."""
 
     def __init__(self) -> None:
         self._before = Counters()
 
     def since(self, counters: Counters, info: EngineInfo, *, wall_s: float) -> dict[str, Any]:
-        """The fields of an `engine.load` event for the time since the last call, `wall_s` seconds."""
+        """Return the fields of an `engine.load` event for the time since the last call, which was `wall_s` seconds."""
         now, before = dataclasses.replace(counters), self._before
         self._before = now
         return {

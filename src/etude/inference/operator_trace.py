@@ -1,9 +1,7 @@
-"""Traces every operator's results for a text, computed as the engine computes it: a prompt in chunks, then token by
-token.
+"""Traces every operator's results for a text, computed as the engine does: a prompt in chunks, then token by token.
 
 For diagnosis: the results of each operator are concatenated by position. It allocates its own KV cache and does not use
-that of requests. Shapes: T positions.
-"""
+that of requests. Shapes: T positions."""
 
 from __future__ import annotations
 
@@ -37,8 +35,10 @@ def engine_results(
     prompt_tokens: int,
     chunk_tokens: int = CHUNK,
 ) -> Results:
-    """Compute a text and return every operator's results for all positions. The first `prompt_tokens` tokens are
-    computed in chunks that end at multiples of `chunk_tokens`, the others one by one."""
+    """Compute a text and return the results of every operator of the model for all positions.
+
+    An operator is for example a norm or a matrix product. The first `prompt_tokens` tokens are computed in chunks that
+    end at multiples of `chunk_tokens`, the others one by one."""
     model = model.eval()
     kv = _memory(model, len(token_ids))
     tokens = torch.tensor(list(token_ids)).to(model.embedding.device)
@@ -76,7 +76,7 @@ def _pieces(num_tokens: int, prompt_tokens: int, chunk_tokens: int) -> Iterator[
 
 
 def as_wire(results: Results) -> list[OperatorResult]:
-    """Encode results for an engine's response. Raises `EngineError` when they exceed `MAX_SHOWN_BYTES`."""
+    """Encode results as messages for an engine's response. Raises `EngineError` when they exceed `MAX_SHOWN_BYTES`."""
     num_bytes = sum(tensor.nbytes for tensor in results.values())
     if num_bytes > MAX_SHOWN_BYTES:
         raise EngineError(
@@ -96,7 +96,7 @@ def as_wire(results: Results) -> list[OperatorResult]:
 
 
 def as_tensor(result: OperatorResult) -> torch.Tensor:
-    """Decode a result to a tensor. Raises `EngineError` for an invalid dtype or size."""
+    """Decode one operator's result to a tensor. Raises `EngineError` for an invalid dtype or size."""
     kinds = {name: dtype for dtype, name in _WIRE.items()}
     kind, sizes = kinds.get(result.dtype), result.shape
     if kind is None or not sizes or min(sizes) < 1 or math.prod(sizes) * kind.itemsize != len(result.data):

@@ -1,4 +1,4 @@
-"""The state of the engine registry: members, leases and probe results. Pure: the time is an argument.
+"""The state of the engine registry: members, leases and probe results. It has no clock; the time is an argument.
 
 The state of an engine is not stored. It is computed from these conditions; the first that holds decides:
 
@@ -11,8 +11,9 @@ The state of an engine is not stored. It is computed from these conditions; the 
 | it is a standby, and not needed to replace a lost engine | `STANDBY` |
 | otherwise | `SERVING` |
 
-Only the monotonic clock of this process counts: a lease lasts a number of seconds from the arrival of its renewal.
-"""
+A new lineage begins when a learner restarts: its versions are not continuations of those that it published before and
+lost. Only the monotonic clock of this process counts: a lease lasts a number of seconds from the arrival of its
+renewal."""
 
 from __future__ import annotations
 
@@ -31,21 +32,30 @@ MAX_MEMBERS = 1024  # members that are kept; the ones gone for longest are dropp
 
 @dataclass(eq=False)
 class Member:
-    """An engine that has joined."""
+    """An engine that has joined a fleet, as the registry records it. `Registry.join` makes one.
+
+    - `joined`: the request with which it joined; `lease`: the secret with which it renews.
+    - `lease_ends`: the end of the lease in seconds, on the caller's monotonic clock.
+    - `target`: the version to adopt (load) before it gets work. None: the first that is published.
+    - `caught_up`: whether it has adopted `target`.
+    - `num_missed`: failed probes in a row; `info`: the result of the last successful one."""
 
     joined: JoinRequest
     lease: str
-    lease_ends: float  # on the caller's monotonic clock
-    target: Version | None  # version to adopt before it gets work; None: the first that is published
+    lease_ends: float
+    target: Version | None
     caught_up: bool = False
     num_missed: int = 0
     draining: bool = False
     left: bool = False
-    info: EngineInfo | None = None  # of the last successful probe
+    info: EngineInfo | None = None
 
 
 class Registry:
-    """The members of one fleet. `lease_s`: seconds until a lease expires.
+    """The engines of one fleet and their states. `RegistryServer` has one.
+
+    `lease_s` is the number of seconds until a lease that is not renewed expires. All times `now` are seconds on the
+    caller's monotonic clock.
 
     >>> registry = Registry(lease_s=10.0)
     >>> lease = registry.join(JoinRequest(name="west", url="http://west:8000"), now=0.0)
@@ -59,8 +69,9 @@ class Registry:
         self._head: Version | None = None
 
     def join(self, request: JoinRequest, *, now: float) -> str:
-        """Add an engine, or one that is back, and return its lease. Raises `MalformedRequest` when the registry is
-        full."""
+        """Add an engine, or one that is back, and return its lease, a secret text.
+
+        Raises `MalformedRequest` when the registry is full."""
         if request.name not in self.members and len(self.members) >= MAX_MEMBERS:
             self._evict_one(now)
         lease = secrets.token_hex(16)
@@ -69,8 +80,10 @@ class Registry:
         return lease
 
     def renew(self, name: str, lease: str, *, now: float) -> State:
-        """Extend a lease to `lease_s` from now and return the engine's state. Raises `NotRegistered` when the lease has
-        expired or another engine has joined under the name; the engine must join again."""
+        """Extend a lease to `lease_s` from now and return the engine's state.
+
+        Raises `NotRegistered` when the lease has expired or another engine has joined under the name. The engine must
+        then join again."""
         member = self._holder(name, lease)
         if now >= member.lease_ends and not member.left:
             raise NotRegistered(
@@ -80,11 +93,13 @@ class Registry:
         return self.states(now=now)[name]
 
     def leave(self, name: str, lease: str) -> None:
-        """Record that an engine leaves. Raises `NotRegistered`."""
+        """Record that an engine leaves. Raises `NotRegistered` when `lease` is not the engine's."""
         self._holder(name, lease).left = True
 
     def drain(self, name: str) -> None:
-        """Start draining an engine: it gets no new sessions. Raises `NotRegistered`, also for one that has left."""
+        """Start draining an engine: it gets no new sessions, and leaves when those that it has are done.
+
+        Raises `NotRegistered` when there is no such engine, or it has left."""
         if name not in self.members:
             known = ", ".join(sorted(self.members)) or "none so far"
             raise NotRegistered(
@@ -101,7 +116,9 @@ class Registry:
             member.left = True
 
     def record_probe(self, name: str, info: EngineInfo | None) -> None:
-        """Record the result of a probe; None: it failed. Unknown names are ignored."""
+        """Record the result of a probe (a request for the engine's state), or None if it failed.
+
+        Unknown names are ignored."""
         member = self.members.get(name)
         if member is None:
             return
@@ -112,8 +129,10 @@ class Registry:
         self._catch_up(member)
 
     def set_head(self, version: Version) -> None:
-        """Set the newest published version. When it starts a new lineage, engines get no work before they have adopted
-        it: step numbers alone would admit weights of the abandoned lineage."""
+        """Set the newest published version.
+
+        When it starts a new lineage, engines get no work before they have adopted it. Step numbers alone would admit
+        weights of the abandoned lineage."""
         renewed = self._head is None or self._head.incarnation != version.incarnation
         self._head = version
         for member in self.members.values():
@@ -122,7 +141,7 @@ class Registry:
             self._catch_up(member)
 
     def states(self, *, now: float) -> dict[str, State]:
-        """The states of all engines by name. Standbys replace lost engines in order of joining."""
+        """Return the states of all engines by name. Standbys replace lost engines in order of joining."""
         states = {name: self._state(member, now) for name, member in self.members.items()}
         num_lost = sum(s is State.LOST and not self.members[name].joined.standby for name, s in states.items())
         for name in [name for name, s in states.items() if s is State.STANDBY][:num_lost]:
@@ -130,7 +149,7 @@ class Registry:
         return states
 
     def roster(self, *, now: float) -> Roster:
-        """All engines except those that have left."""
+        """Return all engines by name, except those that have left."""
         states = self.states(now=now)
         return {n: _as_listed(m, states[n]) for n, m in self.members.items() if states[n] is not State.LEFT}
 
@@ -190,7 +209,7 @@ def _as_listed(member: Member, state: State) -> ListedEngine:
 
 
 def _other_lineage(member: Member) -> str:
-    """Why an engine cannot catch up: its version is of another lineage than the run's. "" when it is not."""
+    """Return why an engine cannot catch up: its version is of another lineage than the run's. "" when it is not."""
     held, target = member.info.version if member.info else None, member.target
     if held is None or target is None or held.incarnation in (target.incarnation, NO_VERSION.incarnation):
         return ""

@@ -2,8 +2,7 @@
 
 A `Registration` runs beside an engine of any kind, in its process or in another: it only needs the engine's URL. When
 the registry does not respond, it waits, and reports the reason and the end of the wait once. Meanwhile the engine keeps
-serving and updating its weights.
-"""
+serving and updating its weights."""
 
 from __future__ import annotations
 
@@ -68,7 +67,9 @@ def print_to_stderr(text: str) -> None:
 
 
 class RegistryWait:
-    """The wait for a registry that fails: it is reported once, and limited to `wait_s` since the last success."""
+    """The wait for a registry that fails. It is reported once, and limited to `wait_s` seconds since the last success.
+
+    `registry` is the URL. `report` is called with a text when a wait begins."""
 
     def __init__(self, registry: str, wait_s: float, report: Report = print_to_stderr) -> None:
         self._registry, self._wait_s, self._report = registry, wait_s, report
@@ -79,8 +80,10 @@ class RegistryWait:
         self._end = None
 
     def failed(self, cause: str, unreached: EngineUnreachable | None = None) -> None:
-        """Record a failure. `unreached`: the registry responded that it cannot reach the engine. Raises `unreached` or
-        `DeadlineExceeded` after `wait_s`."""
+        """Record a failure. After `wait_s` seconds of failures, raise `unreached` or `DeadlineExceeded`.
+
+        `cause` is the reason for the report. `unreached` is given when the registry responded that it cannot reach the
+        engine."""
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._wait_s
@@ -99,8 +102,10 @@ class RegistryWait:
 
 
 def fetch_requirements(registry: str, token: str | None, *, wait_s: float = WAIT_S) -> EngineRequirements:
-    """Fetch what a run requires of an engine, and wait up to `wait_s` for the registry. Raises `InputError` when the
-    URL is not a registry, `Unauthorised`, `DeadlineExceeded`."""
+    """Fetch what a run requires of an engine from its registry. Waits up to `wait_s` seconds for the registry.
+
+    `registry` is its URL and `token` the bearer token. Raises `InputError` when the URL is not a registry's,
+    `Unauthorised` for a wrong token, and `DeadlineExceeded` after the wait."""
     request = urllib.request.Request(registry_url(registry) + WANTED, headers=auth_headers(token))
     waiting = RegistryWait(registry, wait_s)
     while True:
@@ -120,8 +125,10 @@ def fetch_requirements(registry: str, token: str | None, *, wait_s: float = WAIT
 
 
 def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
-    """Parse a response of a registry. Raises the error in it; `EngineGone` for a proxy's "unavailable" status;
-    `InputError` for a response that is not a registry's."""
+    """Parse the JSON body of a registry's response as a `kind`.
+
+    Raises the error that the response stands for; `EngineGone` for a proxy's "unavailable" status; and `InputError` for
+    a response that is not a registry's. `registry` is the URL, for errors."""
     try:
         if status == 200:
             return msgspec.json.decode(body, type=kind)
@@ -137,7 +144,7 @@ def parse_answer(registry: str, status: int, body: bytes, kind: type[T]) -> T:
 
 
 def not_a_registry(registry: str, facts: str) -> InputError:
-    """Make the error for a URL that is not a registry's."""
+    """Return the error for a URL that is not a registry's."""
     return InputError(
         f"{registry} is not a registry",
         facts,
@@ -154,8 +161,10 @@ async def call_registry(
     body: object = None,
     deadline_s: float = ANSWER_TIMEOUT_S,
 ) -> T:
-    """Send a GET request, or a POST request with `body`, and parse the response as `kind`. Raises as `parse_answer`
-    does, and `EngineGone` when the registry does not respond."""
+    """Send a request to a registry and parse the JSON response as a `kind`.
+
+    It is a GET request, or a POST request with `body` as JSON. Raises as `parse_answer` does, and `EngineGone` when the
+    registry does not respond within `deadline_s` seconds."""
     method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
@@ -170,9 +179,14 @@ async def call_registry(
 class Registration:
     """Keeps one engine registered in a fleet: joins, renews the lease, and joins again when the lease was lost.
 
-    `state`: the engine's state as of the last response. `report`: called with progress messages. `must_answer`: the
-    engine is running already, so a registry that cannot reach it at the first join was given a wrong URL; otherwise the
-    registration waits for the engine."""
+    The lease is the engine's membership for some seconds. The attribute `state` is the engine's state as of the last
+    response.
+
+    - `registry`, `token`: the URL of the registry, and the bearer token.
+    - `wait_s`: the longest time in which the registry does not respond, in seconds.
+    - `report`: called with texts about the progress.
+    - `must_answer`: the engine is running already. A registry that cannot reach it at the first join was then given a
+      wrong URL, which is an error. Otherwise the registration waits for the engine."""
 
     def __init__(
         self,
@@ -191,11 +205,11 @@ class Registration:
         self._lease, self._every_s, self._reported = "", RETRY_S, ""
 
     async def run(self) -> None:
-        """Keep the engine registered; return when it was drained.
+        """Keep the engine registered. Returns when it was drained.
 
-        Raises `MalformedRequest` and `Unauthorised` when the registry refuses the engine; `InputError` when the URL is
-        not a registry; `DeadlineExceeded` when the registry did not respond for `wait_s`; `EngineUnreachable` when it
-        cannot reach the engine."""
+        Raises `MalformedRequest` and `Unauthorised` when the registry refuses the engine, `InputError` when the URL is
+        not a registry's, `DeadlineExceeded` when the registry did not respond for `wait_s`, and `EngineUnreachable`
+        when the registry cannot reach the engine."""
         async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
             while self.state is not State.LEFT:  # noqa: ASYNC110  the state is the registry's
                 await asyncio.sleep(await self._join_or_renew(session))
@@ -206,10 +220,8 @@ class Registration:
             return
         renewal = Renewal(name=self.join_request.name, lease=self._lease)
         async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
-            try:
+            with contextlib.suppress(EngineError, InputError):
                 await call_registry(session, self._registry, LEAVE, RenewalAnswer, body=renewal, deadline_s=2.0)
-            except (EngineError, InputError):
-                return
 
     async def _join_or_renew(self, session: aiohttp.ClientSession) -> float:
         """Join or renew the lease. Returns the seconds until the next call."""
@@ -254,7 +266,9 @@ class Registration:
 
 
 def make_registration(args: argparse.Namespace, listener: socket.socket, token: str | None) -> Registration | None:
-    """Make the registration of an engine from its command-line arguments; None without --register."""
+    """Return the registration that an engine's command-line arguments ask for, or None without --register.
+
+    `listener` is the engine's socket, whose address is registered unless --advertise names another."""
     if not args.register:
         return None
     listener.listen()  # early connections wait until the engine serves, instead of being refused
@@ -276,7 +290,9 @@ async def run_registration(registration: Registration) -> None:
 
 
 def local_address_for(registry: str) -> str:
-    """The local address that the route to the registry uses. Others can reach it there unless there is NAT."""
+    """Return the local IP address that the route to the registry uses.
+
+    Others can reach this host there unless there is NAT."""
     parts = urlsplit(registry)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -285,14 +301,14 @@ def local_address_for(registry: str) -> str:
 
 
 def registry_url(registry: str) -> str:
-    """Check and normalise the URL of a registry. Raises `InputError`."""
+    """Return the URL of a registry without trailing slashes. Raises `InputError` when it is not an HTTP URL."""
     if urlsplit(registry).scheme not in ("http", "https") or not urlsplit(registry).hostname:
         raise not_a_registry(repr(registry), "it is not an http:// or https:// address")
     return registry.rstrip("/")
 
 
 def auth_headers(token: str | None) -> dict[str, str]:
-    """The authorization header of a request to a registry."""
+    """Return the authorization header of a request to a registry, or no header without a token."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
@@ -301,7 +317,10 @@ USABLE = ALIVE - {State.CATCHING_UP}
 
 
 class FleetUpdater:
-    """Keeps a `Fleet` up to date with the registry's list of engines."""
+    """Keeps a `Fleet` up to date with the registry's list of engines.
+
+    `token` is the bearer token of requests to the registry and the engines. None: that of the environment, if there is
+    one."""
 
     def __init__(self, fleet: Fleet, *, token: str | None = None) -> None:
         self.fleet, self._token = fleet, token or environment_token()
@@ -327,7 +346,9 @@ class FleetUpdater:
         await self.apply({})
 
     async def poll_registry(self, url: str) -> None:
-        """Poll the registry and apply its list, forever. When it does not respond, the fleet stays as it is."""
+        """Poll the registry at `url` and apply its list, forever.
+
+        When it does not respond, the fleet stays as it is."""
         async with aiohttp.ClientSession(headers=auth_headers(self._token)) as session:
             while True:
                 with contextlib.suppress(EngineGone, InputError):
@@ -336,5 +357,5 @@ class FleetUpdater:
 
 
 async def fetch_roster(session: aiohttp.ClientSession, url: str) -> Roster:
-    """Fetch the registry's list of engines. Raises as `call_registry` does."""
+    """Fetch the list of engines from the registry at `url`. Raises as `call_registry` does."""
     return await call_registry(session, url, ENGINES, Roster, deadline_s=ROSTER_TIMEOUT_S)

@@ -3,9 +3,10 @@
 An engine joins with its URL, gets a lease, and renews it. Messages contain durations, never times of day: each side
 uses its own monotonic clock, so clocks need not be synchronised.
 
-- `registry`: the registry's state: members, leases and engine states (pure).
-- `registry_server`: serves the registry over HTTP and probes the engines. Runs in the conductor.
-- `registry_client`: the engine's side (join, renew, leave), and the side of clients, which keep a `Fleet` up to date.
+- `registry` has the registry's state: members, leases and engine states.
+- `registry_server` serves the registry over HTTP and probes the engines. It runs in the conductor, the main process of
+  a run.
+- `registry_client` is the engine's side (join, renew, leave), and the side of clients, which keep a `Fleet` up to date.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ NO_VERSION = Version(step=-1, incarnation="00000000", digest="0" * 64)
 
 
 class State(enum.StrEnum):
-    """The state of an engine in a fleet. It determines which requests the engine gets."""
+    """The state of an engine in a fleet. It determines which requests the engine gets.
 
-    CATCHING_UP = "catching-up"  # none: it has not adopted the version that was the newest when it joined
-    SERVING = "serving"  # all
-    STANDBY = "standby"  # none, until another engine is lost
-    DRAINING = "draining"  # only those of sessions that it already has
-    LOST = "lost"  # none: its lease has expired, or it does not respond
-    LEFT = "left"  # none: it was drained, or left
+    - `CATCHING_UP`: none, since it has not loaded the version that was the newest when it joined.
+    - `SERVING`: all.
+    - `STANDBY`: none, until another engine is lost.
+    - `DRAINING`: only those of sessions that it already has.
+    - `LOST`: none, since its lease has expired or it does not respond.
+    - `LEFT`: none, since it was drained, or left."""
+
+    CATCHING_UP = "catching-up"
+    SERVING = "serving"
+    STANDBY = "standby"
+    DRAINING = "draining"
+    LOST = "lost"
+    LEFT = "left"
 
 
 ALIVE = frozenset({State.CATCHING_UP, State.SERVING, State.STANDBY, State.DRAINING})
@@ -41,69 +49,81 @@ ALIVE = frozenset({State.CATCHING_UP, State.SERVING, State.STANDBY, State.DRAINI
 
 
 class EngineRequirements(msgspec.Struct, frozen=True, kw_only=True):
-    """Response of GET /fleet/v1/wanted: the model and settings that an engine needs to serve this run. The engine
-    fetches the weights from the chain."""
+    """What an engine needs to serve a run: the response of GET /fleet/v1/wanted. It fetches the weights from the store.
 
-    model: str  # text of the checkpoint's config.json
-    mode: str  # `NumericsConfig`
+    - `model`: the text of the checkpoint's config.json.
+    - `mode`, `quantise`, `degree`: as in `NumericsConfig`.
+    - `max_sequences`: a default; an engine can choose another.
+    - `routes`: whether completions must have their routes (experts chosen by the MoE routers).
+    - `store`: the store of the weights if other hosts can reach it, such as a bucket; else "".
+    - `public_key`: 64 hex characters if the run signs its weights, else "".
+    - `parity`: in exact mode the learner's parity class, once known. Processes of one class compute the same bits."""
+
+    model: str
+    mode: str
     quantise: str
     degree: int
     dtype: str
     context_tokens: int
-    max_sequences: int  # default; an engine can choose another
-    routes: bool  # whether completions must carry routes
-    store: str = ""  # store of the weights, if other hosts can reach it: a bucket
-    public_key: str = ""  # 64 hex characters, if the run signs its weights
-    parity: str = ""  # in exact mode the learner's parity class, once known
+    max_sequences: int
+    routes: bool
+    store: str = ""
+    public_key: str = ""
+    parity: str = ""
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /fleet/v1/join: an engine asks to become a member."""
+    """The body of POST /fleet/v1/join, with which an engine asks to become a member of the fleet.
+
+    `url` is where the conductor and its workers reach the engine. `region` "" means a region of its own."""
 
     name: str
-    url: str  # at which the conductor and its workers reach it
-    region: str = ""  # "": a separate region
+    url: str
+    region: str = ""
     standby: bool = False
 
 
 class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Response to a `JoinRequest`: the lease, which must be renewed well within `lease_s` seconds."""
+    """The response to a `JoinRequest`: the lease, which must be renewed well within `lease_s` seconds."""
 
     lease: str
     lease_s: float
 
 
 class Renewal(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /fleet/v1/renew and /fleet/v1/leave."""
+    """The body of POST /fleet/v1/renew and /fleet/v1/leave, with the lease of a `JoinAnswer`."""
 
     name: str
     lease: str
 
 
 class RenewalAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Response to a `Renewal`: the engine's current state. An engine in state `LEFT` was drained and can exit."""
+    """The response to a `Renewal`: the engine's current state. An engine in state `LEFT` was drained and can exit."""
 
     state: State
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /fleet/v1/drain."""
+    """The body of POST /fleet/v1/drain: the name of the engine that gets no new sessions from now on."""
 
     name: str
 
 
 class ListedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine in the list that clients get. Unknown fields are None."""
+    """One engine in the list that clients get from the registry.
+
+    `step` is that of its version at the last probe. `kv_tokens_free` None means unknown, so it does not limit the
+    engine. `reason` says why an engine keeps catching up: its weights are not of this run."""
 
     url: str
     state: State = State.SERVING
     region: str = ""
-    step: int | None = None  # step of its version at the last probe
+    step: int | None = None
     max_sequences: int = 1
     num_running: int = 0
     num_waiting: int = 0
-    kv_tokens_free: int | None = None  # None: unknown, so it does not limit the engine
-    reason: str = ""  # why an engine keeps catching up: its weights are of another lineage
+    kv_tokens_free: int | None = None
+    reason: str = ""
 
 
 Roster = dict[str, ListedEngine]
@@ -111,5 +131,5 @@ Roster = dict[str, ListedEngine]
 
 
 def environment_token() -> str | None:
-    """The bearer token for engines and their registry from the environment variable ETUDE_TOKEN, or None."""
+    """Return the bearer token for engines and their registry from the environment variable ETUDE_TOKEN, or None."""
     return os.environ.get("ETUDE_TOKEN") or None

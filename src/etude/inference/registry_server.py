@@ -1,10 +1,9 @@
-"""Serves the engine registry over HTTP, and probes every engine each `PROBE_INTERVAL_S`.
+"""Serves the engine registry over HTTP, and probes every engine each `PROBE_INTERVAL_S` seconds.
 
 Joining is refused when it could not work: the engine does not respond at the URL that it gives, accepts another token
 than the run's, lacks a capability that the run needs, or has the name of a living engine. The caller serves `app` and
 runs `watch`, and gets callbacks for each probe and for each engine whose state changed. A slow engine delays neither
-the probes of others nor the callbacks.
-"""
+the probes of others nor the callbacks."""
 
 from __future__ import annotations
 
@@ -57,11 +56,12 @@ T = TypeVar("T")
 
 
 class RegistryServer:
-    """The registry, its HTTP endpoints, and the probes of engines.
+    """The registry of one run's engines, its HTTP endpoints, and the probes of engines.
 
-    `requirements`: what engines need to serve the run. `token`: bearer token of all requests, also of those to engines.
-    `reserved`: names that engines must not join under. `interval_s`: time between two probes.
-    """
+    - `requirements`: what engines need to serve the run.
+    - `token`: the bearer token of all requests, also of those to engines. None: no check.
+    - `reserved`: names that engines must not join under.
+    - `interval_s`: the time between two probes of an engine, in seconds."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RegistryServer:
 
     @property
     def app(self) -> Starlette:
-        """The HTTP endpoints."""
+        """A new ASGI app with the HTTP endpoints."""
         return Starlette(
             routes=[
                 Route(WANTED, self._authenticated(self._requirements)),
@@ -120,8 +120,9 @@ class RegistryServer:
             await asyncio.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
 
     async def _close_lost(self, names: Sequence[str], left: Container[str]) -> None:
-        """Close the connections to lost engines, so that nothing waits for them. Engines that left are not probed
-        again."""
+        """Close the connections to lost engines, so that nothing waits for them.
+
+        Engines that left are not probed again."""
         engines = {name: self.engines[name] for name in names if name in self.engines}
         for name, engine in engines.items():
             if self.engines.get(name) is not engine:
@@ -132,12 +133,14 @@ class RegistryServer:
                 await engine.close()
 
     def set_head(self, version: Version) -> None:
-        """Set the newest published version. Engines with weights of a lost lineage get no work from now on."""
+        """Set the newest published version.
+
+        Engines get no work from now on if their weights belong to versions that a restarted learner has lost."""
         self.registry.set_head(version)
         self.roster = self.registry.roster(now=time.monotonic())
 
     def serving(self) -> dict[str, HttpEngine]:
-        """Clients of the engines that are alive and not catching up, by name."""
+        """Return clients of the engines that are alive and not catching up, by name."""
         held = ALIVE - {State.CATCHING_UP}
         return {n: self.engines[n] for n, one in self.roster.items() if one.state in held and n in self.engines}
 
@@ -247,7 +250,7 @@ class RegistryServer:
 
 
 def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) -> None:
-    """Raises `MalformedRequest` for an engine that cannot serve the run: capabilities, context or parity class."""
+    """Raise `MalformedRequest` for an engine that cannot serve the run: capabilities, context or parity class."""
     needed = {"adopt", "spans", "verify"} | ({"routes"} if requirements.routes else set())
     if missing := needed - set(info.capabilities):
         facts = f"the run needs {', '.join(sorted(missing))}, it has {', '.join(sorted(info.capabilities))}"
@@ -267,8 +270,9 @@ def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) 
 
 
 async def _refuse_wrong_token(join: JoinRequest, engine: HttpEngine) -> None:
-    """Raises `Unauthorised` when the engine has another token than the run. GET /info needs no token, so this sends an
-    adopt request that every engine satisfies."""
+    """Raise `Unauthorised` when the engine has another token than the run.
+
+    GET /info needs no token, so this sends an adopt request that every engine satisfies."""
     try:
         await engine.adopt(NO_VERSION.step, deadline_s=TOKEN_TIMEOUT_S)
     except Unauthorised as error:

@@ -1,7 +1,6 @@
-"""Computes a planned step on a CPU: tokens in, sampled tokens out. Owns the arrays behind the slots.
+"""Computes a planned step on a CPU: tokens in, sampled tokens out. It owns the arrays behind the slots.
 
-Requests, threads and versions are handled elsewhere (`scheduler`, `engine`).
-"""
+Requests, threads and versions are handled elsewhere (`scheduler`, `engine`)."""
 
 from __future__ import annotations
 
@@ -21,10 +20,9 @@ from etude.records.wire import Routes
 
 
 class Runner:
-    """The model, its KV cache, and the tokens and routes of each slot.
+    """The model, its KV cache, and the tokens and routes of each slot, on a CPU. `device_runner.runner_for` makes one.
 
-    Shapes: L layers with a router, K experts per token.
-    """
+    A slot is the memory of one running sequence. Shapes: L layers with a router, K experts per token."""
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
         self.model = model.eval()
@@ -36,13 +34,15 @@ class Runner:
         self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
 
     def routes(self, sequence: Sequence) -> Routes:
-        """The routes that the request wants, [num_computed - routes_from, L, K]; empty when it wants none. A copy."""
+        """Return a copy of the routes (chosen experts) that a request wants, [num_computed - routes_from, L, K].
+
+        It is empty when the request wants none."""
         start, stop = sequence.request.routes_from, sequence.num_computed
         return self._routes[sequence.row, stop if start is None else start : stop].copy()
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
-        """Compute a plan. Returns the sequences that sampled a token; it was appended to their `token_ids`."""
+        """Compute a plan. Returns the sequences that sampled a token, which was appended to their `token_ids`."""
         for copy in plan.copies:
             self.kv.copy(copy.source, copy.target, copy.stop)
             self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
@@ -80,11 +80,11 @@ class Runner:
         self._tokens[slots[has_next], positions[has_next]] = tokens.numpy()[has_next]
 
     def synchronize(self) -> None:
-        """Wait until all computation is done. Does nothing on a CPU."""
+        """Wait until all computation is done. Nothing to do on a CPU."""
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities at temperature 1 of each token but the first, computed without the KV cache."""
+        """Return the log-probability at temperature 1 of each token but the first, computed without the KV cache."""
         tokens = torch.tensor(token_ids)
         logits, _ = self.model(tokens)
         scores: list[float] = self.model.operators.log_softmax(logits[:-1]).gather(1, tokens[1:, None])[:, 0].tolist()
@@ -111,7 +111,7 @@ class NonFiniteReporter:
 
 
 def sampling_rows(plan: Plan) -> I64:
-    """Indices of the rows whose logits are needed: all decoding rows, and the last row of each prompt."""
+    """Return the indices of the rows whose logits are needed: all decoding rows, and the last row of each prompt."""
     rows, at = list(range(len(plan.decode))), len(plan.decode)
     for chunk in plan.chunks:
         at += chunk.stop - chunk.start

@@ -1,22 +1,20 @@
-"""Schedules requests: decides what the next forward pass computes. Pure: no tensors, no threads; the time is an
-argument.
+"""Schedules requests: decides what the next forward pass computes. It has no tensors, threads or clock.
 
 Continuous batching at token granularity: a step is one flat batch with one token of each decoding sequence, and chunks
 of prompts. Sequences join and leave between any two steps. Where a prompt is cut depends on its positions alone, never
 on what else is in the batch.
 
 Production has strict priority over rollouts. It gets the first free slot, then the slot of an idle session, then that
-of a running rollout, which starts again later (its sampling is keyed, so it gets the same tokens under the same
-weights). While a prompt of production is computed, rollouts stop, with their KV kept. Afterwards both share the steps.
+of a running rollout, which starts again later (with the same seed, so it gets the same tokens under the same weights).
+While a prompt of production is computed, rollouts stop, with their KV kept. Afterwards both share the steps.
 
 Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. Beyond it requests are
 refused.
 
-Slots: a slot is a row of the KV cache, as long as the longest context. A session keeps its slot between two calls, so
-that the next call computes only new tokens. When a slot is needed, the least recently used idle session loses its slot.
-KV is only valid for one version: a swap drops all idle sessions; running sequences continue over keys of both versions,
-and their slots are dropped at the end.
-"""
+A slot is a row of the KV cache, as long as the longest context. A session keeps its slot between two calls, so that the
+next call computes only new tokens. When a slot is needed, the least recently used idle session loses its slot. KV is
+only valid for one version: a swap of the weights drops all idle sessions. Running sequences continue over keys of both
+versions, and their slots are dropped at the end."""
 
 from __future__ import annotations
 
@@ -35,17 +33,22 @@ from etude.records.wire import I32
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One row of the KV cache."""
+    """One row of the KV cache.
+
+    - `session_id`: the session whose context it has, or whose request runs in it; "" for a free slot.
+    - `busy`: whether a request runs in it.
+    - `stale`: whether it has keys of an older version of the weights.
+    - `kept`: the tokens of an idle session, [T]: position i of the KV belongs to ``kept[i]``. None for other slots."""
 
     index: int
-    session_id: str = ""  # session whose context it has, or whose request runs in it
-    busy: bool = False  # whether a request runs in it
-    stale: bool = False  # whether it has keys of an older version
-    kept: I32 | None = None  # [T] an idle session's tokens: position i of the KV belongs to kept[i]
+    session_id: str = ""
+    busy: bool = False
+    stale: bool = False
+    kept: I32 | None = None
 
 
 class SlotTable:
-    """The KV slots, and the sessions that keep them.
+    """All KV slots, and the idle sessions that keep some of them.
 
     >>> table = SlotTable(2)
     >>> slot, num_cached = table.acquire("s", np.array([5, 6, 7], np.int32))
@@ -63,19 +66,18 @@ class SlotTable:
 
     @property
     def num_available(self) -> int:
-        """Number of slots that requests could get now: free ones and those of idle sessions."""
+        """The number of slots that requests could get now: free ones and those of idle sessions."""
         return len(self._free) + len(self._idle)
 
     def idle(self, session_id: str) -> Slot | None:
-        """The slot of an idle session, or None."""
+        """Return the slot of an idle session, or None."""
         return self._idle.get(session_id)
 
     def acquire(self, session_id: str, prompt_ids: I32, *, spare: str | None = None) -> tuple[Slot, int] | None:
-        """Get a slot for a request. Returns (slot, number of leading prompt tokens whose KV it has), or None when all
-        slots are busy. The idle session `spare` loses its slot only when there is no other.
+        """Take a slot for a request, and return it with the number of leading prompt tokens whose KV it has.
 
-        The last token of a prompt always counts as new, since the request needs its logits.
-        """
+        Returns None when all slots are busy. The idle session `spare` loses its slot only when there is no other. The
+        last token of a prompt always counts as new, since the request needs its logits."""
         slot, num_cached = self._idle.pop(session_id, None), 0
         if slot is not None:
             num_cached = _num_extended(slot, prompt_ids)
@@ -90,8 +92,9 @@ class SlotTable:
         return slot, num_cached
 
     def release(self, slot: Slot, kept: I32 | None = None) -> None:
-        """Release the slot of a request that ended. `kept`: the tokens whose KV the slot has, to keep it for the
-        session; None frees the slot."""
+        """Release the slot of a request that ended.
+
+        `kept` are the tokens whose KV the slot has, to keep it for the session. None frees the slot."""
         self._busy.remove(slot)
         slot.busy = False
         if kept is None or slot.stale:
@@ -118,7 +121,7 @@ class SlotTable:
 
 
 def _num_extended(slot: Slot, prompt_ids: I32) -> int:
-    """Number of leading prompt tokens in the slot: all that it kept, or 0 when the prompt does not extend them."""
+    """Return how many leading prompt tokens the slot has: all that it kept, or 0 if the prompt does not extend them."""
     kept = slot.kept
     if kept is None or len(prompt_ids) < len(kept) or not np.array_equal(prompt_ids[: len(kept)], kept):
         return 0
@@ -126,7 +129,7 @@ def _num_extended(slot: Slot, prompt_ids: I32) -> int:
 
 
 def num_shared_tokens(one: I32, other: I32) -> int:
-    """Length of the common prefix of two contexts.
+    """Return the length of the common prefix of two contexts.
 
     >>> num_shared_tokens(np.array([5, 6, 7], np.int32), np.array([5, 6, 9, 9], np.int32))
     2
@@ -138,26 +141,37 @@ def num_shared_tokens(one: I32, other: I32) -> int:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the engine, waiting or running, with its state."""
+    """A request in the engine, waiting or running, with its state.
+
+    - `arrived`: in seconds, by the clock of the scheduler's caller.
+    - `future`: gets the completion, or the error.
+    - `slot`: the KV slot in which it runs. None: it is waiting.
+    - `num_cached`: prompt tokens whose KV was reused; `num_computed`: positions whose KV is in the slot.
+    - `token_ids`, `logprobs`: of the tokens sampled so far.
+    - `spans`: which version sampled which tokens, for the versions before the current one; `num_spanned`: their tokens.
+    - `kv_epoch`: how often the weights changed since its oldest KV was computed.
+    - `shaping`: the state of a request that is not sampled plainly, or None.
+    - `likeliest`: for each token the likeliest ones, as pairs (log-probability, id), if the request wants them.
+    - `on_tokens`: called on the engine's thread after each step that sampled for it, or None."""
 
     request: CompletionRequest
-    arrived: float  # seconds by the clock of the scheduler's caller
+    arrived: float
     future: Future[Completion] = field(default_factory=Future)
-    slot: Slot | None = None  # None: waiting
+    slot: Slot | None = None
     num_cached: int = 0
-    num_computed: int = 0  # positions whose KV is in the slot
-    token_ids: list[int] = field(default_factory=list)  # sampled so far
+    num_computed: int = 0
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # completed spans
-    num_spanned: int = 0  # tokens in `spans`
+    spans: list[VersionSpan] = field(default_factory=list)
+    num_spanned: int = 0
     kv_epoch: int = 0
-    shaping: Shaping | None = None  # how its tokens are chosen; None: plainly
-    likeliest: list[list[tuple[float, int]]] = field(default_factory=list)  # (log-probability, id) for each token
-    on_tokens: Callable[[], None] | None = None  # called on the stepping thread after each step that sampled for it
+    shaping: Shaping | None = None
+    likeliest: list[list[tuple[float, int]]] = field(default_factory=list)
+    on_tokens: Callable[[], None] | None = None
 
     @property
     def num_prompt(self) -> int:
-        """Number of prompt tokens."""
+        """The number of prompt tokens."""
         return len(self.request.prompt_ids)
 
     @property
@@ -179,7 +193,7 @@ class Sequence:
 
     @property
     def phase(self) -> str:
-        """Description of its progress, for errors."""
+        """A description of its progress, for errors."""
         if self.slot is None:
             return "waiting for a KV slot"
         if self.num_computed < self.num_prompt:
@@ -187,7 +201,7 @@ class Sequence:
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
 
     def is_late(self, now: float, stepped: float) -> bool:
-        """Whether there was no step for the request's `deadline_s`. `stepped`: when the latest step ended."""
+        """Return whether there was no step for the request's `deadline_s`. `stepped`: when the latest step ended."""
         return now - max(self.arrived, stepped) >= self.request.deadline_s
 
     @property
@@ -210,22 +224,25 @@ class Sequence:
             self.shaping.add(token)
 
     def close_span(self, version: Version) -> None:
-        """Add a span: `version` sampled all tokens since the last span. A version that computed but sampled nothing
-        gets an empty span, if it is the first."""
+        """Record that `version` sampled all tokens since the last span.
+
+        A version that computed but sampled nothing gets an empty span, if it is the first."""
         n = len(self.token_ids) - self.num_spanned
         if n or (self.num_computed and not self.spans):
             self.spans.append(VersionSpan(version, n, self.kv_epoch))
             self.num_spanned += n
 
     def context(self) -> I32:
-        """The tokens whose KV is in the slot, in order."""
+        """Return the tokens whose KV is in the slot, in order, [num_computed] int32."""
         tokens = np.concatenate([self.request.prompt_ids, np.array(self.token_ids, np.int32)])
         return tokens[: self.num_computed].astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt positions [start, stop) of a sequence. The last chunk of a prompt also samples the first token."""
+    """The positions [start, stop) of a sequence's prompt, computed in one step.
+
+    The last chunk of a prompt also samples the first token."""
 
     sequence: Sequence
     start: int
@@ -239,7 +256,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of positions [0, stop) of a row's keys, values and routes to another row."""
+    """A copy of the keys, values and routes of positions [0, stop) from KV slot `source` to KV slot `target`."""
 
     source: int
     target: int
@@ -248,19 +265,25 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the copies, in order, then one forward pass over `decode` (one token each, in order of slot) and
-    `chunks`."""
+    """What the next step computes. `Scheduler.plan` makes one; it is false when there is nothing to compute.
+
+    First the `copies` are made, in order. Then one forward pass computes one token of each sequence in `decode` (in
+    order of slot) and the `chunks` of prompts. There are no copies without chunks."""
 
     decode: list[Sequence]
     chunks: list[Chunk]
-    copies: list[Copy] = field(default_factory=list)  # empty when there are no chunks
+    copies: list[Copy] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.chunks)
 
 
 class Scheduler:
-    """Admits requests to slots and plans steps."""
+    """Admits requests to KV slots and plans steps. An engine has one.
+
+    - `chunk_tokens`: prompts are cut at multiples of this position.
+    - `step_tokens`: the most prompt tokens of a step.
+    - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot."""
 
     def __init__(self, *, num_slots: int, chunk_tokens: int, step_tokens: int, max_waiting: int) -> None:
         self.slots = SlotTable(num_slots)
@@ -271,8 +294,9 @@ class Scheduler:
         self.num_preempted = 0  # number of preempted rollouts
 
     def submit(self, sequence: Sequence) -> None:
-        """Add a request to the queue. Requests that get a slot at the next plan do not count. Raises `EngineBusy` when
-        the queue of its class is full."""
+        """Add a request to the queue. Raises `EngineBusy` when the queue of its class is full.
+
+        Requests that get a slot at the next plan do not count."""
         num_waiting = sum(s.production == sequence.production for s in self.waiting)
         if num_waiting >= self.max_waiting + self.slots.num_available:
             raise EngineBusy(
@@ -283,7 +307,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan(self) -> Plan:
-        """Give slots to waiting requests and plan the next step. The plan is empty when there is nothing to compute."""
+        """Give slots to waiting requests and return the plan of the next step, which may be empty."""
         self._admit()
         first = [s for s in self.running if s.production and s.num_computed < s.num_prompt]
         running = [s for s in self.running if s.production] if first else self.running
@@ -311,8 +335,10 @@ class Scheduler:
         self.slots.release(sequence.slot, sequence.context() if keep else None)
 
     def remove_departed(self, now: float, *, stepped: float) -> list[Sequence]:
-        """Remove and return sequences that were cancelled or are late; late ones fail. `stepped`: when the latest step
-        ended. A sequence that waits for a slot is not late while others make progress."""
+        """Remove and return sequences that were cancelled or are late. Late ones fail.
+
+        `now` and `stepped` (the end of the latest step) are in seconds. A sequence that waits for a slot is not late
+        while others make progress."""
         gone = [s for s in (*self.waiting, *self.running) if s.future.cancelled() or s.is_late(now, stepped)]
         for sequence in gone:
             self.finish(sequence)
@@ -321,23 +347,24 @@ class Scheduler:
         return gone
 
     def remove_outdated(self, step: int) -> list[Sequence]:
-        """Remove and return sequences that demand a later version than `step`. After a lost lineage the chain continues
-        from an older step, and no token may be sampled by a version older than demanded."""
+        """Remove and return sequences that demand a later version than `step`, the one that is now loaded.
+
+        A restarted learner may continue from an older step than it had published. No token may be sampled by an older
+        version than demanded."""
         gone = [s for s in (*self.waiting, *self.running) if s.request.min_step > step]
         for sequence in gone:
             self.finish(sequence)
         return gone
 
     def swapped(self, old: Version) -> None:
-        """Handle a change of the weights between two steps. `old`: the version of all tokens so far."""
+        """Handle a change of the weights between two steps. `old` is the version of all tokens so far."""
         for sequence in self.running:
             sequence.close_span(old)
             sequence.kv_epoch += sequence.num_computed > 0
         self.slots.swapped()
 
     def _admit(self) -> None:
-        """Give slots to waiting requests: production first, then sessions that keep a slot, then in order of
-        arrival."""
+        """Give slots to waiting requests: production first, then sessions that keep a slot, then by arrival."""
         if not self.waiting:
             return
         for sequence in [s for s in self.waiting if s.production]:
@@ -367,8 +394,9 @@ class Scheduler:
         return True
 
     def _fork_source(self, request: CompletionRequest) -> tuple[int, int] | None:
-        """The row to copy keys from for a new session, and the number of positions it can use. None when the session
-        has a slot already, or when no KV of `fork_from` under the current version exists."""
+        """Return the row to copy keys from for a new session, and the number of positions it can use.
+
+        None when the session has a slot already, or when no KV of `fork_from` under the current version exists."""
         if request.fork_from is None or self.slots.idle(request.session_id) is not None:
             return None
         held = [(s.row, s.context()) for s in self.running if s.request.session_id == request.fork_from and not s.stale]
@@ -381,8 +409,9 @@ class Scheduler:
         return (row, num_tokens) if num_tokens else None
 
     def _preempt(self) -> bool:
-        """Preempt the rollout that loses least; it waits first in the queue and starts again. A streamed request cannot
-        be preempted, since its tokens were sent."""
+        """Preempt the rollout that loses least. It waits first in the queue and starts again.
+
+        A streamed request cannot be preempted, since its tokens were sent."""
         able = [s for s in self.running if not s.production and s.on_tokens is None]
         if not able:
             return False
@@ -402,7 +431,7 @@ class Scheduler:
 
 
 def late(sequence: Sequence) -> EngineLate:
-    """Make the error of a late request."""
+    """Return the error of a late request."""
     request = sequence.request
     return EngineLate(
         f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a step of the engine",

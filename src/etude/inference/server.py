@@ -1,14 +1,13 @@
 """The process of a reference engine: ``python -m etude.inference.server --checkpoint DIR [--store PLACE] ...``.
 
-It loads the checkpoint (architecture, and weights until the store has some), updates its weights from the weight chain,
-serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it serves. It exits with its
-parent. It also exits when its stepping thread has ended or hangs, so that it can be restarted. The environment variable
-ETUDE_TOKEN is the bearer token of every POST request.
+It loads the checkpoint (architecture, and weights until the store has some), updates its weights from the versions in
+the store, serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it serves. It exits
+with its parent. It also exits when its stepping thread has ended or hangs, so that it can be restarted. The environment
+variable ETUDE_TOKEN is the bearer token of every POST request.
 
 With ``--register URL`` it joins the fleet of a run on another host: the registry there gives the model and numerics,
-the weights come from the store, and no checkpoint is needed. Until it has a version from the chain it refuses all
-requests. It exits when it was drained.
-"""
+the weights come from the store, and no checkpoint is needed. Until it has a version from the store it refuses all
+requests. It exits when it was drained."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # low estimate for a busy core an
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until it is stopped. Returns the exit code."""
+    """Run the engine until it is stopped. Returns the exit code. `argv` None means the process's arguments."""
     args = _parser().parse_args(argv)
     die_with_parent(watch_stdin=args.watch_stdin)
     torch.set_num_threads(args.threads)
@@ -87,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _apply_requirements(args: argparse.Namespace, token: str | None) -> None:
-    """With --register, take the missing settings from the run's requirements. Raises `EngineError` when the engine
-    would have no weights."""
+    """With --register, take the missing settings from the run's requirements.
+
+    Raises `EngineError` when the engine would have no weights."""
     args.model = None
     if args.register:
         requirements = fetch_requirements(args.register, token, wait_s=args.wait_s)
@@ -104,8 +104,7 @@ def _apply_requirements(args: argparse.Namespace, token: str | None) -> None:
 
 
 def _start_follower(args: argparse.Namespace) -> contextlib.AbstractContextManager[FollowerProcess | None]:
-    """Start the process that follows the weight chain, before the model is loaded, so that both start at the same
-    time."""
+    """Start the process that fetches new versions, before the model is loaded, so that both start at the same time."""
     if args.store is None:
         return contextlib.nullcontext()
     deadline_s = follower_deadline_s(args.checkpoint) if args.checkpoint else FETCH_S
@@ -115,8 +114,10 @@ def _start_follower(args: argparse.Namespace) -> contextlib.AbstractContextManag
 
 
 def follower_deadline_s(checkpoint: Path) -> float:
-    """Deadline of one update by the follower process, in seconds; after it the process is replaced. It grows with the
-    size of the weights, all of which may have to be fetched, decoded and hashed."""
+    """Return the deadline in seconds of one update by the follower process, which fetches new weights.
+
+    After it the process is replaced. It grows with the size of the weights in `checkpoint`, all of which may have to be
+    fetched, decoded and hashed."""
     num_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     return FOLLOWER_S + num_bytes / FOLLOWER_BYTES_PER_S
 
@@ -161,8 +162,9 @@ def _build(
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
-    """Return the memory that versions are written to, by published name, and what is derived from it. In low precision
-    it is packed bytes, and the model's weights are decoded from them."""
+    """Return the memory that versions are written to, by published name, and what is derived from it.
+
+    In low precision it is packed bytes, and the model's weights are decoded from them."""
     if quantise is Quantise.NONE:
         return hf_views(model), []
     held = PackedWeights(model, FORMATS[quantise])
@@ -201,8 +203,9 @@ def _make_lifespan(
 
 
 def wait_message(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s: float) -> str:
-    """The log message of an engine that waits for its first weights; "" once it has some. Raises `DeadlineExceeded`
-    after `wait_s`."""
+    """Return the log message of an engine that waits for its first weights, or "" once it has some.
+
+    `place` is the store. Raises `DeadlineExceeded` when `waited_s` is more than `wait_s`, both in seconds."""
     if engine.version != NO_VERSION:
         return ""
     if waited_s > wait_s:

@@ -1,7 +1,6 @@
 """The common part of all engine processes: command-line arguments, socket and ready file. Imports no torch.
 
-``{"url", "pid", "name"}`` is written to the ready file once the engine serves.
-"""
+The ready file gets ``{"url", "pid", "name"}`` as JSON once the engine serves."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ STORE_TIMEOUT_S = 5.0  # for the first response of a store over HTTP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options of all kinds of engines."""
+    """Add the command-line options that all kinds of engines have to `parser`."""
     parser.add_argument("--name", default="engine", help="its name in completions and events")
     parser.add_argument("--checkpoint", type=Path, help="a Hugging Face directory")
     parser.add_argument("--store", help="the blob store with the weight chain: a directory, or s3://bucket/...")
@@ -69,15 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def public_key(text: str) -> bytes:
-    """Parse a command-line argument that is an Ed25519 public key in hex."""
+    """Parse a command-line argument that is an Ed25519 public key in hex. Raises `ArgumentTypeError`."""
     if not re.fullmatch("[0-9a-f]{64}", text):
         raise argparse.ArgumentTypeError("a public key is 64 hex characters: etude weights key prints it")
     return bytes.fromhex(text)
 
 
 def apply_public_key(args: argparse.Namespace, requirements: EngineRequirements) -> None:
-    """Take the public key of the run that an engine joins. Raises `EngineError` when the engine was given another key:
-    it would refuse every version of this run."""
+    """Set `args.public_key` to the key of the run that an engine joins.
+
+    Raises `EngineError` when the engine was given another key: it would refuse every version of this run."""
     run_key = bytes.fromhex(requirements.public_key) if requirements.public_key else None
     if args.public_key and run_key != args.public_key:
         signs = f"the run signs with {requirements.public_key}" if run_key else "the run does not sign"
@@ -90,7 +90,7 @@ def apply_public_key(args: argparse.Namespace, requirements: EngineRequirements)
 
 
 def apply_sizes(args: argparse.Namespace, requirements: EngineRequirements) -> None:
-    """Take the sizes and the store that were not given from the run's requirements, and always its dtype."""
+    """Set the sizes and the store in `args` from the run's requirements, if not given, and always the dtype."""
     args.dtype = requirements.dtype
     args.context_tokens = args.context_tokens or requirements.context_tokens
     args.max_sequences = args.max_sequences or requirements.max_sequences
@@ -98,8 +98,9 @@ def apply_sizes(args: argparse.Namespace, requirements: EngineRequirements) -> N
 
 
 def require_weights(args: argparse.Namespace) -> None:
-    """Raises `EngineError` when neither a checkpoint nor a run's weight chain was given. Warns when the store cannot be
-    read."""
+    """Raise `EngineError` when neither a checkpoint nor a run's store of weights was given.
+
+    Prints a warning when the store cannot be read."""
     if args.checkpoint is None and not (args.register and args.store):
         hint = "give --checkpoint DIR, or --register URL with --store PLACE"
         raise EngineError("the engine has no weights", "neither a checkpoint nor a run's store was given", hint=hint)
@@ -108,8 +109,9 @@ def require_weights(args: argparse.Namespace) -> None:
 
 
 def warn_about_store(place: str, report: Callable[[str], None] = print_to_stderr) -> None:
-    """Report when an engine's store does not exist yet or cannot be read; it is tried again later. Buckets are not
-    checked, since their client has long timeouts."""
+    """Call `report` with a text when an engine's store does not exist yet or cannot be read. It is tried again later.
+
+    Buckets are not checked, since their client has long timeouts."""
     if place.startswith(("http://", "https://")):
         try:
             head(HttpStore(place, silence_s=STORE_TIMEOUT_S, deadline_s=STORE_TIMEOUT_S), "policy")
@@ -120,19 +122,21 @@ def warn_about_store(place: str, report: Callable[[str], None] = print_to_stderr
 
 
 def config_of(args: argparse.Namespace) -> EngineConfig:
-    """Make the engine's settings from the command-line arguments. Raises `ConfigError`."""
+    """Return the engine's settings from the command-line arguments. Raises `ConfigError`."""
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     return build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
 
 
 def report_settings(telemetry: Telemetry | None, config: EngineConfig, *, device: str) -> None:
-    """Write the engine's settings as a telemetry event. `device`: the device that is used."""
+    """Write the engine's settings as a telemetry event. `device` is the one that is used, where "auto" was set."""
     if telemetry is not None:
         telemetry.event("engine.settings", **{**to_plain(config), "device": device})
 
 
 def serve(app: ASGIApp, listener: socket.socket, *, name: str, ready_file: Path | None) -> None:
-    """Serve the app until the process is stopped. `ready_file`: where to write the URL once it serves."""
+    """Serve the app on a bound socket until the process is stopped.
+
+    `name` is the engine's name. `ready_file` is where the URL is written once it serves, or None."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -170,14 +174,15 @@ class _Server(uvicorn.Server):
 
 
 def _freeze_garbage_collector() -> None:
-    """Exclude all current objects from garbage collection. A full collection walks all of torch's objects, which takes
-    100 ms between two tokens."""
+    """Exclude all current objects from garbage collection.
+
+    A full collection walks all of torch's objects, which takes 100 ms between two tokens."""
     gc.collect()
     gc.freeze()
 
 
 def read_token(host: str) -> str | None:
-    """Read ETUDE_TOKEN. Raises `EngineError` when it is missing and the host is not loopback."""
+    """Return the token in ETUDE_TOKEN, or None. Raises `EngineError` when it is missing and `host` is not loopback."""
     token = environment_token()
     if not token and host not in ("127.0.0.1", "::1", "localhost"):
         raise EngineError(
@@ -187,7 +192,9 @@ def read_token(host: str) -> str | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket before anything slow starts. Raises `EngineError` when the address is in use or invalid."""
+    """Return a socket that is bound to an address. Raises `EngineError` when the address is in use or invalid.
+
+    Call it before anything slow starts, so that an unusable address is reported early."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

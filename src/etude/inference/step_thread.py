@@ -2,8 +2,7 @@
 
 Only this thread uses the engine's model and state. Other threads pass it a call and get a future. So a pause, a swap or
 a cancellation always happens between two tokens, without a lock around the model. A hanging thread is detected by the
-time since its last loop iteration.
-"""
+time since its last loop iteration."""
 
 from __future__ import annotations
 
@@ -34,11 +33,12 @@ class _Call:
 
 
 class StepThread:
-    """A thread that calls `step` until it is closed.
+    """A thread that computes the steps of an engine: it calls `step` until it is closed.
 
-    `step` returns whether there was anything to compute. `on_end` is the last call on the thread, with the error for
-    everything that still waits. At most `max_calls` calls are queued.
-    """
+    - `name`: the engine's name.
+    - `step`: computes one step, and returns whether there was anything to compute.
+    - `on_end`: the last call on the thread, with the error for everything that still waits.
+    - `max_calls`: the most calls of other threads that are queued."""
 
     def __init__(
         self, name: str, step: Callable[[], bool], on_end: Callable[[EngineError], None], *, max_calls: int
@@ -57,7 +57,9 @@ class StepThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; queued calls fail. Idempotent. Raises `EngineError` when the thread does not end."""
+        """Stop the thread; queued calls fail. Further calls of `close` do nothing.
+
+        Raises `EngineError` when the thread does not end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -73,12 +75,13 @@ class StepThread:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the last loop iteration started. Normally at most `REST_S` plus the time of a step."""
+        """Seconds since the last loop iteration started, normally at most `REST_S` plus the time of a step."""
         return time.monotonic() - self._beat
 
     def post(self, run: Callable[[], None], future: Future[Any]) -> None:
-        """Queue `run` for the thread; it sets `future` then or later. May be called from any thread. Raises
-        `EngineError` when the thread has ended or is closing, `EngineBusy` when the queue is full."""
+        """Queue `run` for the thread; it must set `future` then or later. May be called from any thread.
+
+        Raises `EngineError` when the thread has ended or is closing, `EngineBusy` when the queue is full."""
         with self._wake:
             if self._end_error is not None or self._closing:
                 raise self._end_error or _closing(self.name)
@@ -90,7 +93,9 @@ class StepThread:
             self._wake.notify()
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
-        """Run `call` on the thread before its next step. May be called from any thread."""
+        """Run `call` on the thread before its next step, and return a future of its result.
+
+        May be called from any thread."""
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -104,8 +109,10 @@ class StepThread:
         return future
 
     async def call(self, call: Callable[[], T], what: str) -> T:
-        """Run `call` on the thread and return its result. `what`: name of the call, for the error. Raises
-        `EngineError` when it takes too long."""
+        """Run `call` on the thread and return its result.
+
+        `what` names the call in the error. Raises `EngineError` when it is not run within `CONTROL_DEADLINE_S` seconds.
+        """
         future = self.between_steps(call)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
@@ -113,7 +120,7 @@ class StepThread:
             raise self.hang_error(f"{self.name} did not answer {what} within {CONTROL_DEADLINE_S:g} s") from None
 
     def hang_error(self, what: str) -> EngineLate:
-        """Make the error of a call that the thread did not run in time."""
+        """Return the error of a call that the thread did not run in time. `what` says which, and begins the message."""
         return EngineLate(
             what,
             f"the stepping thread of {self.name} has not moved for {self.stalled_s:.1f} s",

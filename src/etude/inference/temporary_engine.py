@@ -21,7 +21,7 @@ POLL_S, STOP_S = 0.1, 20.0
 
 @dataclass(frozen=True)
 class TemporaryEngine:
-    """A running engine: its client, its process, and its log file."""
+    """An engine that runs while a block of `temporary_engine` runs: its client, its process, and its log file."""
 
     engine: HttpEngine
     process: asyncio.subprocess.Process
@@ -32,10 +32,11 @@ class TemporaryEngine:
 async def temporary_engine(
     checkpoint: Path, folder: Path, *arguments: str, kind: EngineKind = EngineKind.VLLM, env: Sequence[str] = ()
 ) -> AsyncIterator[TemporaryEngine]:
-    """Run an engine over a checkpoint while the block runs.
+    """Run an engine over a checkpoint while the block runs, and stop it at exit.
 
-    `folder`: for its log and ready file. `arguments`: further arguments of its server. `env`: environment variables,
-    "A=b". Raises `EngineError` when it exits before it serves, `TimeoutError` when it does not serve in time."""
+    `folder` gets its log and its ready file. `arguments` are further arguments of its server, and `env` environment
+    variables such as "A=b". Raises `EngineError` when it exits before it serves, `TimeoutError` when it does not serve
+    in time."""
     ready, log = folder / f"{kind}.ready", folder / f"{kind}.log"
     ready.unlink(missing_ok=True)
     argv = [sys.executable, "-m", SERVERS[kind], "--checkpoint", str(checkpoint)]

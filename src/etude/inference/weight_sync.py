@@ -1,13 +1,12 @@
-"""Keeps the live weights of a reference engine at the newest published version: a thread that follows the weight chain.
+"""Keeps the live weights of a reference engine at the newest published version: a thread that follows the store.
 
 A separate process fetches, decodes and checks every digest (`weights.FollowerProcess`), since decoding in a thread
-would hold the GIL and delay the steps. Here the checked update is prepared as a swap of the model's own memory; the
-engine pauses only while it is written.
+would hold the GIL and delay the steps. Here the checked update is prepared as a swap of the model's own memory. The
+engine pauses only while the swap is written.
 
 After each swap the live memory is compared bit for bit with what was published. If it differs, or if a fetched update
 was not written, everything is written again. Errors are reported (`engine.trouble` and an event) and retried: an engine
-that cannot update keeps serving its version, and refuses requests that demand a newer one.
-"""
+that cannot update keeps serving its version, and refuses requests that demand a newer one."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ RETRY_S = 0.5
 
 
 class Chain(Protocol):
-    """The methods of `weights.Follower` and `weights.FollowerProcess` that are used here."""
+    """A source of published versions, such as a `weights.Follower` or a `weights.FollowerProcess`."""
 
     @property
     def version(self) -> Version | None:
-        """The current version; None before the first."""
+        """The version that was fetched last; None before the first."""
         ...
 
     def advance(self) -> Update | None:
@@ -48,7 +47,7 @@ class Chain(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors of the current version, by published name."""
+        """All tensors of the version that was fetched last, by the names under which they were published."""
         ...
 
 
@@ -59,12 +58,15 @@ Adapted = Callable[[Mapping[str, Tensor]], Live]
 
 
 class WeightSync:
-    """Updates an engine's weights from `start` or `start_at_head` until `stop`.
+    """Updates the weights of `engine` to each new version, from `start` or `start_at_head` until `stop`.
 
-    `views`: the live weights by published name. `derived`: what is computed from them, such as decoded low-precision
-    weights. `adapted`: makes the live memory when adapters are published. `poll_s`: pause between two polls of the
-    chain; 0 for a chain that waits for news itself. On a GPU, preparation and comparison use a separate CUDA stream.
-    """
+    - `views`: the live weights by published name.
+    - `chain`: where the versions come from.
+    - `derived`: what is computed from the live weights, such as decoded low-precision weights.
+    - `adapted`: makes the live memory when LoRA adapters are published. None: they cannot be served.
+    - `poll_s`: the pause between two polls of the chain in seconds; 0 for a chain that waits for news itself.
+
+    On a GPU, preparation and comparison use a separate CUDA stream."""
 
     def __init__(
         self,
@@ -90,23 +92,26 @@ class WeightSync:
         self._thread = threading.Thread(target=self._run, name=f"{engine.name}-follow", daemon=True)
 
     def start_at_head(self) -> None:
-        """Adopt the newest version, so that the first request sees it, then start the thread. Errors are reported, not
-        raised."""
+        """Adopt the newest version, so that the first request sees it, then start the thread.
+
+        Errors are reported in `engine.trouble`, not raised."""
         self._try()
         self.start()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. The engine serves the version that it has until a newer one was fetched."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread. Idempotent."""
+        """Stop the thread. Further calls of `stop` do nothing."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(5.0)
 
     def step(self) -> Version | None:
-        """Adopt the newest version. Returns it, or None when there is nothing new. Raises `EtudeError`."""
+        """Load the newest published version into the engine.
+
+        Returns the version, or None when there is nothing new. Raises `EtudeError`."""
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             return self._step()
 
@@ -116,7 +121,10 @@ class WeightSync:
             return None
         written, self._written = self._written, False
         self._refuse_non_finite(update if written else None)
-        swap = self._prepare_update(update) if written and update is not None else self._prepare_all()
+        if written and update is not None:
+            swap = self._target.prepare(update, self.chain.tensors)  # it can be undone if writing fails
+        else:
+            swap = self._prepare_all()
         swapped = self._swap(swap)
         if swapped is None:
             return None
@@ -136,8 +144,7 @@ class WeightSync:
 
     @property
     def _target(self) -> Target:
-        """The memory that versions are written to: the adapter's when the first version is an adapter, else the
-        model's."""
+        """The memory that versions are written to: the adapter's if the first version is one, else the model's."""
         if self._target_made is None:
             tensors = self.chain.tensors
             views, derived = self._adapted(tensors) if self._adapted and adapted_modules(tensors) else self._live
@@ -145,7 +152,7 @@ class WeightSync:
         return self._target_made
 
     def _refuse_non_finite(self, update: Update | None) -> None:
-        """Raises `WeightsError` when the weights to write (an update, or all for None) contain NaN or Inf."""
+        """Raise `WeightsError` when the weights to write (an update, or all for None) contain NaN or Inf."""
         tensors, version = self.chain.tensors, self.chain.version
         coming = {name: tensor.codes for name, tensor in (tensors if update is None else update.replaced).items()}
         if update is not None:
@@ -181,10 +188,6 @@ class WeightSync:
             self._telemetry.event("engine.trouble", reason=reason)
         self.engine.trouble = reason
 
-    def _prepare_update(self, update: Update) -> Swap:
-        """Prepare the changes of an update. The swap can be undone if writing fails."""
-        return self._target.prepare(update, self.chain.tensors)
-
     def _prepare_all(self) -> Swap:
         """Prepare all weights of the chain's version. The swap cannot be undone."""
         tensors, version = self.chain.tensors, self.chain.version
@@ -219,8 +222,9 @@ class WeightSync:
 
 
 def is_finite(codes: Codes, kind: DType) -> bool:
-    """Whether codes of a floating-point format contain neither NaN nor Inf: no exponent is all ones (f8_e4m3 has no
-    Inf: no code is all ones)."""
+    """Return whether tensor elements contain neither NaN nor Inf. `codes` are the raw bits, and `kind` their format.
+
+    No exponent may be all ones. f8_e4m3 has no Inf, so there no element may be all ones."""
     if kind.exponent_shift is None or kind.parts > 1:  # integers; 4-bit codes are always finite
         return True
     lowest = 1 if kind.name == "f8_e4m3" else 1 << kind.exponent_shift
@@ -229,7 +233,7 @@ def is_finite(codes: Codes, kind: DType) -> bool:
 
 
 def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
-    """The version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as f32."""
+    """Return the version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content as f32."""
     return Version(step=0, incarnation="00000000", digest=content_digest({n: _digest(v) for n, v in views.items()}))
 
 

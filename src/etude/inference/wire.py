@@ -20,7 +20,9 @@ GENERATE = "/inference/v1/generate"
 
 
 class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /adopt."""
+    """The body of POST /adopt: wait until the engine has loaded a version of at least `min_step`.
+
+    `deadline_s` is the longest wait in seconds."""
 
     min_step: int
     deadline_s: float = 60.0
@@ -31,28 +33,31 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /verify."""
+    """The body of POST /verify: the token ids of a text to score."""
 
     token_ids: list[int]
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """Response of POST /verify: the loaded version, and its log-probability of each token but the first."""
+    """The response of POST /verify: the loaded version, and its log-probability of each token but the first."""
 
     version: Version
     logprobs: list[float]
 
 
 class OperatorsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /operators: a text whose first `prompt_tokens` tokens are computed in chunks, the others one by
-    one."""
+    """The body of POST /operators: a text for which the results of all operators are wanted.
+
+    The first `prompt_tokens` tokens are computed in chunks, the others one by one."""
 
     token_ids: list[int]
     prompt_tokens: int
 
 
 class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one operator for all tokens, as little-endian bytes, since numpy has no bfloat16."""
+    """The results of one operator for all tokens of a text.
+
+    `data` are the little-endian bytes of an array of `shape` and `dtype`, such as "bfloat16", which numpy lacks."""
 
     name: str
     dtype: str
@@ -61,7 +66,7 @@ class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Response of POST /operators, in the order of computation."""
+    """The response of POST /operators: the results of all operators in the order of computation."""
 
     results: list[OperatorResult]
 
@@ -73,7 +78,7 @@ _HEAD, _STATUS = struct.Struct("<cI"), struct.Struct("<H")
 
 
 def frame(part: list[int] | Completion | EtudeError) -> bytes:
-    """Encode a frame: token ids, the completion, or an error.
+    """Encode one frame of a streamed response: token ids, the completion, or an error.
 
     A stream is a sequence of frames in the body of one response. A frame is its kind (one byte), the length of its
     payload (u32, little endian) and the payload:
@@ -98,10 +103,10 @@ def frame(part: list[int] | Completion | EtudeError) -> bytes:
 async def read_frames(
     read_exactly: Callable[[int], Awaitable[bytes]], *, engine: str
 ) -> AsyncIterator[list[int] | Completion]:
-    """Yield the parts of a stream, the `Completion` last.
+    """Yield the parts of a streamed response: lists of token ids, and at the end the `Completion`.
 
-    `read_exactly(n)` reads n bytes. Raises the `EngineError` of an error frame, and `EngineError` for invalid or
-    truncated bytes."""
+    `read_exactly(n)` reads n bytes of the body. `engine` names the engine in errors. Raises the `EngineError` of an
+    error frame, and `EngineError` for invalid or truncated bytes."""
     try:
         while True:
             kind, size = _HEAD.unpack(await read_exactly(_HEAD.size))

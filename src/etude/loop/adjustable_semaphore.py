@@ -8,25 +8,25 @@ from contextlib import asynccontextmanager
 
 
 class Limit:
-    """The number of holders that a semaphore allows. Semaphores follow changes."""
+    """The number of slots of one or more `AdjustableSemaphore` objects, which follow its changes."""
 
     def __init__(self, value: int) -> None:
         self.value = value
         self.changed = asyncio.Event()
 
     def set(self, value: int) -> None:
-        """Change the limit. Current holders keep their slots."""
+        """Change the number of slots. Holders keep their slots, even if there are more of them than slots now."""
         self.value = value
         self.notify_all()
 
     def notify_all(self) -> None:
-        """Wake all waiters, so that they check the limit again."""
+        """Wake all waiters, so that they check for free slots again."""
         self.changed.set()
         self.changed = asyncio.Event()
 
 
 class AdjustableSemaphore:
-    """An asyncio semaphore under a `Limit`.
+    """An asyncio semaphore whose number of slots is a `Limit`, which may change while it is in use.
 
     >>> async def story() -> list[int]:
     ...     limit = Limit(0)
@@ -65,7 +65,7 @@ class AdjustableSemaphore:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Context manager: hold a slot."""
+        """Wait for a free slot and hold it until the end of the block."""
         await self.acquire()
         try:
             yield

@@ -1,15 +1,15 @@
-"""Measures the CPU time that a config's model, tools and machines need on this machine.
+"""Measures the CPU time that a config's model, tools and machines need on this machine, for `etude plan`.
 
-A program of its own, since it loads torch. Each constant of `plan.Measured` is measured separately, in CPU seconds:
+It is a program of its own, since it loads torch. Each constant of `plan.Measured` is measured separately, in CPU
+seconds:
 
 - the learner's step on random tokens, at two sizes;
 - the reference engine in this process: prompts only, few sequences, and many;
 - by the processes of a scratch run: scripted rollouts (worker, grader, machines), and rollouts of the untrained model.
   The part of the latter that the other constants do not explain is the cost of a request to an engine.
 
-No number comes from a run that a plan is compared with. The time of an engine to load a version is assumed to be that
-of the learner to publish it: one decodes and verifies what the other encodes.
-"""
+No number comes from a run that a plan is compared with. The time of an engine to load a version of the weights is
+assumed to be that of the learner to publish it: one decodes and verifies what the other encodes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ FEW, MANY, PLAYED = 4, 32, 48
 
 
 def cpu_of(work: Callable[[], object]) -> float:
-    """The smallest CPU time of several runs of `work`: other load on the machine only adds to it."""
+    """Call `work` several times and return the smallest CPU time in seconds.
+
+    Other load on the machine only adds to it."""
     took = []
     for _ in range(REPEATS):
         began = time.process_time()
@@ -71,7 +73,9 @@ def cpu_of(work: Callable[[], object]) -> float:
 
 
 def sample_of(number: int, vocab_size: int, layers: int, top_k: int) -> Sample:
-    """A sample of random tokens."""
+    """Make a training sample of random tokens. `number` is its seed and part of its id.
+
+    `layers` and `top_k` are the shape of its (empty) record of chosen experts."""
     rng = np.random.default_rng(number)
     mask = np.arange(TOKENS) % 3 == 1
     path = RolloutPath(
@@ -86,7 +90,7 @@ def sample_of(number: int, vocab_size: int, layers: int, top_k: int) -> Sample:
 
 
 def learner_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
-    """Constants of the learner: a step at two sizes, and a publish."""
+    """Measure the learner's fields of `plan.Measured`, by name: a step at two sizes, and a publish."""
     learner = make_learner(config, Channel(MemoryStore()), None, refuse_mismatch=False)
     learner.load(str(checkpoint))
     model = learner.model.config
@@ -118,7 +122,7 @@ def learner_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
 
 
 def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
-    """Constants of the engine: prompts only, then decoding at two batch sizes."""
+    """Measure the engine's fields of `plan.Measured`, by name: prompts only, then decoding at two batch sizes."""
     model = load_model(checkpoint)
     sizes = EngineConfig(context_tokens=PROMPT + SAMPLED + 8, max_sequences=MANY, dtype=config.engine.dtype)
 
@@ -152,7 +156,9 @@ def engine_constants(config: RunConfig, checkpoint: Path) -> dict[str, float]:
 
 
 def prepare_run(config: RunConfig, folder: Path) -> RunFolder:
-    """A scratch run with a tokeniser and a checkpoint: the starting one, or random weights."""
+    """Create a scratch run in `folder`, with a tokeniser and a checkpoint.
+
+    The checkpoint is the config's starting one, or has random weights."""
     one = replace(config, fleet=replace(config.fleet, engines=(EngineKind.REFERENCE,)))
     run = RunFolder.create(folder, config_toml=to_toml(one), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
@@ -172,7 +178,9 @@ def prepare_run(config: RunConfig, folder: Path) -> RunFolder:
 
 
 async def machine_constants(run: RunFolder, config: RunConfig, engine: Mapping[str, float]) -> dict[str, float]:
-    """Constants of workers, graders and the conductor, from scripted rollouts and rollouts of the model."""
+    """Measure the fields of `plan.Measured` for requests, workers, graders and the conductor, by name.
+
+    It runs scripted rollouts and rollouts of the model. `engine` has the results of `engine_constants`."""
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
     one = replace(config, fleet=replace(config.fleet, engines=(EngineKind.REFERENCE,)))
     supervisor = Supervisor(telemetry)
@@ -239,7 +247,7 @@ def _derive_constants(
 
 
 def measured(config: RunConfig) -> Measured:
-    """Measure all constants, with one learner rank whatever the config says. Raises `EtudeError`."""
+    """Measure all constants for a config, but with one learner rank. Raises `EtudeError`."""
     learner = replace(config.learner, ranks=1, expert_parallel=1, context_parallel=1)
     config = replace(config, learner=learner)
     torch.set_num_threads(1)
@@ -259,7 +267,9 @@ def measured(config: RunConfig) -> Measured:
 
 
 def main() -> int:
-    """Print the constants as JSON; or the parts of an error, with its exit code."""
+    """Print the constants for ``--config FILE`` as a JSON object and return 0.
+
+    For an error, print [what, facts, hint] and return its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     try:

@@ -25,9 +25,10 @@ TOKENIZER_FILES = (
 
 
 def copy_start_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | None = None) -> None:
-    """Copy a Hugging Face directory into a run as its starting checkpoint and tokeniser. The optimiser state that
-    another run's learner left there is not copied, since this run begins at step 0. An event names layers that etude
-    does not compute. Raises `CheckpointError`."""
+    """Copy a Hugging Face directory into a run as its starting checkpoint and tokeniser. Raises `CheckpointError`.
+
+    Optimiser state from another run is not copied, since this run begins at step 0. If the checkpoint has layers that
+    etude does not compute, an event names them."""
     learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
     for folder in (mid, run / "tokenizer"):
         (folder / SUMS).unlink(missing_ok=True)
@@ -46,8 +47,9 @@ def copy_start_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry
 
 
 def checkpoint_version(checkpoint: Path) -> Version | None:
-    """The version that a learner saved as this checkpoint; None for a checkpoint that no learner wrote, which counts as
-    step 0. Raises `CheckpointError`."""
+    """Read which version of the weights a learner saved as this checkpoint. Raises `CheckpointError`.
+
+    Returns None for a checkpoint that no learner wrote, which counts as step 0."""
     path = checkpoint / "learner.json"
     if not path.is_file():
         return None
@@ -61,7 +63,7 @@ def checkpoint_version(checkpoint: Path) -> Version | None:
 
 
 def newest_checkpoint(run: RunFolder) -> Path:
-    """The run's final checkpoint; if it has not ended, the newest one."""
+    """Return the path of the run's final checkpoint, or of the newest one if the run has not ended."""
     final = run / "checkpoints" / "final"
     steps = sorted((run / "checkpoints").glob("step-*"))
     return final if final.is_dir() else steps[-1] if steps else run / "checkpoints" / "mid"

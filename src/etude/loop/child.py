@@ -1,4 +1,4 @@
-"""The main function of all child processes of the conductor.
+"""The main function of all child processes of the conductor, the main process of a run.
 
 A child serves calls until its socket closes, because the conductor is gone or wants it to end, and then exits at once.
 """
@@ -21,8 +21,10 @@ Handlers = dict[str, tuple[tuple[type, ...], Handler]]
 
 
 def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
-    """Run a child process: create its handlers, serve calls, and exit when the socket closes. `handlers` gets the run
-    folder, the child's name, its telemetry, and as keywords those of the optional arguments `more` that were given."""
+    """Run a child process: create its RPC handlers, serve calls, and exit when the socket closes.
+
+    `handlers` is called with the run folder, the child's name and its telemetry. `more` names optional command-line
+    arguments, such as "ranks-at"; those that were given are passed to `handlers` as keywords."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--name", required=True)

@@ -1,9 +1,9 @@
 """The conductor: runs the training loop of a run. The loop itself is `_train`, which fits on one screen.
 
-`_train` takes batches in order of admission, trains the learner on them, and publishes each new version to the engines.
-Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts) and the parity
-probes of each new version. All are in one task group: an error in one of them ends the loop with that error.
-Synchronous RL is the same code with `max_lag = 0`.
+`_train` takes batches in order of admission, trains the learner on them, and publishes each new version of the weights
+to the engines. Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts)
+and the parity probes of each new version. All are in one task group: an error in one of them ends the loop with that
+error. Synchronous RL is the same code with `max_lag = 0`.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -13,18 +13,18 @@ Synchronous RL is the same code with `max_lag = 0`.
 | `_train` | a batch | new live weights, handed to the publisher | the learner, the previous commit | `_commit` |
 | `_commit` | the weights being published | a version | the move of the pointer | the learner |
 
-A version is committed when the learner moves the store's pointer to it. Publishing runs in the background, one version
-at a time. The forward and backward pass of the next batch may overlap with it; the next optimiser step, a checkpoint
-and an evaluation wait for the commit. With `max_lag = 0` nothing overlaps.
+The window is how many groups may be open (admitted and not trained yet). A version is committed when the learner moves
+the store's pointer to it. Publishing runs in the background, one version at a time. The forward and backward pass of
+the next batch may overlap with it; the next optimiser step, a checkpoint and an evaluation wait for the commit. With
+`max_lag = 0` nothing overlaps.
 
-A learner that dies ends its lineage with `ProcessLost`: its successor has no weights in memory. Calls therefore always
-go to the process in which `begin` was called. The successor loads the last checkpoint, publishes it under a new
-incarnation, and the ledger is reconciled with it. A damaged chain of deltas is repaired in the same way: a publisher
-that finds its head damaged publishes a full snapshot.
+A lineage is what one learner process trains without interruption. It ends with `ProcessLost` when the learner dies,
+since its successor has no weights in memory; calls always go to the process in which `begin` was called. The successor
+loads the last checkpoint, publishes it, and the ledger is reconciled with it. Damaged deltas in the store are repaired
+in the same way: a publisher that finds the newest version damaged publishes a full snapshot.
 
 The loop ends at the last step or when it is stopped. In both cases rollouts in flight are cancelled. After a stop, the
-ledger keeps them for `--resume`.
-"""
+ledger keeps them for `--resume`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ RECOVERABLE = (ProcessLost, Unreachable)
 
 
 class Conductor:
-    """Runs reinforcement learning with the processes of a run, its ledger and a task source."""
+    """Runs reinforcement learning with the processes of a run, its ledger of rollouts, and a task source."""
 
     def __init__(
         self,
@@ -127,16 +127,15 @@ class Conductor:
         self.ledger.close()
 
     async def reinforce(self) -> None:
-        """Train until the last step and save the result as ``checkpoints/final``. Raises the error that ended the
-        loop."""
+        """Train until the last step, and save the result as ``checkpoints/final``. Raises the error that ended
+        training."""
         await self._with_learner(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._with_learner(lambda: self._call("save", type(None), result))
         await self._prune(self.step)
 
     async def resume(self) -> None:
-        """Start a lineage: have the learner load and publish the newest checkpoint, and reconcile the ledger with
-        it."""
+        """Have the learner load and publish the newest checkpoint, and bring the ledger to that state."""
         await self._with_learner(_nothing)
 
     async def _with_learner(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -217,7 +216,6 @@ class Conductor:
         return await self._learner.call(method, kind, *args, deadline_s=STEP_S)
 
     async def _lineage(self) -> None:
-        """Train with the current learner until the last step."""
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._admit(), name="admit"),
@@ -282,7 +280,6 @@ class Conductor:
         tasks.create_task(probe, name=f"probe of {published.version}")
 
     def _on_published(self, published: Published) -> None:
-        """Set the new version in all parts that wait for it."""
         self.processes.set_head(published.version)
         self.step = self.scheduler.published = published.version.step
         self._window_changed.set()
@@ -297,7 +294,6 @@ class Conductor:
         return time.perf_counter() - began
 
     async def _batches(self) -> AsyncIterator[tuple[BatchRef, BatchPlan, float]]:
-        """Yield each next step's batch, its plan, and the seconds waited for its groups."""
         while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
@@ -320,7 +316,6 @@ class Conductor:
             yield batch, plan, time.perf_counter() - began
 
     async def _plan(self, groups: list[Group]) -> BatchPlan:
-        """Plan the next step's batch from these groups. Raises `LedgerError` when a rollout cannot be read."""
         experience, k1 = self.config.experience, None
         if experience.kl:
             valid = [rollout for group in groups for rollout, _ in group.valid]
@@ -436,8 +431,9 @@ class Conductor:
         self.ledger.move_cursor(Split.TRAIN, cursor)
 
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
-        """Evaluate the published version and return its solve rate. No version is published meanwhile, so pinning it
-        costs the engines nothing."""
+        """Evaluate the published weights with `tries` rollouts on each of the first `num_tasks` tasks of a split.
+
+        `name` names the result, such as "before". No version is published meanwhile."""
         return await evaluate(
             self.processes,
             self.source,

@@ -1,5 +1,4 @@
-"""All settings of a run: the configs of the other packages in one dataclass, with the checks that involve several of
-them."""
+"""All settings of a run: the configs of the other packages in one dataclass, and the checks that involve several."""
 
 from __future__ import annotations
 
@@ -42,8 +41,11 @@ MAX_ENGINES = 64
 
 @dataclass(frozen=True)
 class EvalsConfig:
-    """The `[evals]` section. Evaluations during RL use validation tasks; held-out tasks are used before and after
-    RL."""
+    """The `[evals]` section: number of tasks and rollouts of each evaluation.
+
+    Evaluations during RL use validation tasks, one every `every` steps (0: none); held-out tasks are used before and
+    after RL. `heldout_tries` is the number of rollouts per held-out task. `transfer_tasks` are tasks of families that
+    are never trained on. `baseline_tasks` are held-out tasks for the scripted agents "oracle" and "random"."""
 
     heldout_tasks: int = ranged(512, low=1)
     heldout_tries: int = ranged(1, low=1, high=64)  # rollouts per task; best-of-k is reported for k = tries
@@ -52,8 +54,9 @@ class EvalsConfig:
     every: int = ranged(10, low=0)  # steps between evaluations during RL; 0: none
 
     def is_due(self, step: int, of: int) -> bool:
-        """Whether an evaluation follows step `step` of a run of `of` steps. Never after the last step, which the final
-        evaluation follows.
+        """Return whether an evaluation follows step `step` of a run of `of` steps.
+
+        None follows the last step, after which the final evaluation is made.
 
         >>> [step for step in range(9) if EvalsConfig(every=3).is_due(step, 8)]
         [3, 6]
@@ -68,8 +71,11 @@ class EvalsConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The `[fleet]` section: which processes a run has, how many of each, and after how long without an answer one
-    counts as hung."""
+    """The `[fleet]` section: which processes a run has, and how many of each.
+
+    `engines` has one entry per engine. A process that does not answer for `hung_s` seconds is killed and restarted.
+    `listen` is HOST:PORT, at which remote engines join the run; "" for none. `ranks_away` of the learner's ranks run on
+    other machines and connect to the learner's machine at the address `ranks_at`."""
 
     engines: tuple[EngineKind, ...] = (EngineKind.REFERENCE, EngineKind.REFERENCE)  # engine-0, engine-1, ...
     num_workers: int = ranged(1, low=1, high=64)
@@ -97,7 +103,7 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class RlConfig:
-    """The `[rl]` section: number of steps, sampling temperature, checkpoint interval."""
+    """The `[rl]` section: number of steps, sampling temperature, and steps between checkpoints."""
 
     steps: int = ranged(45, low=0)
     temperature: float = ranged(1.0, low=0.01, high=4.0)
@@ -106,12 +112,11 @@ class RlConfig:
 
 @dataclass(frozen=True)
 class StoresConfig:
-    """The `[stores]` section: where weights and traces are stored instead of in the run folder: `s3://bucket/prefix`,
-    gs://, az:// or file://. Each run has its own prefix there. Credentials come from the environment.
+    """The `[stores]` section: where weights and traces (records of batches) are stored; "": in the run folder.
 
-    `signing_key`: a file made by `etude weights key`. With it versions are signed, and the run's engines accept no
-    others.
-    """
+    A store is `s3://bucket/prefix`, gs://, az:// or file://, in which each run has its own prefix. Credentials come
+    from the environment. `signing_key` is a file made by `etude weights key`: with it versions of the weights are
+    signed, and the run's engines accept no others."""
 
     weights: str = ""
     traces: str = ""
@@ -128,16 +133,20 @@ class StoresConfig:
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """The `[retention]` section: how many old checkpoints and traces are kept. Steps can be replayed only from
-    these."""
+    """The `[retention]` section: the disk space for checkpoints and traces, in GB.
+
+    When they exceed it the oldest are deleted, except the last two checkpoints. Steps can be replayed only from those
+    left."""
 
     disk_gb: float = ranged(100.0, low=0.0)  # checkpoints and traces; above it the oldest are deleted, not the last two
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run. `start`: a Hugging Face directory with the starting checkpoint; with it, the corpus and
-    mid-training phases are skipped."""
+    """All settings of a run: one field for each section of config.toml.
+
+    `start` is a Hugging Face directory with the starting checkpoint; with it, the corpus and mid-training phases are
+    skipped."""
 
     seed: int = ranged(0, low=0)
     start: Path | None = None
@@ -231,7 +240,6 @@ class RunConfig:
             )
 
     def _check_ranks(self) -> None:
-        """Refuse rank settings that do not fit together. Raises `ValueError`."""
         learner, experts = self.learner, self.model.num_experts
         if self.fleet.ranks_away >= learner.ranks:
             raise ValueError(
@@ -249,8 +257,10 @@ class RunConfig:
             )
 
     def with_parity_budget(self) -> RunConfig:
-        """This config with the parity budget filled in from the engines' dtype, so that config.toml has the numbers.
-        Unchanged in exact mode, where all probabilities must be equal."""
+        """Return this config with the parity budget filled in, so that config.toml has the numbers.
+
+        The budget is the largest accepted difference between the probabilities of engine and learner; its default
+        depends on the engines' dtype. In exact mode, where all probabilities must be equal, the config is unchanged."""
         if self.numerics.mode is Mode.EXACT and self.parity.over_budget is not OverBudget.FALL_BACK:
             return self  # exact mode needs no budget
         budget = self.parity.budget(self.engine.dtype)
@@ -258,12 +268,14 @@ class RunConfig:
 
     @property
     def wants_routes(self) -> bool:
-        """Whether engines return routes: the learner replays them, or a parity defence may make it do so."""
+        """Whether engines must return routes, the experts that they chose for each token.
+
+        They do if the learner uses the same experts, or may have to when probabilities differ too much."""
         return self.learner.replays(self.numerics.mode) or self.parity.over_budget is OverBudget.FALL_BACK
 
     @property
     def composition(self) -> Composition:
-        """The composition of rewards by this run's settings."""
+        """How the grade and the reward terms of a rollout are combined into its reward."""
         experience = self.experience
         return Composition(
             require_submit=self.harness.require_submit,
@@ -274,41 +286,44 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """How many rollouts run concurrently on the run's own engines."""
+        """Number of rollouts that run concurrently on the run's own engines."""
         return rollouts_on(self.own_contexts)
 
     @property
     def own_contexts(self) -> int:
-        """How many full contexts the run's own engines can hold together."""
+        """Number of full contexts that the run's own engines can hold together."""
         return sum(map(self.contexts_of, self.fleet.engines))
 
     def contexts_of(self, kind: EngineKind) -> int:
-        """How many full contexts one engine of this kind can hold."""
+        """Return how many full contexts one engine of this kind can hold."""
         if kind is EngineKind.REFERENCE:
             return self.engine.max_sequences
         return self.foreign(kind).max_contexts(self.engine)
 
     def devices_of(self, kind: EngineKind) -> int:
-        """How many accelerators one engine of this kind uses, on a machine that has any."""
+        """Return how many accelerators one engine of this kind uses, on a machine that has any."""
         if kind is EngineKind.REFERENCE:
             return int(self.engine.device != "cpu")
         return self.foreign(kind).devices
 
     def foreign(self, kind: EngineKind) -> ExternalEngineConfig:
-        """The settings of vLLM or SGLang engines."""
+        """Return the settings of vLLM or SGLang engines."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang
 
 
 def rollouts_on(num_contexts: int) -> int:
-    """How many rollouts run concurrently on engines that hold `num_contexts` contexts. Three quarters of it: each
-    rollout keeps its KV cache between its turns, and with more rollouts engines would evict contexts and compute them
-    again."""
+    """Return how many rollouts run concurrently on engines that can hold `num_contexts` full contexts.
+
+    It is three quarters of that: each rollout keeps its KV cache between its turns, and with more rollouts engines
+    would evict contexts and compute them again."""
     return max(1, num_contexts * 3 // 4) if num_contexts else 0
 
 
 def read_config(run: RunFolder) -> RunConfig:
-    """Read the effective config of a run. Raises `RunError` when config.toml is missing or damaged, and `RunRefused`
-    when this etude version cannot read it."""
+    """Read the effective config of a run.
+
+    Raises `RunError` when config.toml is missing or damaged, and `RunRefused` when this etude version cannot read it.
+    """
     path = run / "config.toml"
     if not path.is_file():
         raise RunError(f"{path} is missing", "it has the settings of the run", hint=HINT_COPY)
@@ -326,10 +341,11 @@ def read_config(run: RunFolder) -> RunConfig:
 
 
 def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, complete: bool = True) -> RunConfig:
-    """The config of a run to resume, after a check against the settings `given` now. `complete`: `given` is a full
-    config file, so that a setting that is missing from it counts as changed; otherwise only the settings in `given` are
-    compared. Changed defaults do not count. Raises `RunRefused`, which names each differing setting, also when
-    config.toml was edited; `ConfigError`."""
+    """Return the config of a run to resume, after a check that the settings `given` now (nested dicts) are the same.
+
+    With `complete`, `given` is a full config file, so a setting that is missing from it counts as changed; otherwise
+    only the settings in `given` are compared. Changed defaults of etude do not count. Raises `RunRefused`, which names
+    each differing setting, also when config.toml was edited; `ConfigError` for settings that are not valid."""
     had = read_config(run)
     check_config_unchanged(run)
     now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
@@ -355,8 +371,9 @@ def _overlap(name: str, other: str) -> bool:
 
 
 def check_same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> None:
-    """Check that the plug-ins of a run to resume have the code that its steps so far used. `accept`: the user accepts
-    other code. Raises `RunRefused`."""
+    """Check that the plug-ins of a run to resume have the code that its steps so far used. Raises `RunRefused`.
+
+    `now` identifies their code as installed. With `accept` the user accepts other code."""
     then = {one["path"]: one for one in run.plugins()}
     other = [one for one in now if one.path in then and msgspec.to_builtins(one) != then[one.path]]
     if other and not accept:
@@ -382,8 +399,9 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 
 
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
-    """Open the run's task source, with the images that `preflight` has built. `canaries`: mix in the config's canary
-    tasks. Raises `TaskError`."""
+    """Open the run's task source, with the images that `preflight` has built. Raises `TaskError`.
+
+    With `canaries` it also has the config's canary tasks, which show whether the agent cheats."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
     if isinstance(source, HarborSource) and config.machines.images:

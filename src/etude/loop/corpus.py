@@ -1,10 +1,9 @@
 """Builds the mid-training corpus from the task source: demonstrations, code documents, standard-library text.
 
-A program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. Demonstrations are played
-on all cores, the tokeniser is trained on a sample, and everything is encoded once. The corpus has no held-out or
-validation function: this is asserted by hash on the finished texts, including demonstrations. Idempotent: files of a
-killed run are written again.
-"""
+It is a program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. Demonstrations are
+played on all cores, the tokeniser is trained on a sample, and everything is encoded once. The corpus has no held-out or
+validation function: this is asserted by hash on the finished texts, including demonstrations. Files of a killed run are
+written again."""
 
 from __future__ import annotations
 
@@ -82,7 +81,6 @@ def _demonstrated_source(config: RunConfig) -> Demonstrating:
 
 
 def _demonstrate(config: RunConfig) -> list[list[Message]]:
-    """Play all demonstrations, in one process per core."""
     cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
     cuts = [count * i // cores for i in range(cores + 1)]
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # notices when a process is killed
@@ -122,7 +120,7 @@ def _batched(items: Sequence[str], size: int) -> Iterator[list[str]]:
 
 
 def main() -> int:
-    """Build the corpus of a run. Returns the exit code."""
+    """Build the corpus of the run ``--run DIR``. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)

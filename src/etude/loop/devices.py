@@ -17,7 +17,7 @@ _COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_availab
 
 
 def count_gpus() -> int:
-    """The number of GPUs that torch sees on this machine. Raises `ConfigError` when torch does not answer."""
+    """Count the GPUs that torch sees on this machine. Raises `ConfigError` when torch does not answer."""
     try:
         done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=COUNT_S)
         return int(done.stdout)
@@ -28,7 +28,7 @@ def count_gpus() -> int:
 
 
 def gpus_of(device: str) -> int:
-    """The number of GPUs that a machine must have for one process on this device.
+    """Return the number of GPUs that a machine must have for one process on this device.
 
     >>> [gpus_of(name) for name in ("auto", "cpu", "cuda", "cuda:3")]
     [0, 0, 1, 4]
@@ -38,8 +38,9 @@ def gpus_of(device: str) -> int:
 
 
 def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -> None:
-    """Raise `ConfigError` when `engine.device` or `learner.device` names a GPU that does not exist. `count` is called
-    only when one is named."""
+    """Check that the GPUs exist that `engine.device` and `learner.device` name. Raises `ConfigError`.
+
+    `count` returns the number of GPUs; it is called only when a GPU is named."""
     here = config.learner.ranks - config.fleet.ranks_away
     wanted = {
         "engine": gpus_of(config.engine.device) if EngineKind.REFERENCE in config.fleet.engines else 0,
@@ -58,8 +59,9 @@ def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -
 
 
 def check_foreign_device(config: RunConfig, kind: EngineKind) -> None:
-    """Raise `ConfigError` when `engine.device` differs from the device that this kind of engine was installed for, and
-    `EngineError` when it is not installed."""
+    """Check that `engine.device` is the device for which this kind of engine was installed. Raises `ConfigError`.
+
+    Raises `EngineError` when it is not installed."""
     device, name = config.engine.device, SERVER_KINDS[kind].name
     installed = environment(config.foreign(kind).environment, SERVER_KINDS[kind]).require().device
     if device.partition(":")[0] not in ("auto", installed):

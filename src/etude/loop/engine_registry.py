@@ -1,9 +1,7 @@
 """The registry at which remote engines join a run. It listens at ``fleet.listen`` while the run's processes are up.
 
-The registry is part of the conductor, which knows the published version, the workers, and how many rollouts may run.
-Each change of an engine is a `fleet.state` event, and its load is a `fleet.load` event at every heartbeat: these are
-the lanes of the report.
-"""
+It is part of the conductor, which knows the published version, the workers, and how many rollouts may run. Each change
+of an engine is written as a `fleet.state` event, and its load as a `fleet.load` event at every heartbeat."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ Beat = Callable[[Roster], Awaitable[dict[str, int]]]
 
 
 def check_listen(config: RunConfig) -> None:
-    """Check `fleet.listen`. Raises `ConfigError` for a registry that others can reach without a token, and for an
-    address that cannot be used."""
+    """Check that the registry can listen at `fleet.listen`. Raises `ConfigError`.
+
+    Also raised for an address that other machines can reach when there is no token."""
     listen = config.fleet.listen
     host, _, port = listen.rpartition(":")
     if not host:
@@ -48,8 +47,11 @@ def check_listen(config: RunConfig) -> None:
 async def open_registry(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
 ) -> AsyncIterator[RegistryServer]:
-    """Run a registry for a block. `beat` gets the list of engines at every heartbeat. `failed` gets an error when the
-    run has had no engine for too long or the task that watches the engines ends."""
+    """Run a registry of remote engines while the block runs. Yields its server.
+
+    `beat` is awaited with the list of engines at every heartbeat, and returns the number of sessions by engine.
+    `failed` gets an error when the run has had no engine for `NONE_S` seconds, or when the task that watches the
+    engines ends."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
     registrar = RegistryServer(required_of_engines(run, config), token=environment_token(), reserved=own)
@@ -88,7 +90,7 @@ async def open_registry(
 
 
 def required_of_engines(run: RunFolder, config: RunConfig) -> EngineRequirements:
-    """The model and settings that an engine must have to join a run."""
+    """Return the model and settings that an engine must have to join a run."""
     place, signer = weights_location(run), read_signer(config.stores.signing_key)
     return EngineRequirements(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),
@@ -105,7 +107,7 @@ def required_of_engines(run: RunFolder, config: RunConfig) -> EngineRequirements
 
 
 def load_fields(one: ListedEngine) -> dict[str, object]:
-    """The fields of a `fleet.load` event."""
+    """Return the fields of a `fleet.load` event for one engine."""
     return {
         "region": one.region,
         "state": str(one.state),
@@ -118,8 +120,10 @@ def load_fields(one: ListedEngine) -> dict[str, object]:
 
 
 async def wait_for_first_engine(registrar: RegistryServer, telemetry: Telemetry, listen: str) -> None:
-    """Wait for an engine that serves, and report the state of those that have joined. Has no deadline: the registry
-    ends the run after `NONE_S`."""
+    """Wait until an engine can serve, and write events about those that have joined.
+
+    `listen` is the registry's address, for these events. There is no deadline: the registry ends the run after
+    `NONE_S`."""
     last_reason = ""
     while not any(one.state is State.SERVING for one in registrar.roster.values()):
         reason = f"they join at {listen}, {_joined(registrar.roster)}"

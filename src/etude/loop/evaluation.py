@@ -1,4 +1,4 @@
-"""Evaluates a version or a checkpoint: the same rollouts as in training, on tasks that are never trained on."""
+"""Evaluates published weights or a checkpoint: the same rollouts as in training, on tasks that are never trained on."""
 
 from __future__ import annotations
 
@@ -34,10 +34,6 @@ Done = tuple[RolloutResult, Outcome]
 Each = Callable[[], None]
 
 
-def _nothing() -> None:
-    """The default `each`: does nothing."""
-
-
 async def evaluate(
     processes: RunProcesses,
     source: TaskSource,
@@ -51,15 +47,14 @@ async def evaluate(
     temperature: float,
     out: Path,
     telemetry: Telemetry,
-    each: Each = _nothing,
+    each: Each = lambda: None,
 ) -> EvalResult:
-    """Evaluate the version of this step on the first `num_tasks` tasks of a split, with `tries` rollouts each. Returns
-    its solve rate and related numbers, and writes them as an `eval.result` event.
+    """Evaluate the weights of training step `step` on the first `num_tasks` tasks of a split, `tries` rollouts each.
 
-    Every rollout is kept with its transcript: ``out/<name>-<step>.parquet`` for validation tasks,
-    ``out/<name>.parquet`` for others. A repeated evaluation replaces the file. A rollout with signs of cheating counts
-    as not solved, since it earns nothing in training. `each` is called after every rollout.
-    """
+    Returns the solve rate and related numbers, and writes them as an `eval.result` event. Every rollout is written with
+    its transcript to the folder `out`: in ``<name>-<step>.parquet`` for validation tasks, ``<name>.parquet`` for
+    others. A repeated evaluation replaces the file. A rollout with signs of cheating counts as not solved. `each` is
+    called after every rollout."""
     began = time.perf_counter()
 
     async def one(spec: RolloutSpec) -> Done:
@@ -81,7 +76,7 @@ def _row(played: RolloutResult, outcome: Outcome, composition: Composition) -> E
 
 
 def file_name(name: str, split: Split, step: int) -> str:
-    """The file of an evaluation's rows, in the run's folder of evaluations."""
+    """Return the name of the file with the rollouts of an evaluation, in the run's folder evals."""
     return f"{name}-{step:06d}.parquet" if split is Split.VALIDATION else f"{name}.parquet"
 
 
@@ -92,9 +87,11 @@ async def run_all(
     *,
     name: str,
     telemetry: Telemetry,
-    each: Each = _nothing,
+    each: Each = lambda: None,
 ) -> list[Done]:
-    """Run `one` for every spec, as many concurrently as the engines allow. Writes `eval.progress` events."""
+    """Await `one(spec)` for every spec, as many concurrently as the engines allow, and return the results in order.
+
+    `each` is called after every rollout. `name` is the evaluation in `eval.progress` events."""
     semaphore, num_done, reported_at = AdjustableSemaphore(processes.max_running), 0, float("-inf")
 
     async def in_slot(spec: RolloutSpec) -> Done:
@@ -115,7 +112,9 @@ async def run_all(
 async def baseline(
     processes: RunProcesses, source: TaskSource, kind: str, *, num_tasks: int, seed: int, telemetry: Telemetry
 ) -> float:
-    """Solve rate of a scripted agent on held-out tasks, by the same rollout code; `kind` is "oracle" or "random"."""
+    """Compute the solve rate of a scripted agent on held-out tasks, with the same rollout code.
+
+    `kind` is "oracle", which plays a known solution, or "random"."""
 
     async def one(spec: RolloutSpec) -> Done:
         rollout = await processes.baseline(spec, kind)
@@ -147,7 +146,7 @@ def _specs(
 
 
 def without_remote_engines(config: RunConfig) -> RunConfig:
-    """The config without remote engines, which follow a run's weights and not a checkpoint."""
+    """Return the config without remote engines, which follow the weights of a run and cannot serve a checkpoint."""
     engines = config.fleet.engines or (EngineKind.REFERENCE,)
     return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, engines=engines, listen=""))
 
@@ -155,9 +154,9 @@ def without_remote_engines(config: RunConfig) -> RunConfig:
 async def evaluate_checkpoint(
     checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None, each: Each
 ) -> EvalResult:
-    """Evaluate a checkpoint with the rollout code of a run, without a learner. Returns what `evaluate` returns, with
-    the step of the checkpoint's version. `out`: folder for the rollouts; None: they are not kept. `each` is called
-    after every rollout."""
+    """Evaluate a checkpoint with the rollout code of a run, but without a learner. Returns what `evaluate` returns.
+
+    `out` is the folder for the rollouts; None: they are not kept. `each` is called after every rollout."""
     version, config = checkpoint_version(checkpoint), without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)

@@ -1,4 +1,5 @@
-"""Exports a checkpoint, a run's result, or any published version of a run as a Hugging Face directory."""
+"""Exports a checkpoint, a run's result, or any version of the weights that a run published as a Hugging Face
+directory."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ Log = Callable[[str], None]
 def export_checkpoint(
     source: Path, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE, log: Log = lambda _: None
 ) -> Path:
-    """Write a checkpoint, or a run's newest one, as a new Hugging Face directory with its tokeniser. Returns `out`.
-    `log` is called with a line on layers that were left out when the run started. Raises `CheckpointError`."""
+    """Write a checkpoint, or the newest one of a run, as a new Hugging Face directory with its tokeniser.
+
+    `source` is the folder of the checkpoint or the run, and `out` the new folder, which is returned. `log` is called
+    with a line on layers that were left out when the run started. Raises `CheckpointError`."""
     start = source
     if (source / "run.json").is_file():
         run = RunFolder.open(source)
@@ -53,9 +56,10 @@ def export_version(
     quantise: Quantise = Quantise.NONE,
     log: Log = lambda _: None,
 ) -> Path:
-    """Write the version of this step as a Hugging Face directory. The version is rebuilt from the run's chain of deltas
-    and verified by its digests. Returns `out`. `log` is called with a line on layers that were left out when the run
-    started."""
+    """Write the weights that a run published at a training step as a Hugging Face directory. Returns `out`.
+
+    They are rebuilt from the stored deltas and verified by their digests. `log` is called with a line on layers that
+    were left out when the run started."""
     store = weights_store(run, readonly=True)
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
@@ -72,8 +76,9 @@ def export_version(
 
 
 def export_adapter(source: Path, out: Path) -> Path:
-    """Write the adapter of a checkpoint, or of a run's newest one, in the format of peft and vLLM, in the dtype in
-    which it was trained. Returns `out`. Raises `CheckpointError`."""
+    """Write the LoRA adapter of a checkpoint, or of a run's newest one, in the format of peft and vLLM. Returns `out`.
+
+    `source` is the folder of the checkpoint or the run. The dtype is that of training. Raises `CheckpointError`."""
     source = newest_checkpoint(RunFolder.open(source)) if (source / "run.json").is_file() else source
     if not (source / ADAPTER_CONFIG).is_file():
         hint = "export it without --adapter; learner.lora_rank trains adapters"
@@ -85,7 +90,9 @@ def export_adapter(source: Path, out: Path) -> Path:
 
 
 def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
-    """As `export_adapter`, for a version that a run published. Raises `CheckpointError`."""
+    """Write the LoRA adapter that a run published at a training step, in the format of peft and vLLM. Returns `out`.
+
+    Raises `CheckpointError` if the run does not train an adapter."""
     store, start = weights_store(run, readonly=True), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
     if not adapted_modules(tensors):

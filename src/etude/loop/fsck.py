@@ -1,12 +1,11 @@
-"""Compares every file of a run folder that has a checksum with it (`etude fsck`).
+"""Compares every file of a run folder with its checksum (`etude fsck`).
 
 Files are recognised by their kind, not by their names (`etude.file_checksums`): directories with SHA256SUMS, Parquet,
-JSON, event logs. The ledger has its own checksums and those of stored rollouts; so has the chain of weights. An
+JSON, event logs. The ledger has its own checksums and those of stored rollouts; so have the published weights. An
 unexpected file is either verified or listed as not verifiable. It only reads, and may run beside the run: a file that a
 live run replaces or deletes meanwhile is not reported, and a store that changes and looks damaged is read again.
 
-This module knows nothing of training: `experience.auditing` checks that no rollout was lost.
-"""
+`experience.auditing` checks in addition that no rollout was lost."""
 
 from __future__ import annotations
 
@@ -66,9 +65,11 @@ _HINTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A file that is damaged or cannot be verified."""
+    """A file of a run that is damaged or cannot be verified.
 
-    place: str  # path in the run folder
+    `place` is its path in the run folder, `what` what is wrong, and `hint` what to do."""
+
+    place: str
     what: str
     hint: str
 
@@ -78,13 +79,16 @@ class Finding:
 
 @dataclass
 class FsckReport:
-    """The result of comparing files with their checksums. The run is sound if `problems` is empty."""
+    """The result of comparing the files of a run with their checksums, which checks fill in.
+
+    The run is sound if `problems` is empty. `notices` are files without a checksum and files of killed processes.
+    `plain` names files that are never read back. `num_files` and `num_bytes` count what was verified."""
 
     num_files: int = 0
     num_bytes: int = 0
     problems: list[Finding] = field(default_factory=list)
-    notices: list[Finding] = field(default_factory=list)  # files without a checksum, files of killed processes
-    plain: list[str] = field(default_factory=list)  # files that are never read back
+    notices: list[Finding] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
 
     def count(self, path: Path) -> None:
         """Count a verified file."""
@@ -92,11 +96,11 @@ class FsckReport:
         self.num_bytes += path.stat().st_size
 
     def add(self, place: str, what: str, hint: str = "") -> None:
-        """Add a problem."""
+        """Add a problem; without `hint` it gets that of `hint_for`."""
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:
-        """Add a notice."""
+        """Add a notice: a file that cannot be verified but is no problem."""
         self.notices.append(Finding(place, what, hint))
 
 
@@ -104,18 +108,18 @@ Check = Callable[[FsckReport], None]
 
 
 def hint_for(place: str) -> str:
-    """The hint for a damaged file at this path."""
+    """Return what to do about a damaged file at this path in the run folder."""
     return next((hint for start, hint in _HINTS if place.startswith(start)), HINT_COPY)
 
 
 def checks_of(path: Path) -> list[Check]:
-    """The checks of a run folder, to be called one by one with a report. Raises `NoRun` when the path is not a run."""
+    """Return the checks of a run folder: functions to be called one by one with the same report.
+
+    Raises `NoRun` when the path is not a run."""
     return list(_RunChecker(path).checks())
 
 
 class _RunChecker:
-    """Creates the checks of one run folder."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.run, self._identity = path, RunFolder(path), ""
         try:
@@ -166,7 +170,6 @@ class _RunChecker:
             report.note(name, "a killed process left it", "nothing reads it: it may be deleted")
 
     def _metadata(self, report: FsckReport) -> None:
-        """Check run.json and config.toml."""
         report.count(self.path / "run.json")
         if self._identity:
             report.add("run.json", self._identity)
@@ -180,7 +183,6 @@ class _RunChecker:
                 report.add("config.toml", "it was changed since the run was created")
 
     def _folder(self, path: Path, report: FsckReport) -> None:
-        """Check a directory that was written once."""
         name = self._name(path)
         try:
             sums = read_sums(path)
@@ -219,7 +221,6 @@ class _RunChecker:
             return True
 
     def _file(self, path: Path, report: FsckReport) -> None:
-        """Check a file by its kind."""
         name = self._name(path)
         try:
             proven = self._verify_file(path, report)
@@ -281,7 +282,6 @@ class _RunChecker:
             report.add("ledger.sqlite", *_error_text(error))
 
     def _rollouts(self, ledger: Ledger, report: FsckReport) -> None:
-        """Check stored rollouts against the size and digest in the ledger."""
         files, names = rollout_files(self.run), rollout_files(self.run).names()
         stored = {files.path(one.rollout_id, one.attempt).name: one for one in ledger.stored_summaries()}
         for name, summary in sorted(stored.items()):
@@ -298,7 +298,6 @@ class _RunChecker:
                 report.note(f"{ROLLOUTS}/{name}", facts, "it is deleted when the run is resumed")
 
     def _bucket(self, report: FsckReport) -> None:
-        """Check traces in a bucket."""
         try:
             folder = traces_folder(self.run)
             if isinstance(folder, Path):

@@ -1,9 +1,8 @@
 """The grader process: the only process that sees hidden answers. It runs no agent code itself.
 
 Its machines are created by a freshly executed launcher, so that no answer is in memory that agent code can read.
-Siblings often end with the same files. For data-graded tasks, equal files of the same task are graded once
-(`CachingGrader`).
-"""
+Rollouts of one task often end with the same files. For tasks whose grade depends on the files alone, equal files are
+graded once (`CachingGrader`)."""
 
 from __future__ import annotations
 
@@ -34,10 +33,9 @@ GRADES_AT_ONCE, MAX_VERDICTS = 16, 8192
 
 
 class CachingGrader:
-    """A `Grader` that caches verdicts by task and exported bytes. The newest `MAX_VERDICTS` are kept.
+    """A `Grader` that grades equal files of the same task once. It keeps the newest `MAX_VERDICTS` results.
 
-    Only for data-graded tasks, where the verdict is a function of the files. `Invalid` outcomes are not cached.
-    """
+    It does so for tasks whose grade depends on the files alone (`Trust.DATA`). `Invalid` results are not kept."""
 
     def __init__(self, grader: Grader) -> None:
         self._grader = grader
@@ -62,15 +60,16 @@ class CachingGrader:
 
 
 class GradeSlots:
-    """Limits the number of concurrent grades. The end of each grade counts as progress, so that the deadlines of queued
-    calls restart."""
+    """Limits the number of concurrent grades to `at_once`.
+
+    The end of each grade counts as progress of the process, which restarts the deadlines of queued calls."""
 
     def __init__(self, at_once: int) -> None:
         self._semaphore = asyncio.Semaphore(at_once)
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Context manager: wait for a free slot and hold it."""
+        """Wait for a free slot and hold it until the end of the block."""
         async with self._semaphore:
             try:
                 yield
@@ -79,7 +78,7 @@ class GradeSlots:
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    """The RPC methods of a grader process."""
+    """Return the RPC methods of a grader process, by name."""
     config = read_config(run)
     source = open_tasks(config)
     runtime = runtime_from_config(config.machines)

@@ -1,9 +1,8 @@
 """The history of a run's current weights: which steps can be replayed, and from which checkpoints.
 
-After a restart a step number may have been trained more than once. It refers to the step in the lineage of the current
+After a restart a step number may have been trained more than once. It refers to the training that led to the current
 weights, whose traces replaced the earlier ones. This module only reads, and does not load torch, so that a missing step
-is reported at once.
-"""
+is reported at once."""
 
 from __future__ import annotations
 
@@ -25,13 +24,18 @@ from etude.weights.chain.manifest import Manifest
 
 @dataclass(frozen=True)
 class History:
-    """The current lineage of a run, read from its folder."""
+    """The steps that led to a run's current weights (its lineage), read from its folder.
+
+    - `versions`: the manifest of the published weights, by step.
+    - `rollout_ids`: the rollouts that a step was trained on, by step; empty when that is not known.
+    - `damaged`: the lineage cannot be read before this version; None if it is complete.
+    - `numbers`: the last `rl.step` event, by step."""
 
     run: RunFolder
-    versions: Mapping[int, Manifest]  # by step
-    rollout_ids: Mapping[int, frozenset[str]]  # by step; empty when it was published again, so unknown
-    damaged: Version | None = None  # the lineage cannot be read before this version
-    numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # step → its last `rl.step` event
+    versions: Mapping[int, Manifest]
+    rollout_ids: Mapping[int, frozenset[str]]
+    damaged: Version | None = None
+    numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, run: RunFolder) -> History:
@@ -47,11 +51,13 @@ class History:
         return cls(run, versions, ids, damaged.version if damaged else None, numbers)
 
     def version(self, step: int) -> Version | None:
-        """The version that the run published at this step; None when it is not known."""
+        """Return the version of the weights that the run published at this step; None when it is not known."""
         return self.versions[step].version if step in self.versions else None
 
     def require(self, step: int) -> None:
-        """Raise an error with the reason when this step is not in the lineage, so cannot be replayed."""
+        """Check that this step led to the current weights, so that it can be replayed.
+
+        Raises `InputError` with the reason if it did not, and `WeightsError` if its record was lost."""
         if step in self.versions and step > 0:
             return
         steps = [at for at in self.versions if at > 0]
@@ -66,8 +72,9 @@ class History:
         raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="choose a step of its lineage")
 
     def start_checkpoint(self, step: int, given: Path | None) -> Path:
-        """The checkpoint to replay a step from: the given one, by path or by name, or the nearest before the step.
-        Raises `CheckpointError` when it does not exist, and `InputError` when its step is not before this step."""
+        """Return the checkpoint to replay a step from: `given`, by path or by name; None: the nearest before the step.
+
+        Raises `CheckpointError` when it does not exist, and `InputError` when it is not from before this step."""
         folder = self.run / "checkpoints"
         saved = [path for at, path in sorted(steps_in(folder, "step-*")) if at < step]
         start = given or (saved[-1] if saved else folder / "mid")
@@ -80,20 +87,20 @@ class History:
         return start
 
     def require_before(self, step: int, start: Path, held: int) -> None:
-        """Raise `InputError` when the checkpoint's step is not before the step to replay."""
+        """Raise `InputError` when `held`, the step of checkpoint `start`, is not before the step to replay."""
         if held >= step:
             hint = self.other_checkpoints(step, start)
             raise InputError(f"{start} is not before step {step}", f"it is of step {held}", hint=hint)
 
     def other_checkpoints(self, step: int, start: Path) -> str:
-        """Text of a hint: other checkpoints from which the step can be replayed."""
+        """Return a hint that names the other checkpoints from which the step can be replayed."""
         folder = self.run / "checkpoints"
         paths = [folder / "mid", *(path for at, path in sorted(steps_in(folder, "step-*")) if at < step)]
         names = ", ".join(path.name for path in paths if path.is_dir() and path.resolve() != start.resolve())
         return f"start from another: --from one of {names}" if names else "no other checkpoint is before that step"
 
     def batch(self, step: int) -> RecordedBatch:
-        """Read the record of a step of the lineage. Raises `LedgerError`."""
+        """Read the recorded batch that a step of the current weights was trained on. Raises `LedgerError`."""
         recorded = read_trace(trace_path(traces_folder(self.run), step))
         known = self.rollout_ids.get(step)
         if known and known != frozenset(recorded.batch.rollout_ids):

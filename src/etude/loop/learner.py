@@ -3,9 +3,7 @@
 Torch runs in its own thread, so that the process notices at once when the conductor ends. `LearnerProcess` has the
 methods of that thread; `handlers` maps RPC calls to them. Only `published` waits in another thread, so that training
 continues while a version is encoded and written. Batches are passed by reference: rank 0 makes a step's batch from the
-rollout files that workers stored and records it; the other ranks read the record. This module knows nothing of rollouts
-in flight, the ledger or engines.
-"""
+rollout files that workers stored and records it; the other ranks read the record."""
 
 from __future__ import annotations
 
@@ -66,9 +64,11 @@ def make_learner(
     refuse_mismatch: bool = True,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> TorchLearner:
-    """Create the learner of a run's config, or one rank of it (`group`). Also used by `etude replay`.
-    `refuse_mismatch`: raise when sampler and learner probabilities differ beyond the parity budget, provided that the
-    config stops a run in that case."""
+    """Create the learner of a config, or one rank of it (`group`).
+
+    `channel` is where it publishes weights; None: nowhere. `reference` is the policy of the KL term; None: no such
+    term. With `refuse_mismatch` it raises when its probabilities differ from the engines' beyond the parity budget, if
+    the config stops a run in that case."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -84,8 +84,9 @@ def make_learner(
 
 
 def reference_policy(run: RunFolder, config: RunConfig, group: ProcessGroup = SINGLE_PROCESS) -> Reference:
-    """The reference policy for the KL term: the checkpoint with which RL began, computed with the policy's operators.
-    It is not sharded: each rank holds all of it."""
+    """Load the reference policy for the KL term: the checkpoint with which RL began.
+
+    It is computed with the same operators as the policy, and each rank holds all of it."""
     device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
     where = run / "checkpoints" / "mid"
@@ -93,8 +94,9 @@ def reference_policy(run: RunFolder, config: RunConfig, group: ProcessGroup = SI
 
 
 def computed_by(learner: TorchLearner) -> dict[str, str]:
-    """The software and hardware facts that determine a learner's results bit for bit, in addition to the run's
-    settings: versions, chip, vector instructions, threads. Where all are equal, results are equal bit for bit."""
+    """Return the facts of software and hardware that determine a learner's results, besides the run's settings.
+
+    They are versions, chip, vector instructions and threads. Where all are equal, results are equal bit for bit."""
     return {
         "parity class": learner.parity,
         "etude": __version__,
@@ -107,8 +109,9 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
 
 
 class LearnerProcess:
-    """The learner of a run, or one rank of it (`group`). Call `begin` first. All methods except `published` run in the
-    torch thread."""
+    """The methods that the conductor calls in the learner process, or in one rank of it (`group`).
+
+    Call `begin` first. All methods except `published` run in the torch thread."""
 
     def __init__(
         self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: ShardedProcessGroup | None = None
@@ -132,8 +135,10 @@ class LearnerProcess:
         return reference_policy(self.run, self.config, self.group or SINGLE_PROCESS)
 
     def begin(self, checkpoint: str) -> int:
-        """Load a checkpoint and return its step. First waits for a publish of this process's earlier learner, since two
-        writers of one channel would reject each other."""
+        """Create a learner, load a checkpoint into it, and return its step.
+
+        A publish of this process's earlier learner is completed first, since two writers of one store would reject each
+        other."""
         if self._learner is not None:
             self._learner.close()
         store = weights_store(self.run)
@@ -154,14 +159,15 @@ class LearnerProcess:
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """How the next step is computed: the facts of `computed_by`, and the learner's settings that differ from the
-        config."""
+        """Return how the next step is computed: (facts of `computed_by`, learner settings that differ from the
+        config)."""
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
         return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def record(self, plan: BatchPlan) -> BatchRef:
-        """Read the rollouts of a planned step, make its batch, and write it as the step's trace. Call
-        `forward_backward` next."""
+        """Read the rollouts of a planned step, make its batch, and write it as the step's trace.
+
+        A step can be replayed from its trace. Call `forward_backward` next."""
         by, settings = self.computed()
         traces, read = traces_folder(self.run), rollout_files(self.run).read
         batch, ref = record_batch(
@@ -177,8 +183,9 @@ class LearnerProcess:
         return ref
 
     def forward_backward(self, step: int, digest: str) -> StepReport:
-        """Accumulate the gradient on the batch with this digest. The rank that recorded the batch has it in memory; the
-        others read the trace."""
+        """Accumulate the gradient on the recorded batch of `step`, which has this digest.
+
+        The rank that recorded the batch has it in memory; the others read the trace."""
         held, batch = self._batch
         self._batch = "", None
         if batch is None or held != digest:
@@ -200,17 +207,18 @@ class LearnerProcess:
         return recorded.batch
 
     def optim_step(self) -> Mapping[str, float]:
-        """Take the optimiser step and return its metrics."""
+        """Apply the accumulated gradient, and return the metrics of the step by name."""
         return self.learner.optim_step()
 
     def offer(self, rollout_ids: tuple[str, ...]) -> None:
-        """Start publishing the live weights as trained on these rollouts. When it returns the weights have been copied,
-        so training may continue."""
+        """Start to publish the live weights as trained on these rollouts.
+
+        The weights have been copied when this returns, so training may continue."""
         self._offered_at = time.perf_counter()
         self.learner.offer(rollout_ids)
 
     def published(self) -> Published:
-        """Wait until the pointer names the version offered last, and return it. Runs in its own thread."""
+        """Wait until the weights offered last are published, and return their version. Runs in its own thread."""
         channel, offered_at = self._channel, self._offered_at
         published = self.learner.published()
         wall_s = round(time.perf_counter() - offered_at, 4)
@@ -227,26 +235,30 @@ class LearnerProcess:
         return self._learner is not None and not self._learner.is_publishing
 
     def finish_publish(self) -> None:
-        """Wait for the end of this rank's part of the last publish. Failures are reported by rank 0."""
+        """Wait for the end of this rank's part of the last publish. Its failure is reported by rank 0, not here."""
         with contextlib.suppress(EtudeError):
             if self.learner.is_publishing:
                 self.learner.published()
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities of the tokens of a text under the learner's weights: len(token_ids) - 1 numbers."""
+        """Compute the log-probabilities of a text under the learner's weights: len(token_ids) - 1 numbers."""
         return self.learner.probe(token_ids)
 
     def parity(self) -> str:
-        """The learner's parity class."""
+        """Return the learner's parity class: processes of one class compute the same bits from the same weights."""
         return self.learner.parity
 
     def defend(self, defence: str) -> None:
-        """Set the defence against sampler-trainer mismatch (a `parity.Defence`) from the next step on."""
+        """Set what the learner does, from the next step on, about probabilities that differ from the engines'.
+
+        `defence` is a value of `parity.Defence`."""
         self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
 
     def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
-        """For each rollout, Σ log π − log π_ref of its sampled tokens against the starting checkpoint, by rollout id.
-        Rollouts are read in pieces of `K1_TOKENS` tokens."""
+        """Compute the log-ratio of policy and starting checkpoint for each rollout: Σ log π − log π_ref over its
+        sampled tokens.
+
+        The result is by rollout id. Rollouts are read in pieces of `K1_TOKENS` tokens."""
         files, found = rollout_files(self.run), dict[str, float]()
         for some in group_by_budget([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
             read = map(files.read, rollouts[some])
@@ -261,7 +273,7 @@ class LearnerProcess:
 def call_on_all_ranks(
     leader: Leader, learning: LearnerProcess, work: Callable[..., object], *arguments: object
 ) -> object:
-    """Call a method on every rank. Returns the result of this rank."""
+    """Call `work`, a method of `learning`, on every rank, and return the result of this rank."""
     learning.group = leader.join()
     if learning.publish_done:
         leader.broadcast("finish_publish")
@@ -270,7 +282,7 @@ def call_on_all_ranks(
 
 
 def exit_if_rank_lost(leader: Leader | None, work: Callable[..., object], *arguments: object) -> object:
-    """Call a method; exit the process if a rank is lost meanwhile."""
+    """Call `work` and return its result. If another rank is lost meanwhile, exit the process."""
     try:
         return work(*arguments)
     except RankLost as error:
@@ -281,8 +293,9 @@ def exit_if_rank_lost(leader: Leader | None, work: Callable[..., object], *argum
 async def handlers(
     run: RunFolder, name: str, telemetry: Telemetry, ranks_at: str = "", ranks_away: str = "0"
 ) -> child.Handlers:
-    """The RPC methods of a learner process. `ranks_away`: how many of its ranks connect from other machines, to the
-    address `ranks_at`."""
+    """Return the RPC methods of a learner process, by name.
+
+    `ranks_away` is how many of its ranks connect from other machines, to the address `ranks_at`."""
     torch.set_num_threads(NUM_THREADS)
     torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
     waiting = ThreadPoolExecutor(1, thread_name_prefix="published")

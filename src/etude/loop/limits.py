@@ -34,9 +34,10 @@ def build_config(given: Mapping[str, Any]) -> RunConfig:
 
 
 def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's settings and, when they start from a checkpoint, defaults for missing limits: contexts as long as the
-    model has positions, at most `MOST_CONTEXT`; turns of an eighth of a context. Settings that cannot be read are left
-    for the checks of the config."""
+    """Return the user's settings (nested dicts) with missing limits filled in from the starting checkpoint.
+
+    Contexts are as long as the model has positions, but at most `MOST_CONTEXT` tokens; a turn has an eighth of a
+    context. Without a starting checkpoint, or if it cannot be read, the settings are returned unchanged."""
     start, engine, harness = given.get("start"), given.get("engine", {}), given.get("harness", {})
     if not isinstance(start, str) or not isinstance(engine, Mapping) or not isinstance(harness, Mapping):
         return dict(given)
@@ -56,7 +57,10 @@ def with_limits(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_model_config(checkpoint: Path) -> ModelConfig:
-    """The model config in a starting checkpoint's config.json. Raises `ConfigError`, `CheckpointError`."""
+    """Read the model config from a starting checkpoint's config.json.
+
+    Raises `ConfigError` when the file does not exist or the architecture is not supported, and `CheckpointError` when
+    the file is damaged."""
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -76,7 +80,7 @@ def start_model_config(checkpoint: Path) -> ModelConfig:
 
 
 def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:
-    """The first `LOOKED_AT` tasks of each split."""
+    """Return the first `LOOKED_AT` tasks of each split."""
     sizes = {split: source.size(split) for split in splits}
     return [
         source.task(split, i)
@@ -88,9 +92,10 @@ def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:
 def check_limits(
     limits: HarnessConfig, chat: ChatFormat, tasks: Sequence[Task], log: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Check that rollouts of these tasks can take a turn, and that a turn can hold a tool call. `log` is called with a
-    line when some tasks or tools do not fit. Raises `ConfigError` when none fits, and `ChatError` for a checkpoint
-    without tool calls."""
+    """Check that rollouts of these tasks can take a turn, and that a turn can hold a tool call.
+
+    `log` is called with a line when some tasks or tools do not fit. Raises `ConfigError` when none fits, and
+    `ChatError` for a checkpoint whose chat format has no tool calls."""
     tools = standard_tools(limits.tools)
     _check_turns(limits, chat, tools.signatures, log)
     first = ([{"role": "user", "content": task.instruction}] for task in tasks)

@@ -1,8 +1,7 @@
 """Where a run stores its ledger, weights and traces: in its folder, on a server, or in a bucket.
 
-Reads only these settings of the config, so that it works with runs of earlier versions whose other settings no longer
-exist. In a bucket each run has its own prefix, its id, so that runs can share a bucket.
-"""
+Only these settings of the config are read, so that it works with runs of earlier versions whose other settings no
+longer exist. In a bucket each run has its own prefix, its id, so that runs can share a bucket."""
 
 from __future__ import annotations
 
@@ -28,33 +27,36 @@ BUCKET_POLL_S = 0.5
 
 
 def ledger_location(run: RunFolder) -> Path | str:
-    """The location of a run's ledger, as `Ledger` takes it: a path or a URL."""
+    """Return the location of a run's ledger (its database of rollouts), as `Ledger` takes it: a path or a URL."""
     server = run.setting("experience.ledger")
     return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
 
 
 def read_ledger(run: RunFolder, *, immutable: bool = False) -> Ledger:
-    """Open a run's ledger for reading, also while it is written. `immutable`: nothing writes it now. Raises `NoLedger`,
-    `LedgerError`, `StoreError`."""
+    """Open a run's ledger for reading, also while it is written. Raises `NoLedger`, `LedgerError`, `StoreError`.
+
+    With `immutable` the caller knows that nothing writes it now."""
     from etude.experience.ledger import Ledger  # not needed when only weights are read
 
     return Ledger.open_readonly(ledger_location(run), immutable=immutable)
 
 
 def weights_location(run: RunFolder) -> Path | str:
-    """The location of a run's weights, as `open_store` takes it: a path or a URL."""
+    """Return the location of a run's published weights, as `open_store` takes it: a path or a URL."""
     return _location(run, "weights")
 
 
 def poll_arguments(place: Path | str) -> list[str]:
-    """The arguments of an engine for how often it polls for new weights: a request to a bucket costs money, listing a
-    directory does not."""
+    """Return the command-line arguments that set how often an engine polls `place` for new weights.
+
+    A bucket is polled less often than a directory, since each request costs money."""
     return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
 
 
 def weights_store(run: RunFolder, *, readonly: bool = False) -> BlobStore:
-    """Open the store of a run's versions. `readonly`: nothing is created or written; raises `InputError` when it does
-    not exist."""
+    """Open the store of a run's published weights.
+
+    With `readonly` nothing is created or written, and `InputError` is raised when the store does not exist."""
     place = weights_location(run)
     if readonly and isinstance(place, Path) and not place.is_dir():
         hint = "RL publishes the first version when it begins; if there were versions, copy the folder back"
@@ -63,7 +65,7 @@ def weights_store(run: RunFolder, *, readonly: bool = False) -> BlobStore:
 
 
 def has_published(run: RunFolder) -> bool:
-    """Whether the run has published a version. Creates nothing."""
+    """Return whether the run has published weights. Creates nothing."""
     place = weights_location(run)
     return (
         place.joinpath("pointers", "policy").exists()
@@ -73,13 +75,13 @@ def has_published(run: RunFolder) -> bool:
 
 
 def traces_folder(run: RunFolder) -> TraceFolder:
-    """The folder or store of a run's traces."""
+    """Open the folder or store of a run's traces, the records of the batches of its steps."""
     place = _location(run, "traces")
     return place if isinstance(place, Path) else open_store(place)
 
 
 def rollout_files(run: RunFolder) -> RolloutFiles:
-    """The files of finished rollouts that may still be trained on: in the run folder, which all its processes see."""
+    """Open the files of finished rollouts that may still be trained on. They are always in the run folder."""
     from etude.experience.rollout_files import RolloutFiles
 
     return RolloutFiles(run / "rollouts")
@@ -91,8 +93,9 @@ def _location(run: RunFolder, name: str) -> Path | str:
 
 
 def check_store(url: str, log: Callable[[str], None] = lambda _: None) -> None:
-    """Check that a run can use a store: write, read, list and delete a few bytes. A directory that does not exist is
-    not created, since it may be a typo: `log` is called with a line on it. Raises `StoreError`."""
+    """Check that a run can use a store: write, read, list and delete a few bytes. Raises `StoreError`.
+
+    A directory that does not exist is not created, since it may be a typo: `log` is called with a line on it."""
     folder = Path(unquote(url.removeprefix("file://"))) if url.startswith("file:///") else None
     if folder is not None and not folder.exists():
         parent = next(path for path in folder.parents if path.exists())

@@ -1,8 +1,7 @@
 """Measures a run's steps from its events, in the terms of a plan: shape of rollouts, wall time, CPU time, bytes.
 
-Covers the time from the first step's event to the last one's, without one-time work. CPU seconds come from the kernel,
-per process. Loads no torch.
-"""
+It covers the time from the first step's event to the last one's, without one-time work. CPU seconds come from the
+kernel, per process. Loads no torch."""
 
 from __future__ import annotations
 
@@ -23,14 +22,18 @@ ROLES = {"learner": ("learner",), "engines": ("engine",), "machines": ("worker",
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Means over the steps of a run."""
+    """Measured means per step of a run, to be compared with a plan.
+
+    `evaluated` is the number of rollouts of evaluations. `step_s` is wall time, and `cpu_s` the CPU seconds by role,
+    with their sum as "all". `object_bytes` is the size of a published version, and `changed_share` the share of weights
+    that changed."""
 
     num_steps: int
     shape: Shape
-    evaluated: float  # rollouts of evaluations, per step
-    step_s: float  # wall time
-    cpu_s: Mapping[str, float]  # by role; "all" is their sum
-    object_bytes: float  # of a version
+    evaluated: float
+    step_s: float
+    cpu_s: Mapping[str, float]
+    object_bytes: float
     changed_share: float
 
     @classmethod
@@ -58,7 +61,7 @@ class MeasuredSteps:
         )
 
     def compare(self, plan: Plan, cores: int) -> dict[str, tuple[float, float]]:
-        """(planned, measured) value of each quantity, by name."""
+        """Return (planned, measured) for each quantity, by name. `cores` is the number of cores of the machine."""
         found = {
             "step_s": (plan.step_s, self.step_s),
             "learner_cpu_s": (plan.learner_device_s, self.cpu_s["learner"]),
@@ -93,7 +96,6 @@ def _shape(steps: Sequence[Event], config: RunConfig) -> Shape:
 
 
 def _cpu_s(usage: Sequence[Event], step_s: float) -> dict[str, float]:
-    """CPU seconds of a step, by role."""
     if len(usage) < 2:
         return dict.fromkeys((*ROLES, "all"), 0.0)
     first, last = usage[0]["processes"], usage[-1]["processes"]

@@ -36,8 +36,10 @@ PROBE_TASKS, PROBE_FIRST = 128, 5_000_000
 
 @dataclass(frozen=True)
 class CopyProbe:
-    """The share of texts whose last `num_answer` tokens are all the model's first choice. Picklable: every rank has
-    one."""
+    """Measures how well a model copies: the share of texts whose end it predicts exactly.
+
+    The end of text i is its last `num_answer[i]` tokens; each must be the model's first choice. Every rank of
+    mid-training gets a pickled copy and calls it with its model."""
 
     texts: tuple[I32, ...]
     num_answer: tuple[int, ...]
@@ -51,7 +53,7 @@ class CopyProbe:
 
 
 def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
-    """The copy probe of a source; None if the source has none."""
+    """Build the copy probe of the run's task source; None if the source has none."""
     source = open_tasks(config, canaries=False)
     if not isinstance(source, WithCopyProbe):
         return None
@@ -67,7 +69,7 @@ def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
 
 
 def main() -> int:
-    """Mid-train the model of a run. Returns the exit code."""
+    """Mid-train the model of the run ``--run DIR``. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)

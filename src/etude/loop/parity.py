@@ -1,15 +1,13 @@
 """The parity budget: how far the probabilities of engine and learner may differ in a run, and what happens beyond it.
-Pure: measuring and acting is done by `parity_probe` and the conductor.
 
-At each publish every engine computes the log-probabilities of a fixed text with that version, so that mismatch is
+At each publish every engine computes the log-probabilities of a fixed text with the new weights, so that mismatch is
 measured apart from staleness. Over budget the run stops, takes its next defence, or only reports it, depending on
 `[parity]`. An engine may compute differently when it decodes than when it scores a text: so in exact mode, the
 probabilities of rollouts sampled by the learner's current weights are checked, too.
 
 Defences, in order: exact mode needs none, since all probabilities are equal. Otherwise the learner replays the engines'
 expert choices (routes). If the difference is still too large, importance weights are truncated
-(`training.corrections`).
-"""
+(`training.corrections`). Measuring and acting is done by `parity_probe` and the conductor."""
 
 from __future__ import annotations
 
@@ -23,7 +21,10 @@ from etude.numerics.config import ComputeDtype
 
 
 class Defence(enum.StrEnum):
-    """What the learner does about probabilities that differ from the engines'."""
+    """What the learner does about probabilities that differ from the engines'.
+
+    NONE: nothing. REPLAY: it computes with the experts that the engines chose. TRUNCATED: it also truncates importance
+    weights."""
 
     NONE = "none"  # nothing: probabilities are equal
     REPLAY = "replay"  # it uses the engines' experts
@@ -31,7 +32,7 @@ class Defence(enum.StrEnum):
 
 
 class OverBudget(enum.StrEnum):
-    """What a run does when an engine exceeds the parity budget."""
+    """What a run does when an engine exceeds the parity budget: stop, take the next `Defence`, or only report it."""
 
     STOP = "stop"
     FALL_BACK = "fall_back"
@@ -40,7 +41,12 @@ class OverBudget(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ParityConfig:
-    """The `[parity]` section. Budgets apply in native mode; in exact mode all probabilities must be equal."""
+    """The `[parity]` section: how far the probabilities of engine and learner may differ, in native mode.
+
+    In exact mode they must be equal. r is the learner's probability of a token divided by the engine's. `k3` limits an
+    estimate of the KL divergence (nats per token), and `ratio_p99` the 99th percentile of |r - 1|; None takes the
+    default for the engines' dtype. `patience` is the number of consecutive probes of an engine over budget before the
+    run reacts."""
 
     k3: float | None = None  # nats per token; None: by dtype, twice the measured value
     ratio_p99: float | None = None  # the 99th percentile of |r - 1|; None: by dtype
@@ -53,7 +59,7 @@ class ParityConfig:
                 raise ValueError(f"{name} = {value} is not a budget: it must be 0 or more")
 
     def budget(self, dtype: str) -> Budget:
-        """The budget in native mode of engines that compute in `dtype`.
+        """Return the limits in native mode for engines that compute in `dtype`.
 
         >>> ParityConfig(k3=1e-4).budget("bfloat16")
         Budget(k3=0.0001, ratio_p99=0.5)
@@ -70,16 +76,21 @@ FRESH = "fresh rollouts"
 
 @dataclass(frozen=True)
 class Alarm:
-    """An engine that exceeds its budget."""
+    """An engine that exceeds the parity budget, as `ParityMonitor` reports it.
 
-    engine: str  # or `FRESH`
+    `engine` may also be `FRESH`, for rollouts of any engine. `defence` is the one to take now; None if none is left or
+    allowed."""
+
+    engine: str
     found: Parity
     budget: Budget
-    defence: Defence | None  # the defence to take now; None: none is left or allowed
+    defence: Defence | None
 
 
 class ParityMonitor:
-    """Counts how often each engine exceeds the run's parity budget, and raises alarms.
+    """Counts how often each engine exceeds the run's parity budget, and returns alarms.
+
+    `defence` is the defence that a resumed run had already taken.
 
     >>> watch = ParityMonitor(ParityConfig(over_budget=OverBudget.FALL_BACK), exact=True, dtype=ComputeDtype.FLOAT32)
     >>> from etude.evals.parity import compare
@@ -107,8 +118,10 @@ class ParityMonitor:
         return self._config.budget(self._dtype)
 
     def record(self, engine: str, found: Parity) -> Alarm | None:
-        """Record a probe. Returns an alarm when the patience with an engine is exhausted: at once in exact mode and for
-        numbers that are not finite. A defence that the alarm names counts as taken."""
+        """Record the result of a probe of an engine. Returns an alarm when the engine exceeded the budget too often.
+
+        In exact mode, and for numbers that are not finite, once is too often. A defence that the alarm names counts as
+        taken."""
         budget = self.budget
         if budget is None or budget.holds(found):
             self._over.pop(engine, None)
@@ -127,7 +140,10 @@ class ParityMonitor:
         return Alarm(engine, found, budget, taken)
 
     def trained(self, fresh_ratio_max: float | None) -> Alarm | None:
-        """Record a step's max |r - 1| of fresh rollouts like a probe, in exact mode only, where it must be 0."""
+        """Record a step's max |r - 1| of rollouts that the current weights sampled; None if there were none.
+
+        r is the learner's probability of a token divided by the engine's. Only exact mode checks it, where the maximum
+        must be 0. Returns an alarm as `record` does."""
         if self.defence is not Defence.NONE or fresh_ratio_max is None:
             return None
         return self.record(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))

@@ -1,8 +1,7 @@
 """The parity probe: after each publish, compares every engine's log-probabilities of a fixed text with the learner's.
 
-Both have the same version, so that mismatch is measured apart from staleness. Over the budget of `[parity]` the run
-stops, the learner takes its next defence, or the alarm is only reported.
-"""
+Both have the same weights, so that mismatch is measured apart from staleness. Over the budget of `[parity]` the run
+stops, the learner takes its next defence, or the alarm is only reported."""
 
 from __future__ import annotations
 
@@ -27,12 +26,13 @@ FETCH_S = 1_800.0  # seconds for any other engine to load a version: weights may
 
 
 class Unreachable(EtudeError):
-    """Engines answer, but none can load the published version: the chain of deltas is probably damaged."""
+    """Engines answer, but none can load the published weights: the store is probably damaged."""
 
 
 class ParityProbe:
-    """Compares engines' log-probabilities of the probe text with the learner's, by the budget of `[parity]`. `defend`
-    makes the learner take a defence."""
+    """Compares the engines' log-probabilities of a fixed text with the learner's, by the budget of `[parity]`.
+
+    `watch` counts the results, and `defend` is awaited with each defence that the learner has to take."""
 
     def __init__(
         self,
@@ -54,10 +54,11 @@ class ParityProbe:
         *,
         remote: Collection[str] = (),
     ) -> None:
-        """Probe every engine with a published version. `learner_logprobs`: the learner's log-probabilities of the text
-        under it. Waits up to `FETCH_S` for an engine that is loading the version; an engine that reports an error has
-        `ERROR_S`, or `REMOTE_ERROR_S` if it is in `remote`. Raises `ParityError`, and `Unreachable` when no engine that
-        answers can load the version."""
+        """Probe every engine with newly published weights, for which the learner computed `learner_logprobs`.
+
+        It waits up to `FETCH_S` seconds for an engine that is loading the weights. An engine that reports an error has
+        `ERROR_S` seconds to recover, or `REMOTE_ERROR_S` if its name is in `remote`. Raises `ParityError` if the config
+        stops the run at a mismatch, and `Unreachable` when no engine that answers can load the weights."""
         probes = (
             self._probe_engine(name, engine, published, learner_logprobs, REMOTE_ERROR_S if name in remote else ERROR_S)
             for name, engine in engines.items()
@@ -107,8 +108,11 @@ class ParityProbe:
         return None
 
     async def trained(self, step: int, fresh_ratio_max: float | None) -> None:
-        """Check a step's largest ratio on fresh rollouts against the budget, and take a defence when it is exceeded. If
-        the config stops the run instead, the learner raises the error."""
+        """Check the largest |r - 1| of a step's rollouts that its own weights sampled, and take a defence if it is too
+        large.
+
+        r is the learner's probability of a token divided by the engine's. If the config stops the run instead, the
+        learner raises the error."""
         alarm = self._watch.trained(fresh_ratio_max)
         if alarm is not None:
             await self._act(alarm, step)
@@ -156,6 +160,6 @@ def _finite_or_none(number: float) -> float | None:
 
 
 def probe_text(chat: ChatFormat) -> list[int]:
-    """The token ids of the probe text: drawn from the whole vocabulary without repetition, always the same."""
+    """Return the token ids of the probe text: drawn from the whole vocabulary without repetition, always the same."""
     order = np.random.default_rng(0).permutation(chat.vocab_size)
     return [int(token) for token in order[:PROBE_TOKENS]]

@@ -2,8 +2,7 @@
 
 A phase that has ended is skipped. The results of a phase are in the run folder, so a killed run continues with the
 phase that it was in. Corpus and mid-training are separate programs. From `eval-before` on the run's processes (engines,
-workers, graders, learner) are up.
-"""
+workers, graders, learner) are up."""
 
 from __future__ import annotations
 
@@ -45,8 +44,9 @@ Phase = Callable[[], Awaitable[Mapping[str, Any]]]
 async def run_phases(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, *, placement: Placement | None = None
 ) -> None:
-    """Run all phases that have not ended. Cancel it to stop cleanly; the run can be resumed. `placement`: where
-    components run (default: as children of this process); closed at the end."""
+    """Run all phases that have not ended. Cancel it to stop cleanly; the run can be resumed.
+
+    `placement` decides where the run's processes run, and is closed at the end; None: as children of this process."""
     supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s, placement=placement)
     telemetry.event("session")
     watching = asyncio.create_task(usage.log_usage(supervisor.usage, telemetry), name="usage")
@@ -72,7 +72,6 @@ async def run_phases(
 
 
 async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -> None:
-    """Run one phase, unless it has ended, and record its end."""
     if run.ended(name):
         return
     telemetry.event("phase", phase=name, state="start")
@@ -206,7 +205,7 @@ async def _report(run: RunFolder) -> Mapping[str, Any]:
 
 
 def write_run_report(run: RunFolder) -> Path:
-    """Write summary.json and report.html of a run folder, also of an unfinished run. Returns the path of the report."""
+    """Write summary.json and report.html of a run, finished or not. Returns the path of report.html."""
     states: dict[str, int] | None = None
     if run.setting("experience.ledger"):
         with contextlib.suppress(EtudeError), contextlib.closing(read_ledger(run)) as ledger:

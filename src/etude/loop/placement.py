@@ -1,10 +1,9 @@
-"""Decides on which machine a component of a run is started.
+"""Decides on which machine a program of a run is started.
 
 A `Program` describes what to run, a `Process` is one that was started, and a `Placement` starts it: `LocalPlacement` as
 a child of this process, `etude.loop.ray_placement` on a node of a Ray cluster. A program is the same in both cases: it
-is called over a socket that it inherits, its output goes to a log in the run folder, and it does not outlive its
-conductor. This module knows nothing of restarts.
-"""
+is called over a socket that it inherits, its output goes to a log in the run folder, and it does not outlive the
+conductor, the main process of the run. Restarts are up to the caller."""
 
 from __future__ import annotations
 
@@ -39,9 +38,11 @@ class NoCapacity(EtudeError):
 
 @dataclass(frozen=True)
 class Program:
-    """The command ``python *argv``, with its output appended to `log`. `env`: environment variables; one that the
-    machine sets itself keeps the machine's value. `with_socket`: the program answers calls over a socket, whose file
-    descriptor it gets as ``--socket N``."""
+    """A command ``python *argv`` to be started on some machine. Its output is appended to the file `log`.
+
+    `env` are environment variables, unless the machine itself sets them. With `with_socket` the program answers RPC
+    calls over a socket, whose file descriptor it gets as ``--socket N``. `devices` is the number of accelerators that
+    it uses, if its machine has any."""
 
     name: str
     argv: Sequence[str]
@@ -49,10 +50,13 @@ class Program:
     nice: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     with_socket: bool = False
-    devices: int = 0  # number of accelerators that it uses, if its machine has any
+    devices: int = 0
 
     def popen(self, address: str, sock: socket.socket | None) -> tuple[list[str], dict[str, Any]]:
-        """Arguments and options for `subprocess.Popen` on the machine at `address`. The caller opens the log."""
+        """Return the arguments and the options for `subprocess.Popen` on a machine. The caller opens the log.
+
+        `address` is the machine's own, which replaces `ADDRESS` in the arguments. `sock` is the socket that the program
+        inherits."""
         env = {**self.env, **os.environ} | {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -78,40 +82,45 @@ def _begin(nice: int) -> None:
 
 
 class Process(Protocol):
-    """A started program. `pid` is its pid on its own machine; `caller` is the RPC client if it has a socket."""
+    """A started `Program`. `pid` is that on its own machine; `caller` is the RPC client, or None without a socket."""
 
     pid: int
     caller: Caller | None
 
     @property
     def returncode(self) -> int | None:
-        """The exit code once it has ended (negative: the signal), also when its machine was lost."""
+        """The exit code (negative: the signal); None while it runs. A process whose machine was lost has one, too."""
 
     async def wait(self) -> int:
-        """Wait for its end and return the exit code."""
+        """Wait until the process has ended and return the exit code."""
 
     def signal(self, signum: int) -> None:
         """Send a signal to the process and its process group, even if it is stopped. Does nothing when it has ended."""
 
     async def cpu_s(self) -> float:
-        """CPU seconds of the process and its descendants."""
+        """Return the CPU seconds of the process and its descendants."""
 
 
 class Placement(Protocol):
-    """Starts programs. `spreads`: each rank of the learner is a program of its own, on any machine with free
-    resources."""
+    """Starts programs on machines.
+
+    If `spreads` is True each rank of the learner must be started as a program of its own; it may be on any machine."""
 
     spreads: bool
 
     async def start(self, program: Program, waits: OnWait) -> Process:
-        """Start a program. `waits` is awaited when no machine has free resources now. Raises `NoCapacity` when none is
-        free in time, `ProcessLost` when the program was lost while starting, and `OSError`."""
+        """Start a program. `waits` is awaited with the reason when no machine has free resources now.
+
+        Raises `NoCapacity` when none is free in time, `ProcessLost` when the program was lost while starting, and
+        `OSError`."""
 
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """CPU time and memory of this process ("conductor") and of the running ones, in the form of `usage.sample`."""
+        """Return the CPU time and memory of this process ("conductor") and of the `running` ones.
+
+        The result is that of `usage.sample`, by name."""
 
     async def close(self) -> None:
-        """Release the machines. Idempotent."""
+        """Release all machines. Idempotent."""
 
 
 class LocalProcess:
@@ -158,7 +167,7 @@ class LocalPlacement:
         return await asyncio.to_thread(usage.sample, pids, with_memory)
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: this machine is not released."""
 
 
 def signal_group(pid: int, signum: int) -> None:

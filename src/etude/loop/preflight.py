@@ -2,8 +2,7 @@
 
 Checks that the checkpoint can be computed, the tools exist, and each split that is used has tasks. The first tasks are
 validated on machines (the reference solution scores 1, the untouched state 0), which shows that machines can be
-created. Imports no torch.
-"""
+created. Imports no torch."""
 
 from __future__ import annotations
 
@@ -55,15 +54,13 @@ def preflight(
     given: Collection[str] = (),
     log: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Check a config. Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` with which the run
-    would fail later.
+    """Check a config, and raise the error with which the run would fail later.
 
-    `adopted`: the run has its own copy of the starting checkpoint, so the original may be missing. `remote`:
-    components run on other machines, where tasks and devices were checked before. `given`: names of the settings that
-    the user set. `log` is called with a line on each image that was built, layers of the checkpoint that are left out,
-    settings that are not used, evaluations that ask for more tasks than exist, and steps that may be too large for this
-    machine.
-    """
+    It is a `ConfigError`, `CheckpointError`, `TaskError` or `MachineError`. With `adopted` the run has its own copy of
+    the starting checkpoint, so the original may be missing. With `remote` the run's processes are on other machines,
+    where tasks and devices were checked before. `given` are the dotted names of the settings that the user set. `log`
+    is called with a line on each image that was built, layers of the checkpoint that are left out, settings that are
+    not used, evaluations that ask for more tasks than exist, and steps that may be too large for this machine."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -106,7 +103,9 @@ def preflight(
 
 
 def check_ranks_at(address: str) -> None:
-    """Check that this machine can listen at an address for ranks on other machines. Raises `ConfigError`."""
+    """Check that this machine can listen at an address to which learner ranks on other machines connect.
+
+    Raises `ConfigError`."""
     try:
         bind(address, 0).close()
     except ConfigError as error:
@@ -115,14 +114,16 @@ def check_ranks_at(address: str) -> None:
 
 
 def validate_tasks(config: RunConfig) -> None:
-    """Validate the first tasks on machines created here: the reference solution scores 1, the untouched state 0. Raises
-    `TaskError`, `MachineError`."""
+    """Validate the first tasks on machines created here: the reference solution must score 1, the untouched state 0.
+
+    Raises `TaskError`, `MachineError`."""
     asyncio.run(_validate(check_tasks(config, used_splits(config)), config))
 
 
 def check_foreign(config: RunConfig, *, adopted: bool) -> None:
-    """Check the vLLM or SGLang engines of a config: installed, in a tested version, and able to follow this model's
-    weights. The model is not checked again when the run has `adopted` it. Raises `EngineError`, `ConfigError`."""
+    """Check that a config's vLLM or SGLang engines are installed in a tested version and can run this model.
+
+    With `adopted` the model was checked before. Raises `EngineError`, `ConfigError`."""
     kinds = sorted({*config.fleet.engines} - {EngineKind.REFERENCE})
     for kind in kinds:
         check_foreign_device(config, kind)
@@ -138,7 +139,7 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
 
 
 def check_machines(config: RunConfig) -> None:
-    """Check that machines of this config, with its limits, can be created here. Raises `MachineError`, `InputError`."""
+    """Check that machines with the limits of this config can be created here. Raises `MachineError`, `InputError`."""
 
     async def opened() -> None:
         await runtime_from_config(config.machines).close()
@@ -147,7 +148,9 @@ def check_machines(config: RunConfig) -> None:
 
 
 async def build_images(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Build the images of tasks with a Dockerfile, if the config has a store for images."""
+    """Build the images of tasks with a Dockerfile, if the config has a store for images.
+
+    `log` is called with a line for each image."""
     source = open_source(config.tasks.source, config.tasks.seed)
     if not isinstance(source, HarborSource) or not config.machines.images:
         return
@@ -160,8 +163,9 @@ async def build_images(config: RunConfig, log: Callable[[str], None]) -> None:
 
 
 def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
-    """Open the config's tasks and check that each of these splits has one. Returns the source. Raises `ConfigError`,
-    `TaskError`."""
+    """Open the config's task source, check that each of these splits has a task, and return the source.
+
+    Raises `ConfigError`, `TaskError`."""
     source = open_tasks(config, canaries=False)
     for split in splits:
         if source.size(split) == 0:
@@ -174,7 +178,9 @@ def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
 
 
 def log_short_splits(config: RunConfig, source: TaskSource, given: Collection[str], log: Callable[[str], None]) -> None:
-    """Log the evaluations for which the user set more tasks than their split has."""
+    """Log the evaluations for which the user set more tasks than their split has.
+
+    `given` are the dotted names of the settings that the user set."""
     evals = config.evals
     settings = (
         (Split.HELDOUT, "heldout_tasks", evals.heldout_tasks),
@@ -189,8 +195,9 @@ def log_short_splits(config: RunConfig, source: TaskSource, given: Collection[st
 
 
 def check_ledger(run: RunFolder) -> None:
-    """Check that a run which has published weights has its ledger. Raises `RunError` when it is missing, `LedgerError`
-    when it is damaged."""
+    """Check that a run which has published weights has its ledger, the database of its rollouts.
+
+    Raises `RunError` when it is missing, and `LedgerError` when it is damaged."""
     if not has_published(run):
         return  # nothing was trained, so the ledger was never used
     try:
@@ -220,14 +227,12 @@ def check_start(
     lora_rank: int = 0,
     log: Callable[[str], None] = lambda _: None,
 ) -> ModelConfig:
-    """Check a Hugging Face directory as a run's starting checkpoint. Returns its model config. `log` is called with a
-    line on layers that are left out.
+    """Check a Hugging Face directory as a run's starting checkpoint, and return its model config.
 
     It checks that etude supports the architecture; that every weight exists, by the headers of the files; that the
     layer sizes fit the quantisation and the degree of `numerics` and are larger than `lora_rank`; that the model has
-    `context_tokens` positions; and that there is a tokeniser with a chat format. Raises `CheckpointError` or
-    `ConfigError`.
-    """
+    `context_tokens` positions; and that there is a tokeniser with a chat format. `log` is called with a line on layers
+    that are left out. Raises `CheckpointError` or `ConfigError`."""
     numerics = numerics or NumericsConfig()
     model = start_model_config(checkpoint)
     check_weights(checkpoint, model)
@@ -248,7 +253,9 @@ def check_start(
 def log_unused_model_settings(
     config: RunConfig, model: ModelConfig, given: Collection[str], log: Callable[[str], None]
 ) -> None:
-    """Log the `[model]` settings that the user set and that differ from the starting checkpoint: they are not used."""
+    """Log the `[model]` settings that are not used because they differ from the starting checkpoint.
+
+    `given` are the dotted names of the settings that the user set; only these are considered."""
     wanted, is_ = (leaves({"model": to_plain(one)}) for one in (config.model, model))
     other = [name for name in sorted(given) if name in wanted and wanted[name] != is_.get(name)]
     if other:
@@ -267,7 +274,7 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
 
 
 def used_splits(config: RunConfig) -> list[Split]:
-    """The splits that a run of this config uses; the first is used for validation of tasks."""
+    """Return the splits of tasks that a run of this config uses; tasks of the first are validated."""
     during = 0 < config.evals.every < config.rl.steps
     used = {
         Split.TRAIN: config.rl.steps > 0,
@@ -298,8 +305,9 @@ WIDE_ROUTES = 255  # with more experts a route takes two bytes
 
 @dataclass(frozen=True)
 class StepSize:
-    """The largest possible step: each rollout is one path that fills the context, and a step that looks for signal
-    takes the maximum number of groups. `num_bytes`: size of the batch."""
+    """The size of the largest possible training step: `rollouts`, their `tokens`, and the bytes of the batch.
+
+    In such a step each rollout fills the context, and as many groups as allowed are tried to find some with signal."""
 
     rollouts: int
     tokens: int
@@ -307,7 +315,7 @@ class StepSize:
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelConfig) -> StepSize:
-        """The largest step of a config with this model."""
+        """Compute the largest step of a config with this model."""
         rollouts = config.experience.window.max_groups * config.experience.group_size
         tokens = rollouts * config.harness.context_tokens
         routes = model.num_moe_layers * model.top_k * (2 if model.num_experts > WIDE_ROUTES else 1)
@@ -324,13 +332,11 @@ def check_step(
     disk_bytes: int | None = None,
     max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> None:
-    """Compare a config's largest step with this machine. Raises `ConfigError` when the plan of a step exceeds the size
-    of one RPC message.
+    """Compare a config's largest step with this machine. Raises `ConfigError` when its plan exceeds one RPC message.
 
-    `log` is called with a warning when the largest step does not fit into `memory_bytes`, or the rollouts kept at once
-    do not fit into `disk_bytes` (None: this machine's memory; the free disk of the working directory). This is not an
-    error, since few rollouts fill their context.
-    """
+    `log` is called with a warning when the step does not fit into `memory_bytes`, or the rollouts kept at once do not
+    fit into `disk_bytes` (None: this machine's memory; the free disk of the working directory). This is not an error,
+    since few rollouts fill their context."""
     size = StepSize.of(config, model)
     shown = f"a step has at most {size.tokens:,} tokens, {_gb(size.num_bytes)}: {size.rollouts} rollouts of "
     shown += f"harness.context_tokens = {config.harness.context_tokens}"

@@ -3,9 +3,7 @@
 A child is ``python -m MODULE ...`` in its own process group, with its output in ``logs/<name>.log``. The kernel kills
 it when the conductor dies (PR_SET_PDEATHSIG), and it sees end-of-file on its socket, so there are no orphans. A child
 that dies is restarted with back-off, up to `MAX_RESTARTS` times within `RESTART_WINDOW_S`; then the run ends with an
-error that names it. A child that does not answer for `hung_s` is killed, which counts as a death. This module knows
-nothing of what the children do.
-"""
+error that names it. A child that does not answer for `hung_s` is killed, which counts as a death."""
 
 from __future__ import annotations
 
@@ -52,10 +50,9 @@ async def _pass(_: Child) -> None:
 class Child:
     """One supervised process of a run, which can be started again after it has ended.
 
-    `name`: also of its log file in the folder `logs`. `argv`: arguments for the Python interpreter. `env`: environment
-    variables; one that its machine sets itself keeps the machine's value. `placement`: decides on which machine it
-    runs; None: on this one. `devices`: number of accelerators that it uses, if its machine has any.
-    """
+    `argv` are arguments for the Python interpreter. Its log is ``<name>.log`` in the folder `logs`. `env` are
+    environment variables, unless its machine itself sets them. `placement` decides on which machine it runs; None: on
+    this one. `devices` is the number of accelerators that it uses, if its machine has any."""
 
     def __init__(
         self,
@@ -78,8 +75,10 @@ class Child:
         self.starts: list[float] = []
 
     async def start(self, *, with_socket: bool, on_wait: Callable[[Child], Awaitable[object]] = _pass) -> None:
-        """Start the process. `on_wait` is awaited when no machine has free resources now; until it is started, the
-        child has no process."""
+        """Start the process, with a socket for RPC calls if `with_socket`.
+
+        `on_wait` is awaited with this child when no machine has free resources now. Until one has, the child has no
+        process."""
         self.process = None
         program = Program(self.name, self.argv, self.log_path, self.nice, self.env, with_socket, self.devices)
 
@@ -106,7 +105,7 @@ class Child:
         return self.process.pid if self.process and self.process.returncode is None else None
 
     async def exited(self) -> int:
-        """Wait for the process to end; returns its exit code (negative: the signal)."""
+        """Wait for the process to end, and return its exit code (negative: the signal)."""
         assert self.process is not None, "start comes first"
         code = await self.process.wait()
         self.telemetry.event("process", name=self.name, state="exit", pid=self.process.pid, exit_code=code)
@@ -114,29 +113,29 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended it."""
+        """Whether the process was ended by SIGKILL."""
         return self.process is not None and self.process.returncode == -signal.SIGKILL
 
     @property
     def recent_starts(self) -> int:
-        """The number of starts within the last `RESTART_WINDOW_S`."""
+        """Number of starts within the last `RESTART_WINDOW_S` seconds."""
         return sum(time.monotonic() - t < RESTART_WINDOW_S for t in self.starts)
 
     def can_restart(self) -> bool:
-        """Whether it may be started again: it was not started too often recently."""
+        """Return whether it may be started again, because it was not started too often recently."""
         return self.recent_starts <= MAX_RESTARTS
 
     async def back_off(self) -> None:
-        """Wait before a restart: longer, the more often it was started recently."""
+        """Sleep before a restart: the longer, the more often it was started recently."""
         await asyncio.sleep(min(2.0, 0.05 * 2**self.recent_starts))
 
     def kill(self) -> None:
-        """Kill it and its process group."""
+        """Send SIGKILL to the process and its process group."""
         if self.process is not None:
             self.process.signal(signal.SIGKILL)
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """Terminate it; after `grace_s` kill its process group. Idempotent."""
+        """Send SIGTERM; if the process has not ended after `grace_s` seconds, kill its process group. Idempotent."""
         process = self.process
         if process is None or process.returncode is not None:
             return
@@ -149,14 +148,14 @@ class Child:
             await process.wait()
 
     async def state(self) -> str:
-        """Whether it is alive and how much CPU time it used, for an error message."""
+        """Return a sentence for errors: whether the process is alive and how much CPU time it used."""
         if self.process is None or self.pid is None:
             return "it has ended"
         cpu_s = await self.process.cpu_s()
         return f"it is alive and has used {cpu_s:.1f} s of CPU time in {time.monotonic() - self.starts[-1]:.0f} s"
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines of its log, for an error message."""
+        """Return the last lines of its log, for an error message."""
         try:
             return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
         except OSError:
@@ -165,18 +164,25 @@ class Child:
 
 @dataclass(frozen=True)
 class Role:
-    """How the supervisor treats a child."""
+    """How the supervisor treats a kind of child.
 
-    on_up: Callable[[Child], Awaitable[object]]  # called after each start; returns when the child is ready, or raises
-    health_check: Callable[[Child], Awaitable[object]]  # called regularly; raises when the child is not healthy
+    - `on_up` is awaited after each start; it returns when the child is ready, or raises, within `ready_s` seconds.
+    - `health_check` is awaited regularly; it raises when the child is not healthy.
+    - `with_socket`: whether the child answers RPC calls.
+    - `on_wait` is awaited when no machine has free resources for the child."""
+
+    on_up: Callable[[Child], Awaitable[object]]
+    health_check: Callable[[Child], Awaitable[object]]
     with_socket: bool = False
     ready_s: float = READY_S
-    on_wait: Callable[[Child], Awaitable[object]] = _pass  # called when no machine has free resources for it
+    on_wait: Callable[[Child], Awaitable[object]] = _pass
 
 
 class Supervisor:
-    """Keeps named children alive and healthy. `hung_s`: how long a child may stay without an answer. `placement`: where
-    they run; closed with the supervisor. `failed` gets the error of a child that cannot be kept alive."""
+    """Keeps named children alive and healthy.
+
+    A child that gives no answer for `hung_s` seconds is restarted. `placement` decides where children run, and is
+    closed with the supervisor. The future `failed` gets the error of a child that cannot be kept alive."""
 
     def __init__(self, telemetry: Telemetry, *, hung_s: float = 30.0, placement: Placement | None = None) -> None:
         self.telemetry, self.hung_s = telemetry, hung_s
@@ -187,8 +193,9 @@ class Supervisor:
         self.failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
 
     async def add(self, child: Child, role: Role) -> None:
-        """Start a child, wait until it is ready, and supervise it from then on. Raises the error of a child that cannot
-        start. A child that is killed or lost meanwhile is started again."""
+        """Start a child, wait until it is ready, and supervise it from then on.
+
+        A child that is killed or lost meanwhile is started again. Raises the error of a child that cannot start."""
         self.children[child.name] = child
         while True:
             try:
@@ -200,8 +207,9 @@ class Supervisor:
         self._watchers[child.name] = asyncio.create_task(self._watch(child, role), name=f"watch {child.name}")
 
     async def add_all(self, members: Iterable[tuple[Child, Role]]) -> None:
-        """Start children of the same kind concurrently. Returns when at least one is ready and all others are ready or
-        wait for a machine; those join later. Returns at once when there are none."""
+        """Start children of the same kind concurrently. Returns at once when there are none.
+
+        Returns when at least one is ready and all others are ready or wait for a machine; those are added later."""
         changed = asyncio.Event()
 
         def reporting(role: Role) -> Role:
@@ -324,11 +332,11 @@ class Supervisor:
             self.failed.set_result(error)
 
     def pids(self) -> dict[str, int]:
-        """The pids of the running children, by name."""
+        """Return the pids of the running children, by name."""
         return {name: child.pid for name, child in self.children.items() if child.pid is not None}
 
     async def remove(self, name: str) -> None:
-        """Stop a child and its supervision."""
+        """Stop a child and no longer supervise it."""
         watcher = self._watchers.pop(name, None)
         if watcher:
             watcher.cancel()
@@ -337,7 +345,7 @@ class Supervisor:
             await child.stop()
 
     async def usage(self, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """CPU time and memory of this process and of its running children, in the form of `usage.sample`."""
+        """Return the CPU time and memory of this process and of its running children, as `usage.sample` does."""
         running = {name: child.process for name, child in self.children.items() if child.process and child.pid}
         return await self.placement.usage(running, with_memory=with_memory)
 

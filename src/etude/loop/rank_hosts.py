@@ -10,8 +10,7 @@ The connection stays open. When it ends, the ranks end on both sides, within `LI
 disconnected. Then rank 0 exits with an error that names the rank, and its successor opens a new listener, to which the
 same program connects again. The program exits when the run needs no learner any more.
 
-This module does not load torch, and knows nothing of what ranks compute.
-"""
+This module does not load torch."""
 
 from __future__ import annotations
 
@@ -52,8 +51,10 @@ OnLost = Callable[[EtudeError, int | None], None]
 
 
 def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> subprocess.Popen[bytes]:
-    """Start a rank as a child of this thread. `at`: address of the learner's store; `local`: index of the device on
-    this machine."""
+    """Start a learner rank as a child of this thread.
+
+    `at` is the address of the learner's TCP store, `secret` is written to the rank's standard input, and `local` is the
+    index of its device on this machine."""
     argv = [sys.executable, "-m", "etude.loop.rank_process", "--run", str(run), "--at", at, "--rank", str(rank)]
     env = {"OMP_NUM_THREADS": "1", **KEEP_MEMORY_ENV, **os.environ, "LOCAL_RANK": str(local)}  # as rank 0 has it
     started = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env, preexec_fn=when_parent_dies)
@@ -65,7 +66,7 @@ def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> s
 
 
 def describe_exit(exit_code: int) -> str:
-    """A rank's exit code as text."""
+    """Return the exit code of a rank as text for an error."""
     return f"exit code {exit_code}{'; -9: out of memory, or killed by somebody' if exit_code == -9 else ''}"
 
 
@@ -81,8 +82,9 @@ class _RankHost:
 
 
 class RankListener:
-    """Rank 0's listener for ranks on other machines. `lost` is called, in a background thread, when a connected rank is
-    lost. `at`: the address as HOST:PORT."""
+    """Rank 0's listener for `away` learner ranks on other machines. Its address `at` is HOST:PORT.
+
+    `lost` is called in a background thread, with the error and the rank's number, when a connected rank is lost."""
 
     def __init__(self, run: Path, host: str, away: int, secret: bytes, lost: OnLost) -> None:
         """`away`: how many ranks must connect. Raises `RunError` when `host` is not an address of this machine."""
@@ -103,9 +105,10 @@ class RankListener:
         threading.Thread(target=self._accept, name="rank listener", daemon=True).start()
 
     def wait_for_ranks(self, first: int, at: str, waits: Callable[[str], object]) -> dict[int, str]:
-        """Wait until the ranks from number `first` on have connected, and send them the address `at` of the learner's
-        store. Returns the host of each rank. `waits` is called with the reason for waiting whenever it changes. Raises
-        `RunError` after `CONNECT_S`."""
+        """Wait until the ranks from number `first` on have connected. Returns the host of each, by rank.
+
+        They are sent `at`, the address of the learner's TCP store. `waits` is called with the reason for waiting
+        whenever it changes. Raises `RunError` after `CONNECT_S` seconds."""
         end, last_reason = time.monotonic() + CONNECT_S, ""
         with self._changed:
             while (missing := self._away - sum(peer.count for peer in self._accepted())) > 0:
@@ -137,7 +140,6 @@ class RankListener:
         return found
 
     def _surplus(self) -> str:
-        """Text for the error on hosts whose ranks are not needed."""
         chosen = self._accepted()
         spare = [f"{peer.count} of {peer.host} are too many" for peer in self._hosts if peer not in chosen]
         parts = [*spare, self._refused] if self._refused else spare
@@ -165,7 +167,6 @@ class RankListener:
             threading.Thread(target=self._serve_connection, args=(sock,), name="rank host", daemon=True).start()
 
     def _serve_connection(self, sock: socket.socket) -> None:
-        """Serve one connection until it ends."""
         with sock, sock.makefile("rb") as lines:
             try:
                 peer = self._handshake(sock, lines)
@@ -227,8 +228,9 @@ def _count_text(connected: int, needed: int) -> str:
 
 
 def serve_ranks(run: Path, count: int) -> None:
-    """Provide ranks to a run, for one learner after another, until it needs no learner any more. Raises `RunError`,
-    `NoRun`."""
+    """Provide `count` ranks to a run, for one learner after another, until the run needs no learner any more.
+
+    Raises `RunError`, `NoRun`."""
     _wait_for_run(run)
     while (address := _next_listener(run)) is not None:
         at, secret = address
@@ -315,7 +317,6 @@ def _send(sock: socket.socket, body: Mapping[str, Any]) -> None:
 
 
 def _signed(secret: bytes, nonce: str, body: Mapping[str, Any]) -> dict[str, str]:
-    """Sign a message with the secret and the receiver's nonce."""
     text = json.dumps(body)
     return {"text": text, "seal": sign(secret, f"{nonce} {text}".encode()).hex()}
 
@@ -334,12 +335,12 @@ def _verified(secret: bytes, nonce: str, line: bytes) -> dict[str, Any]:
 
 
 def sign(secret: bytes, data: bytes) -> bytes:
-    """[32] HMAC-SHA256 of the data."""
+    """Return the HMAC-SHA256 of the data: 32 bytes."""
     return hmac.digest(secret, data, hashlib.sha256)
 
 
 def new_secret() -> bytes:
-    """A new secret, for one learner."""
+    """Draw a new secret for the ranks of one learner process."""
     return secrets.token_bytes(_SECRET_BYTES)
 
 
@@ -349,13 +350,13 @@ def format_address(host: str, port: int) -> str:
 
 
 def parse_address(at: str) -> tuple[str, int]:
-    """Split HOST:PORT. Raises `ValueError`."""
+    """Split "HOST:PORT" into host and port. Raises `ValueError`."""
     host, _, port = at.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """The address family of a numeric host."""
+    """Return the address family (IPv4 or IPv6) of a numeric host."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -366,7 +367,7 @@ def _count(text: str) -> int:
 
 
 def main() -> NoReturn:
-    """Command line of the program: see the module's docstring."""
+    """Start ranks of a run's learner on this machine: the command line at the top of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m etude.loop.rank_hosts", description="Start ranks of a run's learner on this machine."
     )

@@ -31,7 +31,9 @@ _SEAL_BYTES = len(sign(b"", b""))
 
 
 def serve_calls(learning: LearnerProcess, store: TCPStore, secret: bytes, report: RankProgress) -> NoReturn:
-    """Make the calls that rank 0 broadcasts, until rank 0 is gone."""
+    """Make the calls that rank 0 broadcasts through `store`, until rank 0 is gone; then exit.
+
+    `learning` has the methods that are called. Calls are signed with `secret`. `report` is told which call is made."""
     number = 0
     while True:
         key = f"call/{number}"
@@ -65,9 +67,7 @@ def _wait_for_key(store: TCPStore, key: str) -> bytes:
 
 
 def main() -> None:
-    """Run a rank: join the group, then serve the calls of rank 0."""
-    from etude.loop.learner import LearnerProcess  # which starts ranks
-
+    """Run one rank: join the process group, then serve the calls of rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--at", required=True)

@@ -10,8 +10,7 @@ A rank that ends takes rank 0 with it, with an error that names the rank. For ra
 progress to the store (`RankProgress`): when no rank has made progress for too long, all end with an error that names
 the silent one. Collectives themselves time out after a day, since another rank's share of a batch or a publish may take
 many minutes. In both cases the conductor sees a learner that died; its successor starts new ranks from the last
-checkpoint. Rank 0 takes no call after a loss, so no part of a group continues to train.
-"""
+checkpoint. Rank 0 takes no call after a loss, so no part of a group continues to train."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -34,21 +32,11 @@ from etude import progress
 from etude.errors import EtudeError
 from etude.loop.config import RunConfig
 from etude.loop.processes import EXIT_RESTART
-from etude.loop.rank_hosts import (
-    RankListener,
-    describe_exit,
-    format_address,
-    new_secret,
-    sign,
-    start_rank,
-)
+from etude.loop.rank_hosts import RankListener, describe_exit, format_address, new_secret, sign, start_rank
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.training.sharded import ShardedProcessGroup, join
 from etude.training.sharded.mesh import LOOPBACK, connect_store, host_store
-
-if TYPE_CHECKING:
-    pass
 
 PATIENCE = 10
 """All ranks together may make no progress for this multiple of `fleet.hung_s`."""
@@ -57,18 +45,15 @@ REPORT_S = 1.0
 NUM_KEPT_CALLS = 8
 """Keys of calls are deleted after so many further calls. By then every rank has read them: all calls except
 `finish_publish` and `defend` end with every rank, and at most two of these come in a row."""
-POLL = timedelta(seconds=30)
 MET = "met"  # key that is set when all ranks have connected
-_SEAL_BYTES = len(sign(b"", b""))
 
 
 class RankProgress:
-    """One rank's view of the progress of all ranks, from reports in the store. Has its own connection.
+    """One rank's view of the progress of all `ranks`, from reports in the TCP store. Has its own connection.
 
-    A report has the rank's progress count (`etude.progress`), the number of its reports, and the call it is in. On rank
-    0 the progress of other ranks counts as its own, so that the conductor, which sees only rank 0, does not take it for
-    hung while it waits for them.
-    """
+    A report has the rank's progress count (`etude.progress`), the number of its reports, and the call that it makes. On
+    rank 0 the progress of other ranks counts as its own, so that the conductor, which sees only rank 0, does not take
+    it for hung while it waits for them. The ranks hang when none makes progress for `limit_s` seconds in a call."""
 
     def __init__(self, store: TCPStore, rank: int, ranks: int, limit_s: float) -> None:
         self._store, self._rank, self._ranks, self._limit_s = store, rank, ranks, limit_s
@@ -80,8 +65,9 @@ class RankProgress:
         self._reported_at: dict[int, float] = {}  # time of each rank's last new report
 
     def check(self) -> EtudeError | None:
-        """Report, read the other ranks' reports, and return an error if the group hangs. Raises `RuntimeError` when the
-        store is gone."""
+        """Write this rank's report, read those of the others, and return an error if the group hangs.
+
+        Raises `RuntimeError` when the store is gone."""
         now, moved = time.monotonic(), False
         self._num_reports += 1
         mine = (progress.count() - self._num_echoed, self._num_reports, self.call)
@@ -126,8 +112,9 @@ class RankProgress:
         )
 
     def watch(self, lost: Callable[[EtudeError], NoReturn]) -> None:
-        """Call `check` once a second in a background thread; call `lost` with an error. A second thread checks that the
-        store answers, since torch's `TCPStore.check` has no timeout."""
+        """Call `check` once a second in a background thread, and `lost` with the error that it returns.
+
+        A second thread calls `lost` when the store does not answer, since torch's `TCPStore.check` has no timeout."""
 
         def work() -> None:
             while True:
@@ -161,9 +148,8 @@ def _no_answer(facts: str) -> EtudeError:
 class Leader:
     """Rank 0's control of the other ranks: starts the local ones and sends all ranks their calls.
 
-    Create it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` ranks
-    connect from other machines, to the address `at`.
-    """
+    Create it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` of the
+    ranks connect from other machines, to the address `at` of this one."""
 
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
@@ -180,7 +166,9 @@ class Leader:
             threading.Thread(target=self._watch, args=(rank, started), daemon=True).start()
 
     def join(self) -> ShardedProcessGroup:
-        """Form the process group; once. Raises `RunError` when ranks do not connect in time."""
+        """Wait for all ranks and form the process group; later calls return the same group.
+
+        Raises `RunError` when ranks do not connect in time."""
         if self._group is None:
             if self._listener is not None:
                 self._wait_for_ranks(self._listener)
@@ -201,7 +189,7 @@ class Leader:
 
     @contextlib.contextmanager
     def call(self, method: str, *arguments: object) -> Iterator[None]:
-        """Have all other ranks make a call of `LearnerProcess`, while this rank makes it in the `with` block."""
+        """Have all other ranks call a method of `LearnerProcess`, while this rank calls it in the block."""
         self.broadcast(method, *arguments)
         assert self._progress is not None, "join has been called"
         self._progress.call = method
@@ -211,7 +199,7 @@ class Leader:
             self._progress.call = ""
 
     def broadcast(self, method: str, *arguments: object) -> None:
-        """Have all other ranks make a call of `LearnerProcess`."""
+        """Have all other ranks call a method of `LearnerProcess`. Does not wait for them."""
         self.join()
         key = f"call/{self._calls}"
         call = pickle.dumps((method, arguments))
@@ -224,19 +212,21 @@ class Leader:
         self.lost(EtudeError(f"rank {rank} of the learner ended", facts, hint="its output is in this log"), rank)
 
     def lost(self, error: EtudeError, rank: int | None = None) -> NoReturn:
-        """Exit this process: the rest of the group cannot continue."""
+        """Exit this process with an error, because the rest of the group cannot continue.
+
+        `rank` is the rank that was lost; None if it is not known."""
         name = "learner" if rank is None else f"learner rank {rank}"
         self._telemetry.event("process", name=name, state="lost", reason=f"{error.what}: {error.facts}")
         exit_with_error(error)
 
 
 def progress_limit_s(config: RunConfig) -> float:
-    """Seconds that all ranks together may make no progress in a call."""
+    """Return for how many seconds all ranks together may make no progress in a call."""
     return PATIENCE * config.fleet.hung_s
 
 
 def join_group(config: RunConfig, *, store: TCPStore, rank: int) -> ShardedProcessGroup:
-    """Join the process group as this rank."""
+    """Join the learner's process group as rank `rank`, through the TCP store."""
     return ShardedProcessGroup(join(config.learner, store=store, rank=rank, deadline_s=COLLECTIVE_S))
 
 

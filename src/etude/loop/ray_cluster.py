@@ -1,7 +1,7 @@
 """The Ray cluster of a run: connecting to it, the roles that its nodes offer, and checks of its nodes.
 
-All functions block: call them before a run begins, or in a thread. This module knows nothing of actors.
-"""
+A node offers a role ("learner", "engine", "worker", "grader") as a custom resource of Ray. All functions block: call
+them before a run begins, or in a thread."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ _SHARED_HINT = "mount one file system on every node at the same path, for runs/ 
 
 
 def connect(on: str) -> None:
-    """Connect this process to a Ray cluster. `on`: "HOST:PORT" for a cluster that this machine is a node of;
-    "ray://HOST:PORT" for a cluster's client server; "ray" for the cluster named by RAY_ADDRESS, or without it a local
-    cluster for this process only. Raises `ConfigError`."""
+    """Connect this process to a Ray cluster. Raises `ConfigError`.
+
+    `on` is "HOST:PORT" for a cluster that this machine is a node of, "ray://HOST:PORT" for a cluster's client server,
+    or "ray" for the cluster named by RAY_ADDRESS; without that variable it starts a local cluster for this process
+    only."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a local cluster
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # the run's own events report who waits
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 would starve components
@@ -70,7 +72,7 @@ def connect(on: str) -> None:
 
 
 def disconnect() -> None:
-    """Disconnect from the cluster; a local one ends. Idempotent."""
+    """Disconnect from the cluster, and end it if it is a local one. Idempotent."""
     ray.shutdown()
 
 
@@ -81,13 +83,14 @@ def _check_port(place: str) -> None:
 
 
 def nodes(roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
-    """The live nodes that offer one of the roles."""
+    """Return the live nodes that offer one of the roles, as `ray.nodes` describes them."""
     return [n for n in ray.nodes() if n["Alive"] and any(role in n["Resources"] for role in roles)]
 
 
 def capacity(role: str, gpus: int = 0) -> int:
-    """How many components of a role, each with `gpus` GPUs of its node, the live nodes could host in total. When no
-    node has a GPU, none is required."""
+    """Count how many processes of a role, each with `gpus` GPUs, the live nodes could host in total.
+
+    When no node has a GPU, none is required."""
     there = [node["Resources"] for node in nodes()]
     gpus = gpus if any(has.get("GPU") for has in there) else 0
     taken = (min(has.get(role, 0), has.get("GPU", 0) // gpus if gpus else has.get(role, 0)) for has in there)
@@ -95,7 +98,7 @@ def capacity(role: str, gpus: int = 0) -> int:
 
 
 def offers() -> str:
-    """The roles that each node offers, as text for an error."""
+    """Return the roles that each node offers as text for an error."""
     named = [(n, [r for r in (*ROLES, "GPU") if r != "GPU" or n["Resources"].get(r)]) for n in nodes()]
     parts = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in names) for n, names in named]
     return "; ".join(parts) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"
@@ -106,9 +109,11 @@ def _name(node: Mapping[str, Any]) -> str:
 
 
 def check(config: RunConfig, runs: Path) -> None:
-    """Check that every node that offers a role sees the folder of runs and the files that the config names, and has
-    this etude version; and that machines can be made on nodes that offer workers and graders. Raises `ConfigError`,
-    which names the nodes, and `TaskError` for tasks that cannot be opened here."""
+    """Check that every node that offers a role can take part in runs of this config.
+
+    Nodes must see the folder `runs` and the files that the config names, and have this etude version. Those that offer
+    workers or graders must be able to create machines. Raises `ConfigError`, which names the nodes, and `TaskError` for
+    tasks that cannot be opened here."""
     open_tasks(config, canaries=False)
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
@@ -183,7 +188,6 @@ def _result(ref: Any, deadline_s: float) -> str:
 
 
 def _missing_on_node(files: Mapping[str, str | None], version: str) -> str:
-    """What the node that runs this lacks."""
     lacks = [f"does not see {path}" for path, text in files.items() if not _has_content(Path(path), text)]
     mine = import_module("etude").__version__  # as installed on the node
     return ", ".join(lacks + ([f"has etude {mine}, this is {version}"] if mine != version else []))

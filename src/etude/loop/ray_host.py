@@ -1,11 +1,9 @@
-"""The actor that runs one component on a node of a Ray cluster.
+"""The actor that runs one program on a node of a Ray cluster.
 
-The component is a child process of the actor, started in the same way as on one machine (`Program`); the kernel kills
-it when the actor dies. RPC calls do not pass through Ray: the actor opens a port once, the conductor connects and sends
-the run's secret, and the component inherits that connection as its socket. A component without RPC keeps the
-connection, too: when the connection ends, the component ends, even if Ray has not noticed the loss yet. This module
-knows nothing of what the component does.
-"""
+The program is a child process of the actor, started in the same way as on one machine (`Program`); the kernel kills it
+when the actor dies. RPC calls do not pass through Ray: the actor opens a port once, the conductor connects and sends
+the run's secret, and the program inherits that connection as its socket. A program without RPC keeps the connection,
+too: when the connection ends, the program ends, even if Ray has not noticed the loss yet."""
 
 from __future__ import annotations
 
@@ -25,7 +23,9 @@ from etude.loop.rpc import LINK_S, enable_keepalive
 
 
 class RayHost:
-    """Hosts one program. Call `offer`, then `start`, then any of the other methods."""
+    """The Ray actor that hosts one program. Call `offer`, then `start`, then any of the other methods.
+
+    `token` becomes ETUDE_TOKEN in the program's environment."""
 
     def __init__(self, token: str) -> None:
         import ray
@@ -38,8 +38,10 @@ class RayHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def offer(self, *folders: str) -> tuple[str, str, int, str]:
-        """Open a port for the conductor; returns (node, address, port, problem). `folders`: folders that must exist on
-        this node; the last is the program's working directory. `problem` names a missing one."""
+        """Open a port for the conductor; returns (id of the node, address, port, problem).
+
+        `folders` must exist on this node; the last becomes the program's working directory. If one does not exist, no
+        port is opened and `problem` names it; otherwise it is ""."""
         for path in folders:
             if not os.path.isdir(path):
                 return self._node, self._address, 0, f"it does not see {path}"
@@ -50,7 +52,8 @@ class RayHost:
         return self._node, self._address, self._listener.getsockname()[1], ""
 
     async def start(self, program: Program, secret: bytes) -> int:
-        """Wait for the conductor's connection and start the program; returns its pid. Raises `DeadlineExceeded`."""
+        """Wait for a connection that sends `secret`, start the program, and return its pid. Raises
+        `DeadlineExceeded`."""
         link = await self._accept_conductor(program.name, secret)
         with contextlib.suppress(PermissionError):  # Ray gives its workers a nice value of 15
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
@@ -93,7 +96,7 @@ class RayHost:
         self._signal(signal.SIGKILL)
 
     async def exited(self) -> int:
-        """Wait for the program to end; returns its exit code (negative: the signal)."""
+        """Wait for the program to end, and return its exit code (negative: the signal)."""
         assert self._process is not None, "start comes first"
         return await asyncio.to_thread(self._process.wait)
 
@@ -106,7 +109,8 @@ class RayHost:
             signal_group(self._process.pid, signum)
 
     async def usage(self, with_memory: bool) -> dict[str, Any]:
-        """`cpu_s` of the program and its descendants, and with `with_memory` their `pss_bytes`."""
+        """Return `cpu_s`, the CPU seconds of the program and its descendants, and with `with_memory` their
+        `pss_bytes`."""
         return await asyncio.to_thread(self._measure_usage, with_memory)
 
     def _measure_usage(self, with_memory: bool) -> dict[str, Any]:
@@ -117,7 +121,6 @@ class RayHost:
 
 
 async def _sends_secret(sock: socket.socket, secret: bytes) -> bool:
-    """Whether the peer sends the secret first."""
     loop, given = asyncio.get_running_loop(), b""
     sock.setblocking(False)
     try:

@@ -1,13 +1,11 @@
-"""A `Placement` on a Ray cluster: each component is hosted by an actor on a node that offers its role.
+"""A `Placement` on a Ray cluster: each program is hosted by an actor on a node that offers its role.
 
 Nodes offer roles as custom resources: ``ray start --resources='{"engine": 2, "worker": 1}'``. The learner has a
 placement group with a bundle for each rank, on as few nodes as possible, which it keeps from mid-training on, also
-while ranks restart. Engines are spread over nodes; workers and graders run where they are offered. A component that
-finds no free resources waits, and the run continues without it as long as another one with its role runs. So a fleet
-grows when nodes join and shrinks when they leave. Restarts are done by the supervisor, not by Ray.
-
-All nodes see the run folder on a shared file system. This module knows nothing of what components do.
-"""
+while ranks restart. Engines are spread over nodes; workers and graders run where they are offered. A program that finds
+no free resources waits, and the run continues without it as long as another one with its role runs. So a fleet grows
+when nodes join and shrinks when they leave. Restarts are done by the supervisor, not by Ray. All nodes see the run
+folder on a shared file system."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ USAGE_EVERY_S = 5.0  # each call costs a pass over /proc on the node
 
 
 def role_of(name: str) -> str:
-    """The role of a component by its name. Programs that run before the learner use the learner's role.
+    """Return the role of a program by its name. Programs that run before the learner use the learner's role.
 
     >>> [role_of(name) for name in ("engine-3", "learner", "mid-training")]
     ['engine', 'learner', 'learner']
@@ -54,7 +52,7 @@ def role_of(name: str) -> str:
 
 
 class RayProcess:
-    """A `Process` that an actor hosts."""
+    """A `Process` that a `RayHost` actor hosts. `link` is the connection to that actor."""
 
     def __init__(self, program: Program, actor: Any, pid: int, link: socket.socket) -> None:
         self.role, self.pid = role_of(program.name), pid
@@ -73,7 +71,7 @@ class RayProcess:
         return code
 
     def release(self) -> None:
-        """Release actor and connection; what still runs ends. Idempotent."""
+        """Kill the actor and close the connection, which ends the program if it still runs. Idempotent."""
         if self.caller is None:
             self._link.close()
         _kill(self._actor)
@@ -98,7 +96,7 @@ class RayProcess:
         return float((await self.usage(with_memory=False)).get("cpu_s", 0.0))
 
     async def usage(self, *, with_memory: bool) -> dict[str, Any]:
-        """CPU time and memory of the process; {} when its node does not answer in time."""
+        """Return what `RayHost.usage` returns; {} when the node does not answer in time."""
         try:
             async with asyncio.timeout(USAGE_EVERY_S):
                 return dict(await _result(self._actor.usage.remote(with_memory)))
@@ -107,8 +105,9 @@ class RayProcess:
 
 
 class RayPlacement:
-    """Places the components of one run on the cluster that `ray_cluster.connect` connected to. `ranks`: number of
-    learner ranks; each gets its own bundle, and a GPU if the cluster has any."""
+    """Places the programs of one run on the cluster that `ray_cluster.connect` connected to.
+
+    `ranks` is the number of learner ranks. Each gets its own bundle, with a GPU if the cluster has any."""
 
     spreads = True
 
@@ -199,7 +198,6 @@ class RayPlacement:
         return before >= await asyncio.to_thread(capacity, role, _gpus(program))
 
     def _num_running(self, role: str) -> int:
-        """The number of running components of a role."""
         self._running = {process for process in self._running if process.returncode is None}
         return sum(process.role == role for process in self._running)
 

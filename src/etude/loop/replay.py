@@ -5,8 +5,7 @@ Loads the nearest learner checkpoint before the step, trains on every recorded b
 settings, and compares each version, tensor by tensor, with the digests in its manifest. `history` decides which step a
 number refers to. It only reads the run folder, also of a live run. Equality is guaranteed when the software and
 hardware are the same (`learner.computed_by`); otherwise the step is repeated all the same and the differences are
-returned. This module knows nothing of rollouts, engines and the conductor.
-"""
+returned."""
 
 from __future__ import annotations
 
@@ -35,15 +34,20 @@ TIMED = {"cpu_s", "fresh_ratio_max"}  # metrics that depend on timing; the secon
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """The result of one repeated step."""
+    """The result of one repeated step, compared with what the run recorded.
+
+    `found` is the digest of the resulting weights, and `published` the one that the run published (None if that is
+    lost). `different` names the tensors whose bytes differ. `numbers` has (recorded value or None, replayed value) by
+    metric. `computed_by` has (the run's value, the replay's value) for each fact of software and hardware that differs.
+    """
 
     step: int
     num_samples: int
-    found: str  # digest of the resulting weights
-    published: str | None  # digest that the run published; None: its manifest is missing
-    different: tuple[str, ...]  # tensors whose bytes differ
-    numbers: Mapping[str, tuple[float | None, float]]  # metric → (recorded value or None, replayed value)
-    computed_by: Mapping[str, tuple[str, str]]  # differing fact → (the run's value, the replay's value)
+    found: str
+    published: str | None
+    different: tuple[str, ...]
+    numbers: Mapping[str, tuple[float | None, float]]
+    computed_by: Mapping[str, tuple[str, str]]
 
     @property
     def equal(self) -> bool:
@@ -53,7 +57,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True)
 class Replay:
-    """A repeated step, with the steps before it back to the checkpoint."""
+    """The result of repeating `step`: all steps after the checkpoint `start` up to it."""
 
     step: int
     start: Path
@@ -71,12 +75,12 @@ class Replay:
 
     @property
     def first_different(self) -> ReplayedStep | None:
-        """The first step whose weights differ from the published ones."""
+        """The first step whose weights differ from the published ones; None if there is none."""
         return next((one for one in self.steps if one.published is not None and not one.equal), None)
 
     @property
     def computed_by(self) -> dict[str, tuple[str, str]]:
-        """The software and hardware facts that differ: name → (the run's value, the replay's value)."""
+        """The facts of software and hardware that differ: name → (the run's value, the replay's value)."""
         return {name: pair for one in self.steps for name, pair in one.computed_by.items()}
 
 
@@ -88,10 +92,12 @@ def replay_step(
     on_step: Callable[[ReplayedStep, int], None] | None = None,
     history: History | None = None,
 ) -> Replay:
-    """Repeat a step. `start`: the checkpoint to begin from (default: the nearest before the step). `on_step` is called
-    after each step, with the result and the number of steps. `history`: the run's history, if it was read already.
-    Raises `InputError` for a step that does not exist, `LedgerError` for a damaged or missing record,
-    `CheckpointError`, `WeightsError`, `RunError`."""
+    """Repeat a recorded training step, and compare the resulting weights with those that the run published.
+
+    `start` is the checkpoint to begin from; None: the nearest before the step. `on_step` is called after each step with
+    its result and the total number of steps. `history` is the run's history, if it was read already. Raises
+    `InputError` for a step that does not exist, `LedgerError` for a damaged or missing record, `CheckpointError`,
+    `WeightsError`, `RunError`."""
     check_config_unchanged(run)
     config, history = read_config(run), history or History.read(run)
     history.require(step)
@@ -115,7 +121,6 @@ def replay_step(
 def _replay_one(
     learner: TorchLearner, history: History, configured: Mapping[str, Any], here: Mapping[str, str]
 ) -> ReplayedStep:
-    """Train the learner's next step on its recorded batch, and compare the result."""
     step = learner.step + 1
     recorded = history.batch(step)
     learner.config = build(LearnerConfig, {**configured, **recorded.settings}, "learner")

@@ -1,11 +1,9 @@
 """Deletes a run's oldest checkpoints and traces to stay within a disk budget.
 
-They are deleted in stretches, the oldest first. A stretch is a checkpoint with the traces up to the next checkpoint:
-what is needed to replay these steps, and useless in parts. The newest two stretches are always kept, since a run
-continues from the newest checkpoint, or from the previous one when it is damaged. The starting checkpoint is kept, too.
-Deletions are recorded in the ledger first, so that files that are missing later are not taken for lost. This module
-knows nothing of the content of the files.
-"""
+They are deleted in stretches, the oldest first. A stretch is a checkpoint with the traces (recorded batches) up to the
+next checkpoint: what is needed to replay these steps. The newest two stretches are always kept, since a run continues
+from the newest checkpoint, or from the previous one when it is damaged. The starting checkpoint is kept, too. Deletions
+are recorded in the ledger first, so that files that are missing later are not taken for lost."""
 
 from __future__ import annotations
 
@@ -22,20 +20,22 @@ STRETCHES = 2  # number of stretches that are always kept
 
 
 def oldest_restart_step(run: RunFolder) -> int:
-    """The oldest step that a restart may continue from: that of the second newest checkpoint, which is used when the
-    newest is damaged. 0, the start, when there are fewer than two."""
+    """Return the oldest step that a restart may continue from: that of the second newest checkpoint.
+
+    It is used when the newest is damaged. With fewer than two checkpoints it is 0, the start."""
     steps = sorted(step for step, _ in steps_in(run / "checkpoints", "step-*"))
     return steps[-STRETCHES] if len(steps) >= STRETCHES else 0
 
 
 def replayable_after(ledger: Ledger) -> int:
-    """Only steps after this one can be replayed: files that earlier steps need may have been deleted."""
+    """Return the step after which all steps can be replayed; files that earlier steps need may have been deleted."""
     return int(ledger.recall(NOTE) or 0)
 
 
 def delete_oldest(run: RunFolder, ledger: Ledger, traces: TraceFolder, *, disk_gb: float) -> int:
-    """Delete the oldest stretches until checkpoints and traces fit into `disk_gb`. Returns the number of bytes deleted.
-    Traces in a bucket use no disk, and are deleted with the rest of their stretch. Call it when no checkpoint is being
+    """Delete the oldest checkpoints and traces until the rest fits into `disk_gb`. Returns the number of bytes deleted.
+
+    Traces in a bucket use no disk, and are deleted with the checkpoint before them. Call it when no checkpoint is being
     written. A kill at any moment leaves only files that the next call deletes."""
     for left in (run / "checkpoints").glob(".*"):  # partly deleted, or partly written by a killed learner
         shutil.rmtree(left)

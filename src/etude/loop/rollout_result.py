@@ -1,7 +1,6 @@
-"""The result of a rollout that a worker returns. The rollout itself is stored in a file.
+"""The result of a rollout that a worker returns to the conductor. The rollout itself is stored in a file.
 
-Graders and the learner read the stored file, since they need tokens or exports. The conductor needs only this result.
-"""
+Graders and the learner read that file, since they need its tokens or exported files."""
 
 from __future__ import annotations
 
@@ -15,23 +14,26 @@ from etude.records.summary import RolloutSummary, summary_of
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout: its summary, its task, and signs of cheating."""
+    """A finished rollout as the conductor sees it.
+
+    `signs` are signs of cheating. `transcript` is the last conversation of the rollout as text; "" if none was
+    requested."""
 
     summary: RolloutSummary
     task: Task
-    signs: CheatIndicators = CheatIndicators()  # of cheating
-    transcript: str = ""  # of the last path, if requested
+    signs: CheatIndicators = CheatIndicators()
+    transcript: str = ""
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A `RolloutResult` without its task, as it is sent to the conductor, which has the task."""
+    """A `RolloutResult` without its task: what a worker sends to the conductor, which has the task."""
 
     summary: RolloutSummary
     signs: CheatIndicators
     transcript: str
 
     def with_task(self, task: Task) -> RolloutResult:
-        """The result with its task."""
+        """Return the `RolloutResult` for this reply and its task."""
         return RolloutResult(summary=self.summary, task=task, signs=self.signs, transcript=self.transcript)
 
 
@@ -43,9 +45,10 @@ def store_rollout(
     find_signs: bool = False,
     chat: ChatFormat | None = None,
 ) -> RolloutReply:
-    """Store a rollout and return its reply. `kept`: the ledger will refer to the file, so it is synced to disk.
-    `looks`: look for signs of cheating, except in invalid rollouts. `chat`: the chat format for a transcript; None: no
-    transcript. Raises `StoreError`."""
+    """Store a rollout in a file, and return the reply for the conductor. Raises `StoreError`.
+
+    With `kept` the ledger will refer to the file, so it is synced to disk. With `find_signs` the rollout is searched
+    for signs of cheating, unless it is invalid. `chat` is the chat format for a transcript; None: no transcript."""
     stored, signs = files.write(rollout, durable=kept), CheatIndicators()
     if find_signs and rollout.invalid is None:
         calls = [turn.calls for turn in rollout.trace.turns]

@@ -1,12 +1,12 @@
 """Runs admitted rollouts, has them graded, and stores the results in the ledger.
 
-Rollouts start in order of admission, as many at a time as the engines can decode. None starts before the version step
-that it requires is published, which may be several steps away after a restart from a checkpoint. Groups of the next
-steps require no later version than these steps, whatever they were admitted with.
+Rollouts start in order of admission, as many at a time as the engines can decode. None starts before the version of the
+weights that it requires is published, which may be several steps away after a restart from a checkpoint. Groups of the
+next steps require no later version than these steps, whatever they were admitted with.
 
 A rollout whose worker dies is requeued. A grade whose grader dies is repeated. After `max_attempts` the rollout is
-invalid at that boundary. A rollout that no engine could serve because all had older versions is requeued without a
-limit, since it has not failed. This module knows nothing of weights and training.
+invalid. A rollout that no engine could serve because all had older weights is requeued without a limit, since it has
+not failed.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -45,7 +45,7 @@ AT_ONCE = 64  # maximum number of rollouts started or stored per transaction
 
 
 def keyed_seed(*parts: object) -> int:
-    """A 63-bit seed: the hash of `parts`, which identify one random draw.
+    """Return a 63-bit seed: the hash of `parts`, which identify one random draw.
 
     >>> keyed_seed(0, "g000001.2") == keyed_seed(0, "g000001.2") != keyed_seed(1, "g000001.2")
     True
@@ -64,7 +64,10 @@ def siblings(
     pin_step: int | None = None,
     keep_routes: bool = False,
 ) -> list[RolloutSpec]:
-    """The specs of a group's `n` rollouts. `keep_routes`: request routes from engines, for training."""
+    """Make the specs of the `n` rollouts of a group, which all try the same task. `seed` is that of the run.
+
+    `min_step` is the training step of the oldest weights that may sample them, and `pin_step` the only step allowed.
+    With `keep_routes` engines return the experts that they chose, for training."""
     return [
         RolloutSpec(
             rollout_id=f"{group_id}.{i}",
@@ -82,9 +85,10 @@ def siblings(
 
 
 async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_terms: bool = False) -> Outcome:
-    """Have a finished rollout graded. Returns its outcome with all terms; `own_terms`: also the run's own reward terms.
-    A grade is repeated when its grader dies. The outcome is invalid when graders cannot read the rollout's file or too
-    many graders die."""
+    """Have a grader process grade a finished rollout, and return the outcome with all reward terms.
+
+    With `own_terms` it also has the run's own reward terms. A grade is repeated when its grader dies. The outcome is
+    invalid when graders cannot read the rollout's file or too many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None
@@ -105,8 +109,10 @@ async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_
 
 
 async def run_once(processes: RunProcesses, spec: RolloutSpec) -> tuple[RolloutResult, Outcome]:
-    """Run and grade a rollout that is not in the ledger (of an evaluation). It is invalid when its workers die
-    repeatedly or no engine reaches its version, so that one task cannot end an evaluation."""
+    """Run and grade a rollout that is not in the ledger, such as one of an evaluation.
+
+    It becomes invalid when its workers die repeatedly or no engine loads the weights that it requires, so that one task
+    cannot end an evaluation."""
     while True:
         try:
             rollout = await processes.rollout(spec, kept=False)
@@ -120,7 +126,7 @@ async def run_once(processes: RunProcesses, spec: RolloutSpec) -> tuple[RolloutR
 
 
 async def grade_and_drop(processes: RunProcesses, rollout: RolloutResult) -> Outcome:
-    """Have a rollout graded, then delete its file."""
+    """Have a rollout graded, delete its file, and return the outcome."""
     try:
         return await grade_rollout(processes, rollout)
     finally:
@@ -128,8 +134,9 @@ async def grade_and_drop(processes: RunProcesses, rollout: RolloutResult) -> Out
 
 
 def with_host_terms(rollout: RolloutResult, outcome: Outcome, *, signs_checked: bool) -> Outcome:
-    """Add the terms that the host measures: whether the agent submitted and, if `signs_checked`, the number of signs of
-    cheating. Invalid outcomes have no terms."""
+    """Return an outcome with the reward terms that the host measures. Invalid outcomes have no terms.
+
+    They are whether the agent submitted and, if `signs_checked`, the number of signs of cheating."""
     if isinstance(outcome, Invalid):
         return outcome
     terms = [submitted(rollout.summary)]
@@ -145,12 +152,12 @@ def _signs(name: str, found: Sequence[CheatIndicator]) -> Term:
 
 
 def composed_reward(outcome: Outcome, composition: Composition) -> Reward | Invalid:
-    """The composed reward of an outcome, the same in training and evaluation. `Invalid` is returned unchanged."""
+    """Combine the terms of an outcome into its reward. `Invalid` is returned unchanged."""
     return outcome if isinstance(outcome, Invalid) else composition.of(outcome)
 
 
 def counted_signs(rollout: RolloutResult, outcome: Outcome, reward: Reward | Invalid) -> list[CheatIndicator]:
-    """The signs of cheating that set a rollout's reward to 0, the most serious first."""
+    """Return the signs of cheating because of which a rollout's reward is 0, the most serious first."""
     return rollout.signs.for_outcome(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
 
 
@@ -164,7 +171,7 @@ class _Ended(NamedTuple):
 
 
 class RolloutScheduler:
-    """Runs the rollouts that the ledger has admitted. `ledger_thread`: the thread in which all ledger calls run."""
+    """Runs the rollouts that the ledger has admitted. All calls of the ledger are made in `ledger_thread`."""
 
     def __init__(
         self, ledger: Ledger, ledger_thread: SerialExecutor, processes: RunProcesses, telemetry: Telemetry
@@ -178,16 +185,19 @@ class RolloutScheduler:
         self._num_lost: Counter[str] = Counter()  # by rollout: how many of its workers died
 
     async def progress(self) -> set[str]:
-        """Wait until all members of some group have ended. Returns the ids of all such groups since the last call. Has
-        no deadline: every rollout has its own."""
+        """Wait until all rollouts of some group have ended. Returns the ids of all such groups since the last call.
+
+        Has no deadline: every rollout has its own."""
         await self._group_ready.wait()
         self._group_ready.clear()
         ready, self._ready = self._ready, set()
         return ready
 
     async def run(self, more: asyncio.Event) -> None:
-        """Start waiting rollouts in order, until cancelled. The caller sets `more` when there may be rollouts to start:
-        new ones, or ones that waited for the version that is `published` now."""
+        """Start waiting rollouts in order, until cancelled.
+
+        The caller sets the event `more` when there may be rollouts to start: new ones, or ones that waited for weights
+        that are published now."""
         semaphore = AdjustableSemaphore(self.processes.max_running)  # a cancelled call does not release its slots
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -239,7 +249,6 @@ class RolloutScheduler:
             await self._store(ended)
 
     async def _store(self, ended: list[_Ended]) -> None:
-        """Store ended rollouts and their signs of cheating in one transaction."""
         counts = list[bool]()
 
         def work() -> None:

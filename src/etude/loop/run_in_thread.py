@@ -13,8 +13,9 @@ P = ParamSpec("P")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread and return its result; the event loop continues meanwhile. A cancelled caller still waits
-    for the end of the work, so that the work never overlaps with what follows.
+    """Run `work` in a thread and return its result; the event loop continues meanwhile.
+
+    A cancelled caller still waits for the end of the work, so that the work never overlaps with what follows.
 
     >>> asyncio.run(run_in_thread(lambda: 2 + 2))
     4
@@ -23,8 +24,9 @@ async def run_in_thread(work: Callable[[], T]) -> T:
 
 
 class SerialExecutor:
-    """Runs calls in one thread, in the order of submission. Blocking calls to a disk or server neither block the event
-    loop nor overtake each other.
+    """Runs calls in one thread, in the order of submission.
+
+    They neither block the event loop nor overtake each other.
 
     >>> async def story() -> list[int]:
     ...     in_order, done = SerialExecutor("example"), list[int]()

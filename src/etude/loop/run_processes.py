@@ -2,8 +2,7 @@
 
 Every call has a deadline. The supervisor restarts a child that died or hangs. Calls that were in flight raise
 `ProcessLost`, and the caller decides what to do: requeue the rollout, repeat the grade, resume training from the
-checkpoint.
-"""
+checkpoint."""
 
 from __future__ import annotations
 
@@ -55,8 +54,9 @@ AnyOutcome: Any = Outcome  # a union is no `type` to a type checker, but it is t
 
 
 class Pool:
-    """The child processes of one role that answer calls. A call goes to the process with the fewest calls in flight,
-    and waits while none is up."""
+    """The child processes of one role that answer calls.
+
+    A call goes to the process with the fewest calls in flight, and waits while none is up."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -65,13 +65,15 @@ class Pool:
         self._up = asyncio.Event()
 
     def join(self, caller: Caller) -> None:
-        """Add a process that is ready."""
+        """Add the RPC client of a process that is ready. It is removed when the process is lost."""
         self.members[caller.name] = caller
         self._load[caller.name] = 0
         self._up.set()
 
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
-        """Call a method on one of the processes. Raises `DeadlineExceeded` and what `Caller.call` raises."""
+        """Call a method on one of the processes and return its result, decoded as type `kind`.
+
+        Raises what `Caller.call` raises, and `DeadlineExceeded` when no process is up in time."""
         caller = await self.pick(deadline_s=deadline_s)
         self._load[caller.name] += 1
         try:
@@ -80,7 +82,7 @@ class Pool:
             self._load[caller.name] -= 1
 
     async def pick(self, *, deadline_s: float) -> Caller:
-        """Wait for a process that is up and return the least loaded one. Raises `DeadlineExceeded`."""
+        """Wait for a process that is up and return the one with the fewest calls. Raises `DeadlineExceeded`."""
         if (found := self._least()) is not None:
             return found  # without a timer: this runs twice per rollout
         try:
@@ -95,7 +97,6 @@ class Pool:
             ) from None
 
     def _least(self) -> Caller | None:
-        """The process with the fewest calls in flight; None when none is up."""
         for name in [n for n, c in self.members.items() if c.lost.is_set()]:
             del self.members[name]
         return min(self.members.values(), key=lambda c: (self._load[c.name], c.name), default=None)
@@ -121,7 +122,7 @@ class RunProcesses:
 
     @property
     def engines(self) -> dict[str, HttpEngine]:
-        """Engines by name: the run's own, and the remote ones that serve."""
+        """Clients of all engines by name: the run's own, and remote ones that are ready."""
         return self._own | (self.registrar.serving() if self.registrar else {})
 
     @property
@@ -130,23 +131,25 @@ class RunProcesses:
         return self.registrar.engines if self.registrar else ()
 
     def set_head(self, version: Version) -> None:
-        """Set the newest published version. A remote engine must load it before it gets work."""
+        """Set the newest published version of the weights. A remote engine must load it before it gets work."""
         if self.registrar is not None:
             self.registrar.set_head(version)
 
     async def wait_for_engine(self) -> None:
-        """Wait until at least one engine serves. Returns at once when the run has engines of its own."""
+        """Wait until at least one engine is ready. Returns at once when the run has engines of its own."""
         if self.registrar is not None and not self._own:
             await wait_for_first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
 
     def require_parity(self, learner_class: str) -> None:
-        """From now on, refuse remote engines whose parity class differs from the learner's."""
+        """From now on, refuse remote engines that may compute other bits than the learner.
+
+        `learner_class` is the learner's parity class: processes of one class compute the same bits from the same
+        weights."""
         if self.registrar is not None:
             self.registrar.requirements = msgspec.structs.replace(self.registrar.requirements, parity=learner_class)
 
     async def start_sampling(self) -> None:
-        """Start engines, workers and graders concurrently; returns when all are ready. Does not wait for remote
-        engines."""
+        """Start engines, workers and graders concurrently, and wait until they are ready, except for remote engines."""
         if self.config.fleet.listen:
             failed = self.supervisor.failed
             door = open_registry(self.run, self.config, self.telemetry, self._on_roster, failed=failed)
@@ -155,7 +158,7 @@ class RunProcesses:
         await asyncio.gather(self.supervisor.add_all(engines), self.start_workers_and_graders())
 
     async def start_workers_and_graders(self) -> None:
-        """Start workers and graders without engines: enough for scripted rollouts (`baseline`)."""
+        """Start workers and graders without engines, which is enough for scripted rollouts (`baseline`)."""
         fleet = self.config.fleet
         await asyncio.gather(
             self.supervisor.add_all(self._member("worker", i, self.workers) for i in range(fleet.num_workers)),
@@ -163,8 +166,9 @@ class RunProcesses:
         )
 
     async def start_learner(self) -> None:
-        """Start the learner. When its ranks are spread over machines, also start the process that hosts each other
-        rank."""
+        """Start the learner and wait until it is ready.
+
+        When its ranks are spread over machines, also start the process that hosts each other rank."""
         ranks = self.config.learner.ranks if self.supervisor.placement.spreads else 1
         brought = [self._rank_host(f"learner-host-{n}") for n in range(1, ranks)]
         added = (self.supervisor.add(*one) for one in [self._member("learner", 0, self.learners), *brought])
@@ -178,10 +182,11 @@ class RunProcesses:
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
-        """Have a worker run a rollout and store it. Worker and engines watch its progress and end it long before the
-        deadline of this call, which allows every turn the longest wait for an engine and for each token. `kept`: the
-        ledger refers to the rollout. Otherwise it has a transcript, and the caller must delete its file
-        (`files.drop`)."""
+        """Have a worker run a rollout and store it in a file.
+
+        With `kept` the ledger refers to the rollout. Otherwise the result has a transcript, and the caller must delete
+        the file (`files.drop`). Worker and engines watch the rollout's progress and end it long before the deadline of
+        this call, which allows every turn the longest wait for an engine and for each token."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
@@ -189,23 +194,23 @@ class RunProcesses:
         return reply.with_task(spec.task)
 
     async def baseline(self, spec: RolloutSpec, kind: str) -> RolloutResult:
-        """Have a worker run a scripted agent on a task; `kind` is "oracle" or "random". It uses no engine, so the
-        deadline covers machine and commands only. The result has a transcript, and the caller must delete its file
-        (`files.drop`)."""
+        """Have a worker run a scripted agent on a task; `kind` is "oracle" (plays a known solution) or "random".
+
+        It uses no engine. The result has a transcript, and the caller must delete its file (`files.drop`)."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
         reply = await self.workers.call("baseline", RolloutReply, spec, kind, deadline_s=deadline_s)
         return reply.with_task(spec.task)
 
     async def grade(self, rollout: RolloutResult) -> Outcome:
-        """Have a grader grade a finished rollout."""
+        """Have a grader process grade a finished rollout."""
         graded: Outcome = await self.graders.call(
             "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
         )
         return graded
 
     async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
-        """Have a grader measure the run's own reward terms of a graded rollout. Returns the verdict with these
-        terms."""
+        """Have a grader process measure the run's own reward terms of a graded rollout, and return the grade with
+        them."""
         return await self.graders.call("measure", Graded, rollout.summary, graded, deadline_s=GRADE_S)
 
     def _child(
@@ -291,7 +296,6 @@ class RunProcesses:
         return await self._send_engines()
 
     def _update_limit(self) -> None:
-        """Set how many rollouts may run, from the contexts of the engines that are up."""
         away = sum(map(self.config.contexts_of, self._waiting.values()))
         self.max_running.set(rollouts_on(self.config.own_contexts - away + self._joined_contexts))
 
@@ -314,7 +318,7 @@ class RunProcesses:
 
 
 def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
-    """The Python arguments that start an engine process of this kind for a run."""
+    """Return the arguments of the Python interpreter that start an engine of this kind for a run."""
     argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_location(run)
     argv += ["--store", str(place), *poll_arguments(place)]
@@ -333,8 +337,10 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:
-    """Wait for the URL that the engine with this pid writes to `ready_file` when it serves, and delete the file: on
-    another machine the next engine may have the same pid. Has no deadline; the supervisor limits the wait."""
+    """Wait for the URL that the engine with this pid writes to `ready_file`, delete the file, and return the URL.
+
+    The file is deleted because on another machine the next engine may have the same pid. Has no deadline; the
+    supervisor limits the wait."""
     while True:
         try:
             ready = json.loads(ready_file.read_text())
@@ -350,7 +356,7 @@ async def read_url(ready_file: Path, pid: int | None) -> str:
 async def open_processes(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor
 ) -> AsyncIterator[RunProcesses]:
-    """Context manager of a `RunProcesses`. Its processes end with the block."""
+    """Yield the `RunProcesses` of a run, with no process started yet. All of them end with the block."""
     members = RunProcesses(run, config, telemetry, supervisor)
     try:
         yield members

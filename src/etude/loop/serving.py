@@ -1,9 +1,8 @@
-"""Serves a checkpoint, or a run that is still training, through the gateway.
+"""Serves a checkpoint, or a run that is still training, through the gateway, an OpenAI-compatible server.
 
-`serve_checkpoint` starts one engine as a supervised child. For a run the engine follows its chain of weights, so that
-answers come from the newest version. `serve_fleet` has no engine of its own: the gateway uses the engines of a run that
-has a registry, with priority over their rollouts.
-"""
+`serve_checkpoint` starts one engine as a supervised child. For a run the engine loads each version of the weights that
+is published, so that answers come from the newest one. `serve_fleet` has no engine of its own: the gateway uses the
+engines of a run that has a registry, with priority over their rollouts."""
 
 from __future__ import annotations
 
@@ -48,10 +47,12 @@ async def serve_checkpoint(
     key: str | None,
     log: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """Serve a checkpoint while the block runs; yields the base URL for an OpenAI client. `store`: weight store to
-    follow; None: serve the checkpoint's own weights. `public_key`: of `store`, only versions with this key's signature
-    are served. `engine`: the engine's settings; its context is that of the model. `log` is called with a line on layers
-    of the checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
+    """Serve a checkpoint while the block runs. Yields the base URL for an OpenAI client.
+
+    `store` is the store of a run whose newest weights are served; None: the checkpoint's own weights. With `public_key`
+    only versions with this key's signature are served. `engine` has the engine's settings, except for its context,
+    which is that of the model. `model` is its name for clients, and `key` their API key. `log` is called with a line on
+    layers of the checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(
             f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory or a run"
@@ -92,8 +93,11 @@ async def serve_checkpoint(
 async def serve_fleet(
     checkpoint: Path, *, registry: str, model: str, gateway: GatewayConfig, key: str | None
 ) -> AsyncIterator[str]:
-    """Serve from the engines of a run while the block runs, in addition to its rollouts; yields the base URL.
-    `checkpoint`: its chat format is used. Raises what `inference.registry_client.fetch_requirements` raises."""
+    """Serve from the engines of a run while the block runs, besides its rollouts.
+
+    Yields the base URL for an OpenAI client. `registry` is the URL of the run's registry of engines. The chat format is
+    that of `checkpoint`. `model` is the name for clients, and `key` their API key. Raises what
+    `inference.registry_client.fetch_requirements` raises."""
     chat, token = ChatFormat.load(checkpoint), environment_token()
     requirements = await asyncio.to_thread(fetch_requirements, registry, token, wait_s=0.0)
     fleet = Fleet({})
@@ -122,9 +126,11 @@ def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
 
 
 def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig, EngineConfig]:
-    """(checkpoint, weight store, numerics, engine settings) for a path. A run's weights are followed and computed as
-    its engines do; a checkpoint has no store. Raises `WeightsError` when the newest version of a run cannot be
-    determined: its first weights are not served instead."""
+    """Return what to serve for a path: (checkpoint, weight store, numerics, engine settings).
+
+    For a run, the store is that of its weights, and settings are those of its engines; a checkpoint has no store
+    (None). Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not
+    served instead."""
     if not (model / "run.json").is_file():
         return model, None, NumericsConfig(), EngineConfig()
     run = RunFolder.open(model)

@@ -1,8 +1,7 @@
 """Images of tasks that have a Dockerfile: built before a run starts, and found by name in each of its processes.
 
 An image's name is the digest of its build folder, so that another Dockerfile has another name, and images that runs use
-are not garbage-collected. This module knows nothing of how images are built.
-"""
+are not garbage-collected."""
 
 from __future__ import annotations
 
@@ -27,9 +26,10 @@ _KINDS = {stat.S_IFLNK: "link", stat.S_IFDIR: "folder", stat.S_IFREG: "file"}
 async def with_images(
     source: HarborSource, store: ImageStore, runtime: Runtime, on_built: Callable[[str], None] = lambda _: None
 ) -> HarborSource:
-    """Build the images of a source's tasks and return the source with these images. A RUN can reach only the packages
-    that the store has. `on_built` is called with the folder name of each task once its image exists. Raises
-    `BadSource`, which names the line."""
+    """Build the images of a source's tasks, and return the source with these images.
+
+    A RUN instruction can reach only the packages that the store has. `on_built` is called with the folder name of each
+    task once its image exists. Raises `BadSource`, which names the line."""
     for context in _contexts(source):
         record = await build_from_dockerfile(
             store, context, runtime=runtime, run_deadline_s=BUILD_S, outlets=build_network_of(store.path)
@@ -40,7 +40,7 @@ async def with_images(
 
 
 def with_built_images(source: HarborSource, store: ImageStore) -> HarborSource:
-    """The source with the images that `with_images` has built. Raises `TaskError` when one is missing."""
+    """Return the source with the images that `with_images` has built. Raises `TaskError` when one is missing."""
     images: dict[Path, Image] = {}
     for context in _contexts(source):
         try:
@@ -52,7 +52,7 @@ def with_built_images(source: HarborSource, store: ImageStore) -> HarborSource:
 
 
 def num_images(source: HarborSource) -> int:
-    """The number of tasks with a Dockerfile."""
+    """Count the tasks with a Dockerfile."""
     return len(_contexts(source))
 
 

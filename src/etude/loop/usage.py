@@ -19,7 +19,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class Processes:
-    """A snapshot of all processes: parents, and CPU time of each."""
+    """A snapshot of all processes of this machine, made when it is created: their parents and CPU times."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -38,7 +38,7 @@ class Processes:
         self._cpu_s[pid] = sum(map(int, fields[11:15])) * _TICK_S  # user and system, with those of ended children
 
     def tree(self, pid: int) -> Iterable[int]:
-        """Yield a process and its descendants."""
+        """Yield the pids of a process and its descendants."""
         waiting = [pid]
         while waiting:
             at = waiting.pop()
@@ -46,17 +46,17 @@ class Processes:
             waiting += self._children.get(at, ())
 
     def cpu_s(self, pid: int) -> float:
-        """CPU seconds of a process and its descendants, including those that have ended."""
+        """Return the CPU seconds of a process and its descendants, including those that have ended."""
         return sum(self._cpu_s.get(p, 0.0) for p in self.tree(pid))
 
     def own_cpu_s(self, pid: int) -> float:
-        """CPU seconds of a process without its descendants."""
+        """Return the CPU seconds of a process without its running descendants."""
         times = os.times()
         return times.user + times.system if pid == os.getpid() else self._cpu_s.get(pid, 0.0)
 
 
 def pss_bytes(pids: Iterable[int]) -> int:
-    """The sum of the proportional set sizes of processes. Processes that ended or cannot be read count 0."""
+    """Sum the proportional set sizes of processes. Those that ended or cannot be read count 0."""
     total = 0
     for pid in pids:
         try:
@@ -77,7 +77,9 @@ def _read_bytes(path: str) -> bytes:
 
 
 async def log_usage(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]], telemetry: Telemetry) -> None:
-    """Write a `usage` event every second until cancelled. `sampled(with_memory)` returns its content."""
+    """Write a `usage` event every second until cancelled.
+
+    `sampled` is awaited for the event's content, with whether it must have memory."""
     tick = 0
     while True:
         telemetry.event("usage", processes=await sampled(tick % MEMORY_EVERY == 0))
@@ -86,8 +88,9 @@ async def log_usage(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]
 
 
 def sample(pids: Mapping[str, int], with_memory: bool) -> dict[str, dict[str, Any]]:
-    """CPU time and memory of this process ("conductor") and of other local processes: name → `cpu_s`, and with
-    `with_memory` also `pss_bytes`."""
+    """Measure CPU time and memory of this process ("conductor") and of other local processes.
+
+    Returns name → {"cpu_s": seconds}, and with `with_memory` also "pss_bytes"."""
     processes, own = Processes(), os.getpid()
     result: dict[str, dict[str, Any]] = {"conductor": {"cpu_s": round(processes.own_cpu_s(own), 3)}}
     result |= {name: {"cpu_s": round(processes.cpu_s(pid), 3)} for name, pid in pids.items()}

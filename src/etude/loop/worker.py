@@ -1,9 +1,8 @@
-"""The rollout worker process: runs harness and machines. It has no weights and no hidden answers.
+"""The rollout worker process: runs the agent loop and its machines. It has no weights and no hidden answers.
 
-It stores each rollout as a file in the run folder and returns a summary to the conductor. Its policy is the fleet of
-engines; the conductor sends a new list of engines whenever it changes. The conductor also limits how many rollouts run
-here.
-"""
+It stores each rollout as a file in the run folder and returns a summary to the conductor. Completions come from the
+run's engines; the conductor sends a new list of them whenever it changes. The conductor also limits how many rollouts
+run here."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ often than a local process hangs, and a repeated request gives the same result."
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    """The RPC methods of a worker process."""
+    """Return the RPC methods of a worker process, by name."""
     config = read_config(run)
     runtime = runtime_from_config(config.machines)
     chat = ChatFormat.load(run / "tokenizer")

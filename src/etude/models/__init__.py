@@ -1,5 +1,4 @@
-"""One mixture-of-experts model definition for training and inference, with Hugging Face checkpoints as input and
-output.
+"""One mixture-of-experts model definition for training and inference, which reads and writes Hugging Face checkpoints.
 
 Reading a config needs no torch: names that need it are imported on first use.
 
@@ -24,14 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Cache", "Forward", "ModelConfig", "Packed", "Transformer", "hf_views", "load_model", "save_model"]
 
 _HOME = {
-    "Cache": "attention",
-    "Forward": "transformer",
-    "Packed": "attention",
-    "Transformer": "transformer",
-    "hf_views": "weight_views",
-    "load_model": "checkpoint",
-    "save_model": "checkpoint",
-}
+    "Cache": "attention", "Forward": "transformer", "Packed": "attention", "Transformer": "transformer",
+    "hf_views": "weight_views", "load_model": "checkpoint", "save_model": "checkpoint",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -14,11 +14,10 @@ _MAX_BASES = 8
 
 
 def base_of(folder: Path) -> Path:
-    """The directory of the base weights of an adapter directory; any other directory itself.
+    """Return the directory of the base weights of an adapter directory; any other directory is returned itself.
 
     The base is looked for where adapter_config.json says, then beside the adapter as `mid`, where a run keeps it
-    wherever the run is moved. Raises `CheckpointError`.
-    """
+    wherever the run is moved. Raises `CheckpointError` when there is none, or after eight adapters of adapters."""
     for _ in range(_MAX_BASES):
         if not (folder / ADAPTER_CONFIG).is_file():
             return folder
@@ -27,7 +26,9 @@ def base_of(folder: Path) -> Path:
 
 
 def next_base(folder: Path) -> Path:
-    """The base of an adapter directory, which may be an adapter itself. Raises `CheckpointError`."""
+    """Return the base of an adapter directory, which may be an adapter itself.
+
+    Raises `CheckpointError` when there is no checkpoint where the base should be."""
     named = read_adapter_config(folder).get("base_model_name_or_path")
     places = [Path(str(named)), folder.parent / "mid"]
     for place in places:
@@ -41,7 +42,9 @@ def next_base(folder: Path) -> Path:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of a directory's adapter_config.json. Raises `CheckpointError`."""
+    """Read the JSON object in a directory's adapter_config.json.
+
+    Raises `CheckpointError` when it is missing or damaged."""
     path = folder / ADAPTER_CONFIG
     try:
         raw = json.loads(path.read_bytes())
@@ -53,6 +56,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def damaged_adapter(where: str, why: str) -> CheckpointError:
-    """The error for an adapter that cannot be used."""
+    """Return the error for an adapter that cannot be used. `where`: its path; `why`: the fault."""
     hint = "export it again; or merge it into its base with the tool that trained it, and use the result"
     return CheckpointError(f"{where} is damaged or not supported", why, hint=hint)

@@ -1,10 +1,8 @@
-"""Read and write LoRA adapters as directories that peft and vLLM read: adapter_config.json and
-adapter_model.safetensors.
+"""Read and write LoRA adapters as directories that peft and vLLM read.
 
-Etude's adapter directories also have the base model's config.json and tokeniser, so that the directory alone tells the
-model and its chat format. Loading one merges the adapters into the base's weights. The metadata of the safetensors file
-has the base's digest.
-"""
+They have an adapter_config.json and an adapter_model.safetensors. Etude's adapter directories also have the base
+model's config.json and tokeniser, so that the directory alone tells the model and its chat format. Loading one merges
+the adapters into the base's weights. The metadata of the safetensors file has the base's digest."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ def write_adapter(
 ) -> None:
     """Write adapter files into `folder`, which the caller then syncs and renames into place.
 
-    `tensors` have PEFT's names; `base`: the directory of the base weights, from which config and tokeniser are copied.
-    """
+    `tensors`: A and B by PEFT's names, which are stored in `dtype`. `base`: the directory of the base weights, from
+    which config and tokeniser are copied."""
     base = base.resolve()
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config.to_peft(base), indent=2) + "\n")
     held = {name: t.to(dtype) for name, t in tensors.items()}
@@ -55,7 +53,9 @@ def write_adapter(
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-    """Read an adapter directory: its config and its tensors. Raises `CheckpointError`."""
+    """Read an adapter directory, and return its config and its A and B matrices by PEFT's names.
+
+    Raises `CheckpointError` when a file is missing or damaged, or the adapter is not plain LoRA."""
     path = folder / ADAPTER_WEIGHTS
     tensors = load_tensors(path)
     try:
@@ -77,8 +77,8 @@ def merge_adapter(
     """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
     `tensors`: A and B by PEFT's names, all of one dtype, to which the model is rounded, too. `where`: path of the
-    adapter, for errors. `held`: keep A and B in float32, for an optimiser. Raises `CheckpointError`.
-    """
+    adapter, for errors. `held`: keep A and B in float32, for an optimiser. Raises `CheckpointError` when the adapter
+    does not fit."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) != 1:
         raise CheckpointError(f"{where} has {len(kinds)} dtypes", "an adapter must have one", hint=HINT_DAMAGED)
@@ -92,7 +92,9 @@ def merge_adapter(
 
 @torch.no_grad()
 def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Copy tensors, by PEFT's names, into A and B. Raises `CheckpointError`."""
+    """Copy tensors, by PEFT's names, into A and B. `where`: path of the adapter, for errors.
+
+    Raises `CheckpointError` for a missing or further tensor, or another shape."""
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
         facts = f"it lacks {name}" if name in views else f"it has {name}, which the base does not have"
@@ -114,9 +116,9 @@ def load_merged(
 ) -> Transformer:
     """Load the base model of an adapter directory and merge the adapter into its weights.
 
-    Arguments are those of `checkpoint.load_model`, which calls this function for adapter directories. Every parameter
-    of the result requires a gradient. Raises `CheckpointError`, and `ConfigError` if `parallel` has several ranks.
-    """
+    The arguments are those of `checkpoint.load_model`, which calls this function for adapter directories. Every
+    parameter of the result requires a gradient. Raises `CheckpointError`, and `ConfigError` if `parallel` has several
+    ranks."""
     if parallel is not SINGLE_RANK:
         raise ConfigError(
             f"{folder} on several ranks", "it is an adapter", hint="export the merged model, and use that"

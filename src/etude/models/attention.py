@@ -6,8 +6,7 @@ A model may pass *compressed* keys and values (multi-head latent attention, arXi
 key head for all queries, values that are the first numbers of the keys, and a softmax scale other than 1/√width.
 `ModelConfig.cache_layout` says so, so that a cache stores such values once.
 
-Shapes: N tokens of the forward pass, D width, H query heads, G key/value heads, A key width, B value width.
-"""
+Shapes: N tokens of the forward pass, D width, H query heads, G key/value heads, A key width, B value width."""
 
 from __future__ import annotations
 
@@ -26,34 +25,33 @@ from etude.numerics.parallel import SINGLE_RANK, Parallel
 
 
 class Cache(Protocol):
-    """Positions of the tokens of one forward pass, and attention over what they may see."""
+    """Positions of the N tokens of one forward pass, and attention over the keys and values that they may see.
+
+    An engine or a trainer makes one for each forward pass, and `Transformer.run` calls it."""
 
     @property
     def positions(self) -> torch.Tensor:
         """int64 [N]: each token's position in its sequence."""
-        ...
 
     @property
     def compressed(self) -> bool:
         """Whether a latent-attention model should pass latents, instead of keys and values computed from them."""
-        ...
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Store the tokens' keys and values, attend causally with softmax(scale · q·k), and return o_NHB.
+        """Store the tokens' keys and values for this layer, attend causally, and return the output o_NHB.
 
-        `scale` None: 1/√A. With `ModelConfig.cache_layout.shared` and `compressed`, v is a view of the first B numbers
-        of k.
-        """
-        ...
+        Weights are softmax(scale · q·k); `scale` None means 1/√A. With `ModelConfig.cache_layout.shared` and
+        `compressed`, v is a view of the first B numbers of k. H are query heads, G key/value heads, A and B the widths
+        of keys and values."""
 
 
 class Packed:
-    """Several full sequences, packed one after another. Each attends only within itself, and nothing is stored.
+    """A `Cache` for several full sequences, packed one after another: each attends only within itself.
 
-    A sequence's results do not depend on its neighbours or on padding. `operators` are the model's, `device` is that of
-    the tokens.
+    Nothing is stored, and a sequence's results do not depend on its neighbours or on padding. `lengths`: tokens of each
+    sequence. `operators`: those of the model. `device`: that of the tokens.
 
     >>> from etude.numerics import Native
     >>> Packed([2, 3], Native()).positions.tolist()
@@ -79,21 +77,22 @@ class AttentionLayer(Protocol):
     """The interface of an attention layer of a `Transformer`; it is also an `nn.Module`."""
 
     def __call__(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
-        """The layer's contribution to the residual stream, [N, D]. `hook` is called with each operator's name and
-        result."""
-        ...
+        """Return the layer's contribution to the residual stream, [N, D].
+
+        `rope`: cosine and sine of the tokens. `layer`: the layer's index, for the cache. `hook`: called with each
+        operator's name and result."""
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Each weight as a view into the parameters, by the names of `components.AttentionKind.shapes`."""
-        ...
+        """Return each weight as a view into the parameters, by the names of `components.AttentionKind.shapes`."""
 
     def matrices(self) -> dict[str, list[int]]:
-        """The parameters that Muon updates, each with the row counts of the matrices stacked in it."""
-        ...
+        """Return the names of the parameters that the Muon optimiser updates, each with row counts.
+
+        A parameter may be several matrices stacked along the rows; the row counts are those of each matrix."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE. Queries and keys are RMS-normalised as in `GroupedQueries.qk_norm`."""
+    """Grouped-query attention with RoPE. Queries and keys are RMS-normalised as `GroupedQueries.qk_norm` says."""
 
     def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
@@ -119,7 +118,7 @@ class Attention(nn.Module):
         return hook("attention.out", parallel.row_parallel(ops, o, self.out, "attention.out"))
 
     def _normed(self, qk: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """Queries and keys after their norms, [N, H + G, A]."""
+        """Return queries and keys after their norms, [N, H + G, A]."""
         ops, parts = self.operators, [self.heads, self.kv_heads]
         if self.qk_norm is QkNorm.WIDTH:
             wide = zip(torch.split(qk, parts, 1), weights, strict=True)

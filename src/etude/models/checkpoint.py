@@ -1,10 +1,8 @@
-"""Read and write checkpoints as Hugging Face directories: config.json, weights in one file or in shards, tokeniser
-files.
+"""Read and write checkpoints as Hugging Face directories, with config, weights and tokeniser files.
 
 A write is all or nothing: it goes into a hidden sibling directory with checksums (`etude.file_checksums`), which is
 fsynced and renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a model,
-and every byte where the directory has checksums.
-"""
+and every byte where the directory has checksums."""
 
 from __future__ import annotations
 
@@ -65,15 +63,15 @@ def save_model(
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint directory, all or nothing. An existing directory is replaced.
+    """Write a model as a checkpoint directory, all or nothing. An existing directory is replaced.
 
     - `dtype`: "bf16" or "f32".
     - `quantise`: the format of the large matrices.
     - `assets`: a directory whose tokeniser files, and special tokens in config.json, are copied.
     - `shard_bytes`: more weights than this become shards with an index.
 
-    Raises `CheckpointError`, and `ConfigError` for widths that are not multiples of the format's block size.
-    """
+    Raises `CheckpointError` for disk errors, and `ConfigError` for widths that are not multiples of the format's block
+    size."""
     with atomic_directory(path) as folder:
         write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
 
@@ -87,7 +85,9 @@ def write_model(
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the same files into `folder`, which the caller then syncs and renames into place."""
+    """Write the files of `save_model` into the existing `folder`, which the caller then syncs and renames into place.
+
+    The other arguments are those of `save_model`."""
     write_config_files(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
     tensors = hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise])
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
@@ -101,7 +101,7 @@ def write_config_files(
     quantise: Quantise = Quantise.NONE,
     assets: Path | str | None = None,
 ) -> None:
-    """Write all files of such a directory but its weights."""
+    """Write all files of a checkpoint directory but its weights. The arguments are those of `save_model`."""
     name = _DTYPES[dtype][1]
     config = {**model.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
     if quantise is not Quantise.NONE:
@@ -114,7 +114,7 @@ def write_config_files(
 
 
 def _carried(assets: Path | str | None) -> dict[str, object]:
-    """Keys of a config.json that etude does not need and other tools read: ids of special tokens."""
+    """Return keys of a config.json that etude does not need and other tools read: ids of special tokens."""
     if assets is None or not (Path(assets) / "config.json").is_file():
         return {}
     raw = read_json(Path(assets) / "config.json")
@@ -143,14 +143,15 @@ def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.
 
 
 def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
-    """Write the index: tensor name → shard."""
+    """Write the index of a directory with shards. `where`: tensor name → shard; `num_bytes`: of all weights."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file, with the permissions of the umask. Views that share memory are written as separate
-    tensors."""
+    """Write one safetensors file, with the permissions of the umask.
+
+    Views that share memory are written as separate tensors. `metadata`: further metadata of the file."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
@@ -169,14 +170,13 @@ def load_model(
 ) -> Transformer:
     """Load the model of a checkpoint directory, or one rank's part of it. An adapter directory is merged into its base.
 
-    - `operators`: None: exact, in `dtype`.
+    - `operators`: the arithmetic of the model; None: exact, in `dtype`.
     - `held`: dtype of the weights in memory (None: `Operators.storage_dtype`).
-    - `parallel`: load this rank's part.
+    - `parallel`: the rank whose part is loaded.
     - `device`: weights are copied there tensor by tensor (None: the CPU).
 
     Raises `CheckpointError` for a missing or damaged file, an unsupported architecture, weights that do not fit the
-    config, weights with NaN or infinities, and a stored head that differs from tied embeddings.
-    """
+    config, weights with NaN or infinities, and a stored output head that differs from tied embeddings."""
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
         from etude.models.adapter_files import load_merged  # which calls this function for the base
@@ -200,8 +200,9 @@ def load_model(
 
 
 def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a checkpoint directory's model by Hugging Face name, sorted, one at a time, float32. Raises
-    `CheckpointError`."""
+    """Yield (Hugging Face name, float32 tensor) of every weight of a checkpoint directory, sorted by name.
+
+    One tensor at a time is in memory. Raises `CheckpointError` for a missing or damaged file."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
     verify_weights(path)
@@ -213,18 +214,17 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def verify_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Verify checksums of a checkpoint directory's config and weights, where it has them; about one second per 1 to 2
-    GB.
+    """Verify checksums of a checkpoint directory's config and weights, where it has them.
 
-    `part` of `parts`: other callers verify the other parts. Raises `CheckpointError`.
-    """
+    This takes about one second per 1 to 2 GB. To share the work, each of `parts` callers verifies its own `part` of the
+    files, counted from 0. Raises `CheckpointError` for a wrong checksum."""
     is_sharded = (path / INDEX).is_file()
     names = ["config.json", *([INDEX, *shard_names(path / INDEX)] if is_sharded else [WEIGHTS])]
     verify_files(path, names[part::parts], kind=CheckpointError)
 
 
 def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    """Raise `CheckpointError` where a stored head differs from the embedding that it is tied to."""
+    """Raise `CheckpointError` when a stored output head differs from the embedding that it is tied to."""
     if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
             f"{HEAD} of {path} differs from the embedding",
@@ -234,7 +234,7 @@ def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> Non
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise `CheckpointError` where weights are NaN or infinite in the dtype in memory."""
+    """Raise `CheckpointError` when a weight has NaN or infinities in its dtype in memory. `path`: for the message."""
     bad = find_non_finite(tensors)
     if bad:
         first = next(iter(bad))
@@ -246,24 +246,26 @@ def require_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 class Tensors:
-    """A directory's tensors by name, read one at a time."""
+    """The tensors of a checkpoint directory by name, read from disk one at a time. `open_tensors` makes it."""
 
     def __init__(self, found: Container[str], where: Mapping[str, Any]) -> None:
         self._found, self._where = found, where
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor in the dtype of the file."""
+        """Read a tensor in the dtype of the file."""
         progress.tick()
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
     def full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor's values, dequantised if it is quantised."""
+        """Read a tensor's values, dequantised if it is quantised. `shape`: that of the dequantised tensor."""
         tensor = read_stored(name, shape, self._found, self.stored)
         return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Some rows of a tensor. Only these are read, unless the tensor is packed."""
+        """Read rows [start, stop) of a tensor with this full shape.
+
+        Only these rows are read from disk, unless the tensor is packed."""
         if name in self._where and name + FP8_SCALE not in self._found:
             progress.tick()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
@@ -273,7 +275,9 @@ class Tensors:
 
 @contextlib.contextmanager
 def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
-    """Open a directory's tensors. `found`: their names. Raises `CheckpointError`."""
+    """Open the files of a checkpoint directory; they are closed at the end of the `with` block.
+
+    `found`: names of the stored tensors. Raises `CheckpointError`, also for read errors inside the block."""
     files = [path / name for name in (shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS])]
     where: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -288,13 +292,15 @@ def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a tensor with a Hugging Face name, and the memory to read them into."""
+    """Rows [start, stop) of a tensor with a Hugging Face name, and the memory to read them into.
+
+    `shape`: of the full tensor. `out`: [stop - start, *shape[1:]]."""
 
     name: str
-    shape: tuple[int, ...]  # of the full tensor
+    shape: tuple[int, ...]
     start: int
     stop: int
-    out: torch.Tensor  # [stop - start, *shape[1:]]
+    out: torch.Tensor
 
 
 @torch.no_grad()
@@ -302,8 +308,7 @@ def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
     """Read rows of a checkpoint directory into memory: what a rank needs of a sharded model.
 
     Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises
-    `CheckpointError` as `load_model` does.
-    """
+    `CheckpointError` as `load_model` does."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
     embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))
@@ -317,7 +322,9 @@ def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file. Raises `CheckpointError`."""
+    """Read all tensors of one safetensors file, and verify its checksum if there is one.
+
+    Raises `CheckpointError` when the file is missing or damaged."""
     with open_safetensors(path) as file:
         verify_files(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -325,7 +332,9 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open one safetensors file, to read it tensor by tensor. Raises `CheckpointError`."""
+    """Open one safetensors file, to read it tensor by tensor inside the `with` block.
+
+    Raises `CheckpointError` when the file is missing or damaged, also for read errors inside the block."""
     if not path.is_file():
         raise CheckpointError(f"no weights at {path}", hint="a checkpoint directory has config.json and *.safetensors")
     try:
@@ -336,7 +345,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises `CheckpointError`."""
+    """Read the JSON object in a file. Raises `CheckpointError` when the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -354,11 +363,10 @@ def read_json(path: Path) -> dict[str, object]:
 
 @contextlib.contextmanager
 def atomic_directory(path: Path | str) -> Iterator[Path]:
-    """A hidden directory to fill. It becomes `path` when the block succeeds, and is deleted when it fails.
+    """Yield a hidden directory to fill. It becomes `path` when the block succeeds, and is deleted when it fails.
 
     Readers see the old directory, for an instant no directory, or the new one; never an incomplete one. Raises
-    `CheckpointError` for disk errors.
-    """
+    `CheckpointError` for disk errors."""
     path = Path(path)
     hidden = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
@@ -376,24 +384,20 @@ def atomic_directory(path: Path | str) -> Iterator[Path]:
 
 
 def fsync_directory(folder: Path) -> None:
-    """fsync a directory and its files."""
+    """Sync a directory and its files to disk."""
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
 
 
 def rename_into_place(hidden: Path, path: Path) -> None:
-    """Rename a complete directory to its final name."""
-    _rename(hidden, path)
-    _sync(path.parent)
-
-
-def _rename(hidden: Path, path: Path) -> None:
+    """Rename a complete directory to its final name, in place of an existing directory."""
     old = hidden.with_name(hidden.name + ".old")
     if path.exists():
         path.rename(old)
     hidden.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

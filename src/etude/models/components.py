@@ -1,8 +1,7 @@
 """Components of model families: attention kinds, routing, YaRN. Torch-free.
 
 A family (`config.ModelFamily`) chooses among them. The layers that compute them are in `attention`, `latent` and
-`experts`.
-"""
+`experts`."""
 
 from __future__ import annotations
 
@@ -34,16 +33,18 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a KV cache stores for one token in one layer."""
+    """What a KV cache stores for one token in one layer.
+
+    `shared`: a value is the first `value_width` numbers of its key, so only keys are stored."""
 
     heads: int  # G
     key_width: int  # A
     value_width: int  # B
-    shared: bool  # a value is the first B numbers of its key, so only keys are stored
+    shared: bool
 
 
 class AttentionKind(Protocol):
-    """A kind of attention: its weight shapes and its layer class."""
+    """A kind of attention, such as grouped-query attention: its weight shapes and its layer class."""
 
     layer: ClassVar[str]
     """Import path of the layer, "package.module:Name": an `nn.Module` and an `attention.AttentionLayer`, constructed
@@ -51,33 +52,33 @@ class AttentionKind(Protocol):
 
     @property
     def undivided(self) -> str:
-        """Why tensor-parallel ranks cannot divide its heads; empty where they can."""
-        ...
+        """Why tensor-parallel ranks cannot divide its heads, for an error; empty where they can."""
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
-        """Shape of each weight, by its name under `self_attn` without `.weight`. Names of matrices end in `_proj`."""
-        ...
+        """Return the shape of each weight, by its name under `self_attn` without `.weight`.
+
+        Names of matrices end in `_proj`."""
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
-        """(out, in) of each matrix product of a layer."""
-        ...
+        """Return (out, in) of each matrix product of a layer, with the sizes of the model `c`."""
 
     def cache_layout(self, c: Sizes) -> CacheLayout:
-        """What an engine's KV cache stores for each token."""
-        ...
+        """Return what an engine's KV cache stores for each token and layer."""
 
 
 class QkNorm(enum.StrEnum):
-    """Over which numbers queries and keys are RMS-normalised, before RoPE."""
+    """Over which numbers queries and keys are RMS-normalised, before RoPE.
+
+    HEAD: each head separately, with one weight for all heads. WIDTH: all heads together."""
 
     NONE = "none"
-    HEAD = "head"  # each head separately, with one weight for all heads
-    WIDTH = "width"  # all heads together
+    HEAD = "head"
+    WIDTH = "width"
 
 
 @dataclass(frozen=True)
 class GroupedQueries:
-    """Grouped-query attention (arXiv 2305.13245)."""
+    """Grouped-query attention (arXiv 2305.13245). `qk_norm`: how queries and keys are normalised."""
 
     layer: ClassVar[str] = "etude.models.attention:Attention"
     qk_norm: QkNorm = QkNorm.HEAD
@@ -92,7 +93,7 @@ class GroupedQueries:
         return products | {"o_proj": (d, queries)} | self.norms(c)
 
     def norms(self, c: Sizes) -> dict[str, Shape]:
-        """Shapes of the norm weights of queries and keys."""
+        """Return the shapes of the norm weights of queries and keys; empty without such norms."""
         if self.qk_norm is QkNorm.NONE:
             return {}
         heads = (1, 1) if self.qk_norm is QkNorm.HEAD else (c.num_heads, c.num_kv_heads)
@@ -107,28 +108,30 @@ class GroupedQueries:
 
 
 class Scores(enum.StrEnum):
-    """The activation of router logits."""
+    """The activation of router logits.
+
+    SIGMOID comes with a bias that affects only the choice of experts (arXiv 2408.15664)."""
 
     SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"  # with a bias that affects only the choice of experts (arXiv 2408.15664)
+    SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How router logits become experts and gates.
+    """How router logits become experts and gates (the weights of the chosen experts).
 
-    With groups (arXiv 2412.19437, §2.1.2) only experts of the `top_groups` best groups can be chosen. A group's score
-    is the sum of its two best experts' scores.
-    """
+    `scores`: the activation of the logits. `normalise`: gates of a token sum to `scaling`, a factor of all gates. With
+    groups (arXiv 2412.19437, §2.1.2) only experts of the `top_groups` best of `num_groups` groups can be chosen. A
+    group's score is the sum of its two best experts' scores."""
 
     scores: Scores = Scores.SOFTMAX
-    normalise: bool = True  # gates of a token sum to `scaling`
+    normalise: bool = True
     scaling: float = ranged(1.0, low=0.0)
     num_groups: int = ranged(1, low=1)
     top_groups: int = ranged(1, low=1)
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """Raise `ValueError` where the experts cannot be divided into the groups."""
+        """Raise `ValueError` when the experts cannot be divided into the groups, or cannot give `top_k`."""
         if self.num_groups == 1:
             return
         size, rest = divmod(num_experts, self.num_groups)
@@ -143,16 +146,21 @@ class Latent:
     """Sizes of multi-head latent attention (MLA; arXiv 2405.04434, §2.1).
 
     Keys and values of all heads are projections of one latent per token; all heads share one RoPE key.
-    """
+
+    - `kv_rank`, `q_rank`: widths of the latents of keys and values, and of queries; `q_rank` None: queries have no
+      latent.
+    - `nope_dim`: width of the part of a head's query and key without RoPE.
+    - `rope_dim`: width of the part of a head's query with RoPE, and of the shared key.
+    - `interleaved`: RoPE rotates neighbouring numbers, not the two halves."""
 
     layer: ClassVar[str] = "etude.models.latent:LatentAttention"
     undivided: ClassVar[str] = ""
     kv_rank: int = ranged(64, low=1)
-    nope_dim: int = ranged(32, low=1)  # part of a head's query and key without RoPE
-    rope_dim: int = ranged(16, low=2)  # part of a head's query, and width of the shared key, with RoPE
+    nope_dim: int = ranged(32, low=1)
+    rope_dim: int = ranged(16, low=2)
     value_dim: int = ranged(32, low=1)
-    q_rank: int | None = None  # None: queries have no latent
-    interleaved: bool = True  # RoPE rotates neighbouring numbers, not halves
+    q_rank: int | None = None
+    interleaved: bool = True
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
@@ -162,7 +170,7 @@ class Latent:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's query."""
+        """The width of a head's query."""
         return self.nope_dim + self.rope_dim
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
@@ -190,9 +198,10 @@ class Latent:
 class Yarn:
     """YaRN: RoPE for longer contexts than in pre-training (arXiv 2309.00071), as transformers computes it.
 
-    YaRN's sharper softmax is `attention_factor`, applied to cosine and sine. DeepSeek applies it to the softmax scale
-    instead (`mscale_all_dim`), so its `attention_factor` is 1.
-    """
+    The fields are those of config.json's `rope_scaling`; `original_tokens` is its `original_max_position_embeddings`.
+    YaRN's sharper softmax is `attention_factor`, applied to cosine and sine; None: computed from `factor`, `mscale` and
+    `mscale_all_dim`. DeepSeek applies it to the softmax scale instead (`mscale_all_dim`), so its `attention_factor` is
+    1."""
 
     factor: float = ranged(4.0, low=1.0)
     original_tokens: int = ranged(4096, low=1)
@@ -200,7 +209,7 @@ class Yarn:
     beta_slow: float = ranged(1.0, low=0.0)
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    attention_factor: float | None = None  # None: from the other three
+    attention_factor: float | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
@@ -211,7 +220,7 @@ class Yarn:
 
     @property
     def table_scale(self) -> float:
-        """Factor of cosines and sines."""
+        """The factor by which RoPE's cosines and sines are multiplied."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -220,17 +229,17 @@ class Yarn:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the softmax scale (DeepSeek)."""
+        """The factor of the softmax scale, which only DeepSeek's models have."""
         return self._sharper(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _sharper(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def interpolated(self, rope_dim: int, theta: float) -> list[float]:
-        """Interpolation of each of the rope_dim / 2 frequencies: 0.0 keeps it, 1.0 divides it by `factor`."""
+        """Return how far each of the rope_dim / 2 frequencies is changed: 0.0 keeps it, 1.0 divides it by `factor`."""
 
         def turns(rotations: float) -> float:
-            """The dimension with this number of rotations within the original context."""
+            """Return the dimension with this number of rotations within the original context."""
             return rope_dim * math.log(self.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = turns(self.beta_fast), turns(self.beta_slow)

@@ -2,8 +2,7 @@
 
 One `ModelConfig` serves all families; the parts in which they differ are in `components`. A `ModelFamily` converts
 between a `ModelConfig` and Hugging Face's config.json, and defines the layers and the names of the tensors. The
-built-in families are the modules of `models/families`; a user's own family is a plug-in.
-"""
+built-in families are the modules of `models/families`; a user's own family is a plug-in."""
 
 from __future__ import annotations
 
@@ -58,7 +57,16 @@ FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder model. The defaults are the laptop example's, a Qwen3-MoE.
+    """Sizes of a decoder model. The defaults are those of the laptop example, a Qwen3-MoE.
+
+    - `num_kv_heads`, `head_dim`: with latent attention `num_heads`, and nope_dim + rope_dim.
+    - `expert_size`: the intermediate width of an expert. `num_experts`: 0 in a family without routers; then `top_k` is
+      0.
+    - `family`: one of `FAMILY_NAMES`, or the import path of a user's family.
+    - `dense_layers`: indices of layers without a router. `dense_size`: their intermediate width; 0: `expert_size`.
+    - `num_shared`: shared experts, which every token uses.
+    - `latent`: sizes of latent attention; None: grouped-query attention.
+    - `yarn`: None: plain RoPE.
 
     >>> ModelConfig().num_parameters
     1527872
@@ -72,22 +80,22 @@ class ModelConfig:
     hidden_size: int = ranged(128, low=1)
     num_layers: int = ranged(3, low=1, high=MAX_LAYERS)
     num_heads: int = ranged(4, low=1)
-    num_kv_heads: int = ranged(2, low=1)  # with latent attention: num_heads
-    head_dim: int = ranged(32, low=2)  # with latent attention: nope_dim + rope_dim
+    num_kv_heads: int = ranged(2, low=1)
+    head_dim: int = ranged(32, low=2)
     expert_size: int = ranged(128, low=1)
-    num_experts: int = ranged(8, low=0, high=MAX_EXPERTS)  # 0 in a family without routers; then top_k is 0, too
+    num_experts: int = ranged(8, low=0, high=MAX_EXPERTS)
     top_k: int = ranged(2, low=0)
     rope_theta: float = ranged(10_000.0, low=1.0)
     rms_eps: float = ranged(1e-6, low=0.0)
     tie_embeddings: bool = False
     context_tokens: int = ranged(1024, low=1, high=MAX_CONTEXT_TOKENS)
-    family: str = field(default="qwen3_moe", metadata={"plugin": True})  # of FAMILY_NAMES, or an import path
-    dense_layers: tuple[int, ...] = ()  # layers without a router
-    dense_size: int = ranged(0, low=0)  # width of dense layers; 0: expert_size
-    num_shared: int = ranged(0, low=0)  # shared experts
+    family: str = field(default="qwen3_moe", metadata={"plugin": True})
+    dense_layers: tuple[int, ...] = ()
+    dense_size: int = ranged(0, low=0)
+    num_shared: int = ranged(0, low=0)
     routing: Routing = field(default_factory=Routing)
-    latent: Latent | None = None  # None: grouped-query attention
-    yarn: Yarn | None = None  # None: plain RoPE
+    latent: Latent | None = None
+    yarn: Yarn | None = None
 
     def __post_init__(self) -> None:
         family = self.architecture  # checks the name
@@ -122,27 +130,27 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Number of layers with a router: the second dimension of routes, [T, MoE layers, top_k]."""
+        """The number of layers with a router: the second dimension of routes, [T, MoE layers, top_k]."""
         return len(self.moe_layers)
 
     @property
     def route_dtype(self) -> str:
-        """numpy name of the dtype of routes. The dtype's largest value marks a missing route."""
+        """numpy's name of the dtype of routes (expert indices). The dtype's largest value marks a missing route."""
         return route_dtype(self.num_experts).__name__
 
     @property
     def dense_width(self) -> int:
-        """Intermediate width of layers without a router."""
+        """The intermediate width of layers without a router."""
         return self.dense_size or self.expert_size
 
     @property
     def rope_dim(self) -> int:
-        """Width of the part of a head to which rotary positions apply."""
+        """The width of the part of a head to which rotary positions apply."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Scale of the attention logits."""
+        """The factor of the attention logits before the softmax."""
         sharper = self.yarn.softmax_scale if self.yarn is not None and self.latent is not None else 1.0
         return float(self.head_dim**-0.5 * sharper)
 
@@ -153,12 +161,12 @@ class ModelConfig:
 
     @property
     def value_dim(self) -> int:
-        """Width of a head's value."""
+        """The width of a head's value."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, without router biases."""
+        """The number of parameters, without router biases."""
         d, dense = self.hidden_size, self.num_layers - self.num_moe_layers
         experts = d * (self.num_experts * (3 * self.expert_size + 1) + 3 * self.num_shared * self.expert_size)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
@@ -167,7 +175,9 @@ class ModelConfig:
 
     @property
     def product_shapes(self) -> set[tuple[int, int]]:
-        """(out, in) of every matrix product. The parity class depends on them."""
+        """(out, in) of every matrix product.
+
+        Whether two machines compute equal bits (`numerics.parity`) depends on them."""
         d = self.hidden_size
         found = {(self.vocab_size, d)} | self.attention.products(self)
         if self.num_moe_layers:
@@ -178,10 +188,9 @@ class ModelConfig:
         return found | {pair for width in widths if width for pair in ((2 * width, d), (d, width))}
 
     def per_rank(self, degree: int) -> ModelConfig:
-        """Sizes of the model part of one of `degree` tensor-parallel ranks.
+        """Return the sizes of the part of the model that one of `degree` tensor-parallel ranks has.
 
-        Heads and intermediate widths are divided. Raises `ConfigError` where that is not possible.
-        """
+        Heads and intermediate widths are divided. Raises `ConfigError` where that is not possible."""
         if degree > 1 and (why := self.attention.undivided):
             raise ConfigError(
                 f"a model of family {self.family} on {degree} tensor-parallel ranks",
@@ -204,12 +213,14 @@ class ModelConfig:
         return replace(self, **{name: size // degree for name, size in cut.items()})
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a Hugging Face config.json."""
+        """Return the content of a Hugging Face config.json."""
         return self.architecture.to_hf(self)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face config.json. Raises `CheckpointError`, which names an unsupported key or architecture."""
+        """Read the content of a Hugging Face config.json.
+
+        Raises `CheckpointError`, which names an unsupported key or architecture."""
         family = _family_for(raw)
         check_scheme(raw)
         return family.from_hf(raw)
@@ -218,11 +229,10 @@ class ModelConfig:
 class ModelFamily:
     """A family of models: everything in which it differs from other families.
 
-    Derive from this class, or from a similar family, and override what differs. The base class is a family with
-    grouped-query attention and softmax routers. One object serves all models of the family, so it must not store
+    To add one, derive from this class, or from a similar family, and override what differs. The base class is a family
+    with grouped-query attention and softmax routers. One object serves all models of the family, so it must not store
     anything about a model. It is used in processes without torch. The contract suite is
-    `etude.testing.model_family.ModelFamilyContract`.
-    """
+    `etude.testing.model_family.ModelFamilyContract`."""
 
     model_type: ClassVar[str]
     """The `model_type` of config.json. It must be unique."""
@@ -247,15 +257,9 @@ class ModelFamily:
     no_external_engines: ClassVar[str] = "was not tested with weights of this family"
     """Why vLLM and SGLang cannot follow a run's weights, as the end of a sentence ("vLLM ..."). Empty where they
     can."""
-    tiny_sizes: ClassVar[Mapping[str, Any]] = {
-        "vocab_size": 24,
-        "hidden_size": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "context_tokens": 64,
-    }
+    tiny_sizes: ClassVar[Mapping[str, Any]] = dict(
+        vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, context_tokens=64
+    )
     """Sizes of `tiny`."""
 
     @property
@@ -267,14 +271,16 @@ class ModelFamily:
         )
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields of a `ModelConfig` that `from_hf` does not read for every family. Raises `ValueError`."""
+        """Read the fields of a `ModelConfig` that `from_hf` does not read for every family.
+
+        `raw`: the content of config.json. Returns field → value. Raises `ValueError` for an unsupported value."""
         key = self.sizes["num_experts"]
         sizes = positive_ints({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
         routing = Routing(normalise=boolean(raw, "norm_topk_prob", default=False))
         return {**sizes, "head_dim": head_dim(raw, sizes), "routing": routing}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
-        """The keys of config.json that `read` reads."""
+        """Return the keys of config.json that `read` reads, with the values of the model `c`."""
         sizes = {key: getattr(c, name) for name, key in self.sizes.items()}
         return {**sizes, "head_dim": c.head_dim, "norm_topk_prob": c.routing.normalise}
 
@@ -303,31 +309,33 @@ class ModelFamily:
             raise ValueError(f"family = {self.name!r} has a router in every layer: no dense_layers, no dense_size")
 
     def attention(self, c: ModelConfig) -> AttentionKind:
-        """The kind of attention of the family's layers."""
+        """Return the kind of attention of the layers of the model `c`."""
         return GroupedQueries(self.qk_norm) if c.latent is None else c.latent
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Names of tensors in a checkpoint that etude does not compute with. They are dropped, and reported."""
+        """Return the names of tensors in a checkpoint that etude does not compute with. They are dropped, and reported.
+
+        `names`: all tensors of the checkpoint."""
         return set()
 
     def hf_name(self, name: str) -> str:
-        """Etude's tensor name → the name in this family's checkpoints."""
+        """Return the name in this family's checkpoints of the tensor that etude calls `name`."""
         for etude_part, hf_part in self.renamed.items():
             name = name.replace(etude_part, hf_part)
         return name
 
     def etude_name(self, name: str) -> str:
-        """The tensor name in this family's checkpoints → etude's name."""
+        """Return etude's name of the tensor that this family's checkpoints call `name`."""
         for etude_part, hf_part in self.renamed.items():
             name = name.replace(hf_part, etude_part)
         return name
 
     def tiny(self) -> ModelConfig:
-        """A model of this family that is small enough for a test."""
+        """Return the sizes of a model of this family that is small enough for a test."""
         return ModelConfig(**self.tiny_sizes, expert_size=12, num_experts=4, top_k=2, family=self.name)
 
     def from_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """Read a config.json of this family. Raises `CheckpointError`."""
+        """Read the content of a config.json of this family. Raises `CheckpointError` for an unsupported variant."""
         for key, (supported, default) in self.fixed.items():
             found = default if raw.get(key) is None else raw[key]
             if found != supported:
@@ -352,7 +360,7 @@ class ModelFamily:
             raise CheckpointError(what, str(error), hint=self._may_vary) from None
 
     def to_hf(self, c: ModelConfig) -> dict[str, Any]:
-        """The content of a config.json."""
+        """Return the content of a config.json for the model `c`."""
         return {
             "architectures": [self.hf_class],
             "model_type": self.model_type,
@@ -368,14 +376,14 @@ class ModelFamily:
 
     @property
     def _may_vary(self) -> str:
-        """Hint of an error: which checkpoints of this family are supported."""
         return f"use a {self.model_type} model; supported variations: sizes, {self.varies}, plain RoPE or YaRN"
 
 
 @functools.cache
 def family_of(name: str) -> ModelFamily:
-    """The family with this name: one of `FAMILY_NAMES`, or a plug-in's import path. Raises `ConfigError` and
-    `PluginRefused`."""
+    """Return the family with this name: one of `FAMILY_NAMES`, or a plug-in's import path.
+
+    Raises `ConfigError` for an unknown name or a model_type that is taken, and `PluginRefused` for a bad plug-in."""
     if name in FAMILY_NAMES:
         classes = vars(importlib.import_module(f"{FAMILIES}.{name}")).values()
         (built_in,) = (c for c in classes if isinstance(c, type) and c.__module__ == f"{FAMILIES}.{name}")
@@ -398,12 +406,12 @@ def family_of(name: str) -> ModelFamily:
 
 
 def own_family_names() -> list[str]:
-    """Import paths of the user's own families: those in `OWN_FAMILIES` and those named in a config."""
+    """Return the import paths of the user's own families: those in `OWN_FAMILIES` and those named in a config."""
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
 
 
 def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config.json. Raises `CheckpointError`, which names an unknown architecture."""
+    """Return the family of a config.json. Raises `CheckpointError`, which names an unknown architecture."""
     names, kind = raw.get("architectures"), raw.get("model_type")
     listed = names[0] if isinstance(names, list) and names else None
     own = {family_of(name).model_type: name for name in own_family_names()}

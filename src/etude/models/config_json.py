@@ -1,7 +1,6 @@
 """Read values of a Hugging Face config.json, with errors that name the key. Torch-free; independent of model families.
 
-Every reader raises `ValueError`.
-"""
+Every reader raises `ValueError` for a missing or unsupported value. `raw` is always the content of config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +19,9 @@ _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 
 
 def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
-    """Read several positive integers. `keys`: field of `ModelConfig` → key of config.json."""
+    """Read several positive integers of a config.json.
+
+    `keys`: field of `ModelConfig` → key of config.json. Returns field → value."""
     found = {name: positive_int(raw, key) for name, key in keys.items()}
     limits = {"context_tokens": MAX_CONTEXT_TOKENS, "num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
     for name, limit in limits.items():
@@ -30,7 +31,7 @@ def positive_ints(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, 
 
 
 def positive_int(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
-    """A positive integer; `default` where the key is missing or null."""
+    """Read a positive integer; return `default` where the key is missing or null."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {value!r}, expected a whole number of at least 1")
@@ -38,7 +39,7 @@ def positive_int(raw: Mapping[str, Any], key: str, *, default: int | None = None
 
 
 def boolean(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """A boolean; `default` where the key is missing or null."""
+    """Read a boolean; return `default` where the key is missing or null."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {value!r}, expected true or false")
@@ -46,14 +47,16 @@ def boolean(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def positive_float(value: Any, key: str) -> float:
-    """A finite number above 0. `key` is its name in the error."""
+    """Check that a value is a finite number above 0, and return it. `key`: its name in the error."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{key} = {value!r}, expected a positive number")
     return float(value)
 
 
 def read_rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """RoPE settings (theta, YaRN), from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    """Read the RoPE settings (theta, YaRN or None).
+
+    They are in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling` (transformers 4)."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters = {rope!r:.80}, expected a section")
@@ -82,7 +85,7 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
 
 
 def write_rope(theta: float, yarn: Yarn | None) -> dict[str, Any]:
-    """The keys that `read_rope` reads, for both major versions of transformers."""
+    """Return the keys of config.json that `read_rope` reads, for both major versions of transformers."""
     if yarn is None:
         return {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
     scaling: dict[str, Any] = {
@@ -100,7 +103,7 @@ def write_rope(theta: float, yarn: Yarn | None) -> dict[str, Any]:
 
 
 def head_dim(raw: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    """The head width: `head_dim` of config.json, or hidden size over number of heads."""
+    """Read the head width: `head_dim` of config.json, or hidden size over number of heads, which are in `sizes`."""
     if raw.get("head_dim") is None:
         return sizes["hidden_size"] // sizes["num_heads"]
     return positive_int(raw, "head_dim")

@@ -8,8 +8,7 @@ into its place, and rows come back by a gather, since dispatch is a permutation.
 An expert with fewer rows than the operators need (`Operators.padded_rows`) computes copies of token 0 as padding, so
 that a token's result does not depend on how many others chose the expert. Contributions are added in slot order.
 
-Shapes: N tokens, D width, E experts, K experts per token, F expert width, S rows after dispatch (N·K and padding).
-"""
+Shapes: N tokens, D width, E experts, K experts per token, F expert width, S rows after dispatch (N·K and padding)."""
 
 from __future__ import annotations
 
@@ -40,12 +39,16 @@ _TINY = 1e-20  # all sigmoids may be 0
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of one layer's router."""
+    """The result of one layer's router, for N tokens with K experts each.
 
-    gates_NK: torch.Tensor  # float32, differentiable; with normalisation they sum to the routing's scaling
-    experts_NK: torch.Tensor  # int64: the experts used, replayed ones included
-    live_NK: torch.Tensor  # int64: the router's own top-k
-    balance: torch.Tensor | None  # load-balancing loss, scalar, 1.0 at perfect balance; None when not requested
+    `gates_NK`: float32 weights of the experts, differentiable. `experts_NK`: int64, the experts used, replayed ones
+    included. `live_NK`: int64, the router's own top-k. `balance`: the load-balancing loss, a scalar that is 1.0 at
+    perfect balance; None when not requested."""
+
+    gates_NK: torch.Tensor
+    experts_NK: torch.Tensor
+    live_NK: torch.Tensor
+    balance: torch.Tensor | None
 
 
 def choose(
@@ -58,14 +61,13 @@ def choose(
     bias_E: torch.Tensor | None = None,
     balance: bool = False,
 ) -> Choice:
-    """Choose experts and gates from router logits.
+    """Choose experts and gates (the weights of the chosen experts) from router logits [N, E].
 
-    `recorded` experts are used where they are known and plausible; gates always come from live scores, so that
-    gradients reach the router. `bias_E` (float32) is added only for choosing experts.
-
-    `balance`: also compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with
-    f counted from the live choice.
-    """
+    - `recorded`: experts that a sampler recorded, to use where they are known and plausible. Gates always come from the
+      scores of this forward pass, so that gradients reach the router.
+    - `bias_E`: float32, added only for choosing experts.
+    - `balance`: also compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P. f
+      is each expert's share of the router's own choices, P its mean probability."""
     operators = operators or Exact()
     if routing.scores is Scores.SOFTMAX:
         scores_NE = probs_NE = operators.softmax(scores_NE)
@@ -87,7 +89,6 @@ def choose(
 
 
 def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Number of times each expert was chosen, int64 [E]."""
     if experts.device.type == "cpu":
         return torch.bincount(experts, minlength=num_experts)
     return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would sync
@@ -97,7 +98,7 @@ def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
 def _top_experts(
     scores_NE: torch.Tensor, bias_E: torch.Tensor | None, top_k: int, routing: Routing, operators: Operators
 ) -> torch.Tensor:
-    """A router's own choice, best first, int64 [N, K]."""
+    """Return a router's own choice, best first, int64 [N, K]."""
     ranked = scores_NE if bias_E is None else scores_NE + bias_E
     if routing.num_groups > 1:
         groups = ranked.view(len(ranked), routing.num_groups, ranked.shape[-1] // routing.num_groups)
@@ -110,19 +111,21 @@ def _top_experts(
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The permutation that sorts (token, choice) pairs by expert."""
+    """The permutation that sorts (token, choice) pairs by expert, so that each expert gets consecutive rows.
 
-    source_S: torch.Tensor  # int64: the token each row holds; 0 in padding
-    slot_NK: torch.Tensor  # int64: the row of each (token, choice)
-    rows: list[int]  # rows of each expert, padding included
+    `source_S`: int64, the token whose copy each row has; 0 in padding. `slot_NK`: int64, the row of each (token,
+    choice). `rows`: the number of rows of each expert, padding included."""
+
+    source_S: torch.Tensor
+    slot_NK: torch.Tensor
+    rows: list[int]
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int, padded: Callable[[int], int]) -> Dispatch:
-        """Sort by expert. `padded`: number of rows to compute for a number of rows (`Operators.padded_rows`).
+        """Sort the chosen experts of N tokens by expert.
 
-        Computed on the host, which needs the counts to split by expert; a radix sort in numpy is faster than torch's
-        sort.
-        """
+        `padded`: returns the number of rows to compute for a number of rows (`Operators.padded_rows`). It runs on the
+        host, which needs the counts to split by expert; a radix sort in numpy is faster than torch's sort."""
         n, k = experts_NK.shape
         flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
@@ -142,7 +145,7 @@ class Dispatch:
         return True
 
     def to_experts(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        """Send rows to the ranks of their experts."""
+        """Send rows to the ranks of their experts. `what` names the data in errors of the collective."""
         return rows_SD
 
     def to_tokens(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
@@ -155,19 +158,21 @@ class ExchangedDispatch(Dispatch):
     """Dispatch with expert parallelism: rows travel to the ranks of their experts and back.
 
     `source_S` and `slot_NK` refer to this rank's tokens, without padding. `rows` refer to this rank's experts, with any
-    rank's tokens and padding of zeros.
-    """
+    rank's tokens and padding of zeros. `counts`: numbers of rows to each rank, and from each rank. `place_R`: int64,
+    where each received row is put. `sources`: for each expert, the number of rows from each rank, in that order."""
 
     parallel: Parallel
-    counts: tuple[list[int], list[int]]  # number of rows to each rank, and from each rank
-    place_R: torch.Tensor  # int64: the row of each received row
-    sources: list[list[int]]  # for each expert, the number of rows from each rank, in that order
+    counts: tuple[list[int], list[int]]
+    place_R: torch.Tensor
+    sources: list[list[int]]
 
     @classmethod
     def between(
         cls, experts_NK: torch.Tensor, num_held: int, padded: Callable[[int], int], parallel: Parallel
     ) -> ExchangedDispatch:
-        """Exchange the row counts. Collective. `num_held`: experts per rank."""
+        """Exchange the row counts between the ranks, and return the dispatch. A collective call.
+
+        `num_held`: experts per rank. The other arguments are those of `Dispatch.of`."""
         degree = parallel.degree
         mine = Dispatch.of(experts_NK, num_held * degree, lambda rows: rows)
         counts = torch.tensor(mine.rows, device=experts_NK.device)
@@ -202,11 +207,11 @@ def mix(
     *,
     parallel: Parallel = SINGLE_RANK,
 ) -> torch.Tensor:
-    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D].
+    """Compute the output of the experts, [N, D]: for each token, Σ over its K experts of gate · expert(x).
 
-    The matrices are this rank's: a part of each expert (tensor parallelism), or some experts (expert parallelism). With
-    expert parallelism `hook` receives only the results that come back.
-    """
+    An expert is down(silu(gate_proj x) · up_proj x). The matrices are this rank's: a part of each expert (tensor
+    parallelism), or some experts (expert parallelism). With expert parallelism `hook` receives only the results that
+    come back."""
     pairs = (operators.lora_pairs(gate_up_E2FD), operators.lora_pairs(down_EDF))
     if hook is no_hook and parallel.degree == 1 and pairs == (None, None):
         fused = operators.fused_experts(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
@@ -294,8 +299,10 @@ Cut = list[list[tuple[slice, int]]]
 
 
 def _cut(dispatch: Dispatch, operators: Operators) -> Cut:
-    """All rows of an expert at once. In exact mode with expert parallelism, each rank's rows separately, in the sizes
-    that they would have there: then gradients have the same bits as without expert parallelism."""
+    """Return all rows of an expert as one slice.
+
+    In exact mode with expert parallelism each rank's rows are a slice, in the sizes that they would have there: then
+    gradients have the same bits as without expert parallelism."""
     per_rank = isinstance(dispatch, ExchangedDispatch) and operators.exact
     found: Cut = []
     start = 0
@@ -307,7 +314,7 @@ def _cut(dispatch: Dispatch, operators: Operators) -> Cut:
 
 
 def _ends(cut: Cut) -> list[int]:
-    """Ends of each expert's rows; empty where an expert's rows are not multiplied in one unpadded product."""
+    """Return the ends of each expert's rows; empty where some expert's rows are not one unpadded product."""
     plain = all(len(parts) == 1 and size == rows.stop - rows.start for parts in cut for rows, size in parts)
     return [parts[0][0].stop for parts in cut] if plain else []
 
@@ -318,7 +325,7 @@ def _padded(x_SI: torch.Tensor, rows: slice, size: int) -> torch.Tensor:
 
 
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Each expert's slice of rows times its matrix; [S, O]."""
+    """Multiply each expert's slice of rows by its matrix; [S, O]."""
     ends = _ends(cut)
     if ends and grouped_experts.is_supported(x_SI, weight_EIO):
         return grouped_experts.grouped_mm(
@@ -335,7 +342,7 @@ def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch
 
 
 def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Each expert's weight gradient gᵀx, as a tree over several slices; zero for experts without tokens."""
+    """Compute each expert's weight gradient gᵀx, as a tree over several slices; zero for experts without tokens."""
     ends = _ends(cut)
     if ends and grouped_experts.is_supported(x_SI, like):
         return grouped_experts.weight_gradient(g_SO, x_SI, grouped_experts.offsets_on(ends, x_SI.device)).to(like.dtype)
@@ -357,11 +364,10 @@ def _product(g_SO: torch.Tensor, x_SI: torch.Tensor, rows: slice, size: int, lik
 def _per_expert_pairs(
     g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: LoraPairs | None, cut: Cut
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of each expert's LoRA adapters: (scale · gB)ᵀx and gᵀ(scale · xAᵀ), without a matrix-sized
-    intermediate.
+    """Compute gradients of each expert's LoRA adapters: (scale · gB)ᵀx and gᵀ(scale · xAᵀ).
 
-    Rows are scaled, so that the parts of several ranks add up to what each would compute alone.
-    """
+    There is no matrix-sized intermediate. Rows are scaled, so that the parts of several ranks add up to what each would
+    compute alone."""
     if pairs is None:
         return None, None
     a_EQI, b_EOr, part = pairs.a.detach().flatten(1, 2), pairs.b.detach(), list(pairs.rows)

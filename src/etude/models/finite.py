@@ -1,7 +1,6 @@
 """Find NaN and infinities: in a tensor, in named weights, and the first operator of a forward pass that produced one.
 
-Checking costs one sum. Finding the origin costs a forward pass, and is done only after a failed check.
-"""
+Checking costs one sum. Finding the origin costs a forward pass, and is done only after a failed check."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from etude.models.hooks import ForwardHook
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers are finite. One pass; a second one only where the sum is not finite.
+    """Return whether all numbers are finite. It takes one pass, and a second one only where the sum is not finite.
 
     >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
     (True, False)
@@ -24,7 +23,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def describe_non_finite(tensor: torch.Tensor) -> str:
-    """How many numbers of a tensor are NaN or infinite.
+    """Return how many numbers of a tensor are NaN or infinite, as a phrase.
 
     >>> describe_non_finite(torch.tensor([1.0, float("nan"), float("-inf"), float("nan")]))
     '2 NaN and 1 infinite of 4'
@@ -35,17 +34,20 @@ def describe_non_finite(tensor: torch.Tensor) -> str:
 
 
 def find_non_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The tensors with NaN or infinities, in their order, each described by `describe_non_finite`."""
+    """Return the names of the tensors with NaN or infinities, in their order, each with `describe_non_finite` of it."""
     return {name: describe_non_finite(tensor) for name, tensor in tensors.items() if not is_finite(tensor)}
 
 
 @dataclass(frozen=True)
 class NonFiniteOrigin:
-    """The first operator of a forward pass whose result is not finite."""
+    """The first operator of a forward pass whose result is not finite.
 
-    name: str  # of the operator: "layers.3.attention.qkv"
-    row: int  # the first bad row: a token of the forward pass; for the last norm and the logits, a row of logits
-    facts: str  # from `describe_non_finite`
+    `name`: of the operator, such as "layers.3.attention.qkv". `row`: the first bad row: a token of the forward pass;
+    for the last norm and the logits, a row of logits. `facts`: from `describe_non_finite`."""
+
+    name: str
+    row: int
+    facts: str
 
 
 @torch.no_grad()
@@ -53,8 +55,7 @@ def first_non_finite(forward: Callable[[ForwardHook], object]) -> NonFiniteOrigi
     """Repeat a forward pass and find the operator that produced the first NaN or infinity.
 
     `forward` calls `Transformer.run` with all its arguments and the given hook. Returns None where all results are
-    finite.
-    """
+    finite."""
     found: list[NonFiniteOrigin] = []
 
     def look(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 A safetensors file begins with the length of its header (u64, little endian) and the header in JSON: name → dtype,
 shape, [start, stop) in the data behind it. So truncated files, missing tensors and wrong shapes are found in
-milliseconds, whatever the model's size. Damaged data is found when loading.
-"""
+milliseconds, whatever the model's size. Damaged data is found when loading."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete i
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as described by its file's header."""
+    """A tensor as described by its file's header. `dtype`: the header's name, such as "BF16"."""
 
     file: Path
     dtype: str
@@ -53,8 +52,9 @@ class StoredTensor:
 
 
 def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Check a directory, and return its tensors. Raises `CheckpointError`, which names file, tensor, and found and
-    expected shape."""
+    """Check that a checkpoint directory has exactly the tensors of a model, and return its tensors by name.
+
+    Raises `CheckpointError`, which names file, tensor, and found and expected shape."""
     found = read_headers(folder)
     known = {config.architecture.hf_name(HEAD)}  # some writers repeat a tied one: the loader compares it
     for name, shape in hf_weight_shapes(config):
@@ -70,7 +70,7 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def check_blocks(config: ModelConfig, kind: Quantise) -> None:
-    """Raise `ConfigError` for a model with large matrices whose widths are not multiples of a format's block size."""
+    """Raise `ConfigError` when a large matrix has a width that is not a multiple of a format's block size."""
     outside = config.architecture.hf_name
     for name, shape in weight_shapes(config):
         if is_quantised(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
@@ -83,7 +83,7 @@ def check_blocks(config: ModelConfig, kind: Quantise) -> None:
 
 
 def check_rank(config: ModelConfig, rank: int) -> None:
-    """Raise `ConfigError` for adapters with more numbers than the adapted matrix."""
+    """Raise `ConfigError` when a LoRA adapter of this rank would have more numbers than the adapted matrix."""
     outside = config.architecture.hf_name
     for name, shape in weight_shapes(config):
         if is_quantised(name) and rank > (most := math.prod(shape) // sum(shape)):
@@ -95,16 +95,15 @@ def check_rank(config: ModelConfig, rank: int) -> None:
 
 
 def unused_layers(folder: Path, config: ModelConfig) -> dict[str, int]:
-    """Layers in a directory that etude does not compute with (`ModelFamily.unused`), with their number of tensors.
+    """Return the layers in a directory that etude does not compute with, with their number of tensors.
 
-    They are lost when the weights are saved again. Raises `CheckpointError`.
-    """
+    They are lost when the weights are saved again. Raises `CheckpointError` when a header cannot be read."""
     names = config.architecture.unused(read_headers(folder), config)
     return dict(Counter(sorted(".".join(name.split(".", 3)[:3]) for name in names)))
 
 
 def report_unused_layers(folder: Path, config: ModelConfig, report: Callable[[str], None]) -> None:
-    """Report layers that are dropped (`unused_layers`), if there are any, by calling `report` with a message."""
+    """Call `report` with a message if the directory has layers that are dropped (`unused_layers`)."""
     if layers := unused_layers(folder, config):
         named = ", ".join(f"{layer} ({tensors} tensors)" for layer, tensors in layers.items())
         report(
@@ -114,7 +113,7 @@ def report_unused_layers(folder: Path, config: ModelConfig, report: Callable[[st
 
 
 def _check_tensor(name: str, found: Mapping[str, StoredTensor], shape: Shape, folder: Path) -> set[str]:
-    """Check one tensor. Returns the names under which it is stored."""
+    """Check one tensor, and return the names under which it is stored."""
     low = stored_format(name, found)
     if low is not Quantise.NONE:
         return _check_parts(name, found, shape, low)
@@ -171,8 +170,9 @@ def _described(tensor: StoredTensor | None) -> str:
 
 
 def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Etude's name (`weight_views.views`) and shape of every weight of a model. An iterator, since an invalid config
-    may have very many."""
+    """Yield etude's name (`weight_views.views`) and shape of every weight of a model.
+
+    It is an iterator, since an invalid config may have very many."""
     d, moe = config.hidden_size, set(config.moe_layers)
     attention = config.attention.shapes(config)
     yield EMBEDDING, (config.vocab_size, d)
@@ -188,7 +188,7 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def hf_weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """`weight_shapes` by the names of the family's Hugging Face checkpoints."""
+    """Yield the name in the family's Hugging Face checkpoints and the shape of every weight of a model."""
     outside = config.architecture.hf_name
     return ((outside(name), shape) for name, shape in weight_shapes(config))
 
@@ -211,8 +211,9 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory, in one file or in shards with an index. For an adapter, those of its base. Raises
-    `CheckpointError`."""
+    """Read the headers of all tensors of a directory, in one file or in shards with an index.
+
+    For an adapter directory they are those of its base. Raises `CheckpointError` for a missing or damaged file."""
     folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)
@@ -223,7 +224,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, sorted. Raises `CheckpointError`."""
+    """Return the names of the files that an index file lists, sorted.
+
+    Raises `CheckpointError` when the index is missing or damaged."""
     try:
         content = json.loads(index.read_bytes())
         shards = content["weight_map"].values()
@@ -241,10 +244,10 @@ def shard_names(index: Path) -> list[str]:
 
 
 def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file. `listed_in`: the index that lists it, for a shard.
+    """Read the header of one safetensors file: tensor name → dtype and shape.
 
-    Raises `CheckpointError` for a missing, truncated or damaged file.
-    """
+    `listed_in`: the index that lists the file, for a shard. Raises `CheckpointError` for a missing, truncated or
+    damaged file."""
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
@@ -275,7 +278,6 @@ def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Store
 
 
 def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> StoredTensor:
-    """A header's entry. Raises `ValueError`."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"{name!r} is not a tensor")
     dtype, shape, offsets = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
@@ -290,6 +292,6 @@ def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> StoredTensor:
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """At most 64 integers from 0 to 2^62; None for anything else, which could make their product take very long."""
+    """Return at most 64 integers from 0 to 2^62; None for anything else, whose product could take very long."""
     good = isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
     return tuple(values) if good else None

@@ -15,10 +15,10 @@ The return value for ``experts.used`` (int64) is ignored. Results inside the exp
 
 
 def no_hook(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The default `ForwardHook`: returns the tensor."""
+    """Return the tensor unchanged: the default `ForwardHook`."""
     return tensor
 
 
 def layer_hook(hook: ForwardHook, layer: int) -> ForwardHook:
-    """`hook` for the operators of one layer."""
+    """Return `hook` for the operators of one layer: it adds "layers.N." to their names."""
     return hook if hook is no_hook else lambda name, tensor: hook(f"layers.{layer}.{name}", tensor)

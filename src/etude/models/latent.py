@@ -8,8 +8,7 @@ same results up to rounding (docs/decisions/0016-latents-are-absorbed.md):
 - *expanded*: keys and values are computed. Cheaper where nothing is cached and every token is computed once.
 
 Shapes: N tokens, D width, H heads, Q width of the queries' latent, R of the keys' and values', P RoPE width, M width of
-a head's query without RoPE, A = M + P, B width of a head's value.
-"""
+a head's query without RoPE, A = M + P, B width of a head's value."""
 
 from __future__ import annotations
 
@@ -29,7 +28,9 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Attention over latents. The first product computes the queries (or their latent), the latent and the RoPE key."""
+    """Attention over latents: one vector per token, from which the keys and values of all heads are projected.
+
+    The first product computes the queries (or their latent), the latent and the RoPE key."""
 
     def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
@@ -81,7 +82,9 @@ class LatentAttention(nn.Module):
         return {"inward": [first, latent, rope], "q_up": [at.head_dim] * heads, **by_head}
 
     def _inward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """The first product, [N, Q + R + P]. Without a query latent, a rank computes its own heads' queries only."""
+        """Compute the first product, [N, Q + R + P].
+
+        Without a query latent, a rank computes its own heads' queries only."""
         ops = self.operators
         if self.q_up is not None or max(self.parallel.degree, ops.degree) == 1:
             return ops.linear(x_ND, self.inward)
@@ -124,15 +127,14 @@ class LatentAttention(nn.Module):
         return cache.attend(layer, q, k, v, self.scale)
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Projections from a latent to keys [H, M, R] and values [H, B, R]."""
+        """Return the projections from a latent to keys [H, M, R] and values [H, B, R]."""
         up = self.operators.quantise_weight(self.kv_up).view(self.heads, -1, self.latent.kv_rank)
         return up[:, : self.latent.nope_dim], up[:, self.latent.nope_dim :]
 
     def _with_lora_gradient(self, y_NHO: torch.Tensor, x_NHI: torch.Tensor, *, keys: bool) -> torch.Tensor:
-        """`y_NHO`, computed from `x_NHI` by the absorbed key or value projection, with gradients to its LoRA adapters.
+        """Return `y_NHO`, the product of `x_NHI` with a part of the absorbed projection, with LoRA's gradients.
 
-        For keys the projection is transposed, and so are A and B.
-        """
+        For keys the projection is transposed, and so are A and B."""
         pairs = self.operators.lora_pairs(self.kv_up)
         if pairs is None:
             return y_NHO

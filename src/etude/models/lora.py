@@ -1,13 +1,12 @@
 """LoRA adapters of a model: frozen matrices W, computed as merged matrices W + scale · B A (arXiv 2106.09685).
 
 Learner and engine use the same `Adapters`. The learner's A and B are parameters, which an optimiser takes over; `merge`
-updates the merged matrices after each step. An engine's A and B are live memory to which versions are written, and
+updates the merged matrices after each step. An engine's A and B are the memory into which it receives new weights, and
 merged matrices are derived from them (`derived`). Both compute with the merged matrix, rounded to the published dtype:
 the bits of one function (`merge_lora`), which an exported directory has, too.
 
 Names are PEFT's: `base_model.model.` before the module's name, and `.lora_A.weight` [r, I] or `.lora_B.weight` [O, r]
-after it. Where the model stores matrices fused or stacked, A and B are stored the same way, and named part by part.
-"""
+after it. Where the model stores matrices fused or stacked, A and B are stored the same way, and named part by part."""
 
 from __future__ import annotations
 
@@ -54,14 +53,15 @@ class _Adapter:
 class Adapters(nn.Module):
     """All adapters of a model, as parameters. The model's own matrices become merged matrices without gradients.
 
-    - `dtype`: the published dtype, to which merged matrices are rounded. The rest of the model must be rounded to it,
-      too (`round_parameters`).
-    - `held`: dtype of A and B in memory (None: `dtype`). They are zero, and nothing is merged yet.
-    - `digest`: the base model's digest, if known.
+    A and B are zero at first, and nothing is merged yet.
+
+    - `dtype`: the published dtype, to which merged matrices are rounded. Round the rest of the model to it, too
+      (`round_parameters`).
+    - `held`: dtype of A and B in memory (None: `dtype`).
+    - `digest`: the base model's digest, if known; otherwise it is computed.
     - `device`: of A and B, where the model is on the meta device (`share`).
 
-    Raises `CheckpointError` where the model is not the config's base, or lacks its modules.
-    """
+    Raises `CheckpointError` where the model is not the config's base, or lacks its modules."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Adapters(nn.Module):
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Initialise: A uniform within ±1/√I, seeded by `seed` and name; B zero (as in PEFT)."""
+        """Initialise A uniformly within ±1/√I, seeded by `seed` and name, and B to zero, as PEFT does."""
         for name, view in self.views.items():
             if name.endswith(A):
                 key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
@@ -109,26 +109,29 @@ class Adapters(nn.Module):
             self._merge(one)
 
     def share(self, rows: Mapping[str, slice]) -> None:
-        """Call after FSDP2 has sharded the model. Base and merged matrices then have only this rank's rows, and A and B
-        stay complete on every rank. `rows`: parameter name -> this rank's rows."""
+        """Adopt the shards of a model that FSDP2 has sharded. Call it once, after that.
+
+        Base and merged matrices then have only this rank's rows, and A and B stay complete on every rank. `rows`:
+        parameter name → this rank's rows."""
         self._adapters = [
             replace(one, base=self._memory(one).to(self.dtype, copy=True), rows=rows[one.parameter])
             for one in self._adapters
         ]
 
     def _memory(self, one: _Adapter) -> torch.Tensor:
-        """The memory of the merged matrix, or of this rank's rows of it."""
+        """Return the memory of the merged matrix, or of this rank's rows of it."""
         return local_part(self._model[0].get_parameter(one.parameter))
 
     @property
     def bases(self) -> dict[str, torch.Tensor]:
-        """Adapted parameter (its name in the model) -> its frozen base matrix W, or this rank's rows of W."""
+        """Name of each adapted parameter in the model → its frozen base matrix W, or this rank's rows of W."""
         return {one.parameter: one.base for one in self._adapters}
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Adapted parameter (its name in the model) -> the names of its A and B matrices in `views` (PEFT's names). The
-        parameters are in the order of `trained`."""
+        """Name of each adapted parameter in the model → PEFT's names of its A and B matrices.
+
+        The parameters are in the order of `trained`."""
         return {one.parameter: tuple(one.views) for one in self._adapters}
 
     @property
@@ -147,7 +150,7 @@ class Adapters(nn.Module):
 
     @property
     def derived(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
-        """For each merged parameter, the names of its A and B, and a function that merges them."""
+        """For each merged parameter, the names of its A and B, and a function that merges them into it."""
         return [(frozenset(one.views), functools.partial(self._merge, one)) for one in self._adapters]
 
     def _merge(self, one: _Adapter) -> None:
@@ -157,13 +160,14 @@ class Adapters(nn.Module):
 
 
 def base_digest(model: Transformer, dtype: torch.dtype) -> str:
-    """`weights_digest` of a model."""
+    """Return the `weights_digest` of a model whose matrices are not adapted yet."""
     return weights_digest(sorted(hf_views(model).items()), dtype)
 
 
 def weights_digest(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
-    """SHA-256 (hex) over every weight of a model: name, shape and bytes in `dtype` (some stay float32). `weights` must
-    be sorted by name."""
+    """Return the SHA-256 (64 hex characters) over every weight of a model: name, shape and bytes in `dtype`.
+
+    Router biases stay float32. `weights` must be sorted by name."""
     digest = hashlib.sha256()
     for name, view in weights:
         kind = torch.float32 if stays_float32(name) else dtype
@@ -180,14 +184,14 @@ def round_parameters(model: Transformer, dtype: torch.dtype) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: its rows of an FSDP2 shard, all of any other tensor."""
+    """Return this rank's part of a tensor, detached: its rows of an FSDP2 shard, all of any other tensor."""
     dtensor: Any = tensor
     own: torch.Tensor = dtensor.to_local() if hasattr(dtensor, "to_local") else dtensor
     return own.detach()
 
 
 def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
-    """The parameters that are adapted. Of fused matrices all must be adapted, or none."""
+    """Return the parameters that are adapted. Of fused matrices all must be adapted, or none."""
     chosen = []
     for matrix in quantisable_matrices(model):
         adapted = {name for name in matrix.rows if module_name(name) in modules}
@@ -208,7 +212,7 @@ def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
 
 
 def module_name(name: str) -> str:
-    """The last part of a module's name, such as `q_proj`."""
+    """Return the last part of a module's name without `.weight`, such as `q_proj`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 

@@ -1,13 +1,11 @@
-"""A model's large matrices as packed bytes: as stored in directories, published in channels, and held by engines.
+"""A model's large matrices as packed bytes in a quantised format, in files and in the memory of learner and engines.
 
-The learner holds unrounded weights and publishes `pack_weights`. An engine keeps the published bytes as live memory,
-under the same names, and the model beside it holds the decoded values: decoded again, during the pause of a weight
-update, for each matrix that changed (`PackedWeights.decoders`). So a digest of an engine's memory is a digest of the
-published bytes.
+The learner has unrounded weights and publishes `pack_weights`. An engine keeps the published bytes in memory, under the
+same names, and the model beside it has the decoded values: decoded again, during the pause of a weight update, for each
+matrix that changed (`PackedWeights.decoders`). So a digest of an engine's memory is a digest of the published bytes.
 
 Matrices that the model stores fused (query, key and value; gate and up; all experts) are packed together, and named
-part by part.
-"""
+part by part."""
 
 from __future__ import annotations
 
@@ -28,13 +26,15 @@ from etude.numerics.quantisation import Packed, pack, unpack
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter, [O, I] or [E, O, I], and the Hugging Face names of its rows, in order."""
+    """One parameter, [O, I] or [E, O, I], that stores several matrices of a checkpoint.
+
+    `rows`: Hugging Face name → number of rows of each of these matrices, in order."""
 
     weight: torch.Tensor
     rows: dict[str, int]
 
     def packed(self, format: Format) -> Packed:
-        """Pack the parameter: rows of all its matrices, and a global scale for each name."""
+        """Pack the parameter in a quantised format: rows of all its matrices, and a global scale for each name."""
         one = pack(self.weight.detach().float(), format, matrix=True)
         outer = one.global_scale
         if outer is not None:
@@ -42,7 +42,7 @@ class Matrix:
         return Packed(one.codes.flatten(0, -2), one.scales.flatten(0, -2), outer)
 
     def decode(self, packed: Packed, format: Format) -> None:
-        """Write the decoded values into the parameter."""
+        """Write the values of packed bytes, made by `packed` in the same format, into the parameter."""
         outer = packed.global_scale
         if outer is not None:
             outer = outer.repeat_interleave(torch.tensor(list(self.rows.values())).to(outer.device))
@@ -51,16 +51,17 @@ class Matrix:
 
 
 def pack_weights(model: Transformer, format: Format) -> dict[str, torch.Tensor]:
-    """Every tensor of a model in a format: quantised matrices under the names of `stored_parts`, all others as live
-    views.
+    """Return every tensor of a model as it is stored in a quantised format.
 
-    Raises `ConfigError` where a width is not a multiple of the block size.
-    """
+    Quantised matrices have the names of `stored_parts`; all others are live views. Raises `ConfigError` where a width
+    is not a multiple of the block size."""
     return PackedWeights(model, format).tensors
 
 
 class PackedWeights:
-    """The packed bytes of a model's current weights, as live memory under published names."""
+    """The packed bytes of a model's current weights, in `tensors` by the names under which they are stored.
+
+    After writing into them, call the matching function of `decoders` to update the model."""
 
     def __init__(self, model: Transformer, format: Format) -> None:
         self.format = format
@@ -73,14 +74,15 @@ class PackedWeights:
             self.tensors |= named.get(name, {name: view})
 
     def decode(self) -> None:
-        """Decode all bytes into the model."""
+        """Decode all bytes into the model's parameters."""
         for matrix, bytes_ in self._matrices:
             matrix.decode(bytes_, self.format)
 
     @property
     def decoders(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
-        """For each parameter, the names of its bytes, and a function that decodes them. Call it after any of them was
-        written."""
+        """For each parameter, the names of its bytes, and a function that decodes them into it.
+
+        Call the function after any of these tensors was written."""
         return [
             (
                 frozenset(part for own in _named(matrix, bytes_, self.format).values() for part in own),
@@ -95,8 +97,7 @@ def read_stored(
 ) -> torch.Tensor:
     """Read one tensor of a checkpoint. A packed tensor is dequantised to float32; any other is returned as stored.
 
-    `names`: the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes.
-    """
+    `names`: the checkpoint's tensors; `read` returns one of them. The caller has checked dtypes and shapes."""
     kind = stored_format(name, names)
     if kind is Quantise.NONE:
         return read(name)
@@ -106,7 +107,7 @@ def read_stored(
 
 
 def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str, torch.Tensor]]:
-    """Hugging Face name → the tensors that store it, as views of the parameter's bytes."""
+    """Return Hugging Face name → the tensors that store it, as views of the parameter's bytes."""
     found, start = {}, 0
     for i, (name, rows) in enumerate(matrix.rows.items()):
         own = [bytes_.codes[start : start + rows], bytes_.scales[start : start + rows]]
@@ -121,7 +122,7 @@ def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str
 
 
 def quantisable_matrices(model: Transformer) -> list[Matrix]:
-    """The parameters that contain quantisable matrices."""
+    """Return the parameters of a model that contain quantisable matrices."""
     parameters = sorted(model.parameters(), key=torch.Tensor.data_ptr)
     starts = [parameter.data_ptr() for parameter in parameters]
     storages = [parameter.untyped_storage() for parameter in parameters]  # identify parameters on the meta device

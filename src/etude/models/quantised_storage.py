@@ -13,8 +13,7 @@ matrix, so directories in which only some matrices are quantised can be read.
 
 DeepSeek's fp8 format is read, too: a weight [O, I] in float8 e4m3 has a float32 for each block of 128 × 128 under its
 name with `_scale_inv`; a value is its 8 bits times its block's number (arXiv 2412.19437, §3.3; DeepSeek-V3's
-`weight_dequant`). Other schemes are refused.
-"""
+`weight_dequant`). Other schemes are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +45,9 @@ _FORMAT_NAMES = {
 
 
 def is_quantised(name: str) -> bool:
-    """Whether a matrix with this name is rounded by `numerics.quantisation.QuantisedOperators`.
+    """Return whether a tensor with this name is stored in low precision when the model is quantised.
+
+    These are the large matrices, which `numerics.quantisation.QuantisedOperators` rounds.
 
     >>> [is_quantised(f"model.layers.0.{n}.weight") for n in ("self_attn.q_proj", "mlp.gate", "input_layernorm")]
     [True, False, False]
@@ -55,7 +56,9 @@ def is_quantised(name: str) -> bool:
 
 
 def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str, Part]:
-    """The tensors that store a matrix, by name: codes, scales, and for NVFP4 the global scale."""
+    """Return the tensors that store a matrix in a quantised format: name → (dtype, shape).
+
+    They are its elements, its block scales, and for NVFP4 the global scale. `shape`: [O, I] of the matrix."""
     stem, format, rows, width = name.removesuffix(".weight"), FORMATS[kind], shape[0], shape[1]
     if format.element.bits == 8:
         codes: dict[str, Part] = {name: ("F8_E4M3", shape)}
@@ -66,13 +69,14 @@ def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str,
 
 
 def ignored_parts(name: str, kind: Quantise) -> set[str]:
-    """Tensors that other tools store beside a matrix and etude does not need: the scale of static activation
-    quantisation."""
+    """Return the names of tensors that other tools store beside a matrix and etude does not need.
+
+    It is the scale of static activation quantisation."""
     return {f"{name.removesuffix('.weight')}.input_global_scale"} if FORMATS[kind].has_global_scale else set()
 
 
 def stored_format(name: str, names: Container[str]) -> Quantise:
-    """The format in which `name` is stored, from the names in the directory."""
+    """Return the format in which the matrix `name` is stored, from the `names` of all tensors of the directory."""
     stem = name.removesuffix(".weight")
     if f"{stem}.weight_packed" in names:
         return Quantise.NVFP4 if f"{stem}.weight_global_scale" in names else Quantise.MXFP4
@@ -80,16 +84,16 @@ def stored_format(name: str, names: Container[str]) -> Quantise:
 
 
 def is_readable(scheme: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` has a supported format."""
+    """Return whether a `quantization_config` has a supported format."""
     return scheme.get("quant_method") == METHOD and scheme.get("format") in _FORMAT_NAMES.values()
 
 
 def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str, Any]:
-    """The `quantization_config` of config.json for a format. `router`: name of a router in the family's checkpoints.
+    """Return the `quantization_config` of config.json for a format.
 
-    For NVFP4 it describes weights only: it cannot express a global scale per token, which activations have in etude. An
-    engine that rounds activations in another way computes other numbers.
-    """
+    `router`: name of a router in the family's checkpoints. For NVFP4 it describes weights only: it cannot express a
+    global scale per token, which activations have in etude. An engine that rounds activations in another way computes
+    other numbers."""
     format = FORMATS[kind]
     weights: dict[str, Any] = {
         "num_bits": format.element.bits,
@@ -117,7 +121,7 @@ def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str
 
 
 def check_scheme(raw: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for a config.json with an unsupported weight format."""
+    """Raise `CheckpointError` when a config.json has an unsupported weight format."""
     found = raw.get("quantization_config", raw.get("compression_config"))
     if found is None:
         return
@@ -139,7 +143,7 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the block scales of a weight.
+    """Return the shape of the block scales of an fp8 weight.
 
     >>> scale_shape((129, 64))
     (2, 1)
@@ -148,7 +152,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dequantise(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The values of an 8-bit weight, float32 [O, I]."""
+    """Return the values of an fp8 weight, float32 [O, I]. `scale`: one number for each block of 128 × 128."""
     out_size, in_size = weight_OI.shape
     each = scale.float().repeat_interleave(FP8_BLOCK, 0)[:out_size].repeat_interleave(FP8_BLOCK, 1)[:, :in_size]
     return weight_OI.float() * each

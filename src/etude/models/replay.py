@@ -7,8 +7,7 @@ recorded (R3, arXiv 2510.11370). Gates are computed from live scores, so gradien
 Only plausible records are used: an expert whose live score is far below the scores of the live choice is replaced. Then
 the weights have moved on, or the record belongs to something else.
 
-Works with any router with positive scores. Shapes: N tokens, E experts, K experts per token.
-"""
+Works with any router with positive scores. Shapes: N tokens, E experts, K experts per token."""
 
 from __future__ import annotations
 
@@ -19,7 +18,10 @@ import torch
 
 @dataclass(frozen=True)
 class RecordedRoutes:
-    """The recorded experts of one layer.
+    """The experts that a sampler recorded for one layer, to be used again.
+
+    `routes_NK`: uint8 or uint16; the dtype's largest value where a route is missing. `plausible`: the lowest live score
+    that a recorded expert may have, as a share of the lowest score in the live choice.
 
     >>> recorded = RecordedRoutes(torch.tensor([[1, 3], [1, 0], [255, 255]], dtype=torch.uint8), plausible=0.5)
     >>> scores = torch.tensor([[.4, .3, .2, .1]] * 3)
@@ -27,16 +29,16 @@ class RecordedRoutes:
     [[1, 0], [1, 0], [0, 1]]
     """
 
-    routes_NK: torch.Tensor  # uint8 or uint16; the dtype's largest value where a route is missing
-    plausible: float = 0.0  # lowest score of a recorded expert, as a share of the lowest score in the live choice
+    routes_NK: torch.Tensor
+    plausible: float = 0.0
 
     @torch.no_grad()
     def apply(self, live_NK: torch.Tensor, scores_NE: torch.Tensor) -> torch.Tensor:
-        """The experts to use, int64 [N, K], distinct for each token.
+        """Return the experts to use, int64 [N, K], distinct for each token.
 
-        Recorded experts keep their slots. Missing and implausible ones are replaced by the best of `live_NK` (best
-        first) that the token does not use yet. `scores_NE`: the positive scores from which gates are computed.
-        """
+        Recorded experts keep their slots. Missing and implausible ones are replaced by the best of `live_NK` (the
+        router's own choice, best first) that the token does not use yet. `scores_NE`: the positive scores from which
+        gates are computed."""
         recorded = self.routes_NK.long()
         refused = recorded == torch.iinfo(self.routes_NK.dtype).max
         if self.plausible:

@@ -11,17 +11,16 @@ from etude.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Rope:
-    """Cosine and sine of N tokens, in the half-rotation layout. The sine carries the sign."""
+    """Cosine and sine of N tokens, [N, 1, A], in the half-rotation layout. The sine is negative in the first half."""
 
     cos: torch.Tensor  # [N, 1, A]
     sin: torch.Tensor  # [N, 1, A], negative in the first half
 
 
 def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, float32 [context_tokens, A], with YaRN where the config has it.
+    """Compute cosine and signed sine, float32 [context_tokens, A], with YaRN where the config has it.
 
-    Always computed on the CPU, whatever the default device, so that they are the same everywhere.
-    """
+    They are computed on the CPU, whatever the default device, so that they are the same everywhere."""
     width = c.rope_dim
     waves = c.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     inverse, scale = 1.0 / waves, 1.0

@@ -2,8 +2,7 @@
 
 `Transformer(config, parallel=...)` is one rank's part of a model, and computes together with the others
 (`numerics.parallel`). Its weights come from a full model (`shard_model`) or from a directory (`load_model`), which
-always contains the full model, whatever the number of ranks.
-"""
+always contains the full model, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ a rank has some experts, and no tensor is divided."""
 
 
 def shard_dimension(name: str, parallel: Parallel) -> int | None:
-    """The dimension along which ranks divide a tensor with this name (etude's: `weight_views.views`); None: it is
-    replicated.
+    """Return the dimension along which tensor-parallel ranks divide a tensor; None: every rank has all of it.
+
+    `name` is etude's (`weight_views.views`).
 
     >>> two = Parallel(2)
     >>> names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate")
@@ -36,19 +36,21 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
 
 
 def shard_tensor(name: str, full: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """This rank's part of a full tensor, as a view."""
+    """Return this rank's part of a full tensor, as a view. `name` is etude's (`weight_views.views`)."""
     dimension = shard_dimension(name, parallel)
     return full if dimension is None else full.chunk(parallel.degree, dimension)[parallel.rank]
 
 
 def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
-    """Shape of the full tensor of which this rank has a part."""
+    """Return the shape of the full tensor of which `part` is this rank's part. `name` is etude's."""
     dimension = shard_dimension(name, parallel)
     return tuple(size * (parallel.degree if at == dimension else 1) for at, size in enumerate(part.shape))
 
 
 def shard_model(full: Transformer, parallel: Parallel) -> Transformer:
-    """This rank's part of a full model, as a new model. Raises `ConfigError`."""
+    """Return this rank's part of a full model, as a new model.
+
+    Raises `ConfigError` when sizes cannot be divided among the ranks."""
     dtype = full.embedding.dtype
     model = Transformer(full.config, seed=None, dtype=dtype, operators=full.operators, parallel=parallel)
     tensors = views(full)

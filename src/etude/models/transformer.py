@@ -1,13 +1,11 @@
-"""The model definition, used by engine and learner, for every family in `models/families`, with transformers'
-semantics.
+"""The model definition, used by engine and learner, for every family, with transformers' semantics.
 
 Tokens are flat: a forward pass takes N tokens of one or many sequences, and a `Cache` decides which of them attend to
 each other. So prefill, decode, mixed batches and packed training share one code path. Router replay is an argument. A
 model stores nothing between forward passes.
 
 Shapes: N tokens, R rows with logits, L layers with a router, V vocabulary size, D width, H query heads, G key/value
-heads, A head width, E experts, K experts per token, F expert width.
-"""
+heads, A head width, E experts, K experts per token, F expert width."""
 
 from __future__ import annotations
 
@@ -36,16 +34,20 @@ from etude.numerics.parity import parity_class
 
 @dataclass(frozen=True)
 class Forward:
-    """The results of one forward pass."""
+    """The results of one forward pass of N tokens.
 
-    logits: torch.Tensor  # [R or N, V]
-    routes: torch.Tensor  # `config.route_dtype` [N, L, K]: the experts used
-    live: torch.Tensor  # same shape: the routers' own choice; equal to `routes` without replay
-    balance: torch.Tensor | None  # scalar: mean over layers of the load-balancing loss, 1.0 at perfect balance
+    `logits`: [R, V] of the R requested rows, or [N, V]. `routes`: [N, L, K] in `config.route_dtype`, the experts used
+    in the L layers with a router. `live`: [N, L, K], the routers' own choice, equal to `routes` without replay.
+    `balance`: a scalar, the mean over layers of the load-balancing loss; None outside training."""
+
+    logits: torch.Tensor
+    routes: torch.Tensor
+    live: torch.Tensor
+    balance: torch.Tensor | None
 
 
 class Mlp(nn.Module):
-    """A gated MLP: of a dense layer, or the shared experts."""
+    """A gated MLP: of a dense layer, or the shared experts. `name`: its prefix in the names of hooks."""
 
     def __init__(
         self, name: str, width: int, hidden_size: int, operators: Operators, parallel: Parallel = SINGLE_RANK
@@ -62,17 +64,19 @@ class Mlp(nn.Module):
         return hook(down, self.parallel.row_parallel(ops, act, self.down, down))
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Each weight as a view, by its name in a checkpoint's `mlp`."""
+        """Return each weight as a view, by its name in a checkpoint's `mlp`."""
         gate, up = self.gate_up.chunk(2)
         return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down}
 
     def matrices(self) -> dict[str, list[int]]:
-        """See `attention.AttentionLayer`."""
+        """Return the parameters that Muon updates, each with the row counts of the matrices stacked in it."""
         return {"gate_up": [self.down.shape[1]] * 2, "down": [self.down.shape[0]]}
 
 
 class Stack(nn.Module):
-    """The matrices of this rank's experts, stacked. A separate module, since ranks may shard them over another mesh."""
+    """The matrices of this rank's experts, stacked.
+
+    It is a module of its own, since ranks may shard these matrices over another mesh."""
 
     def __init__(self, c: ModelConfig, num_held: int, operators: Operators, parallel: Parallel) -> None:
         super().__init__()
@@ -84,12 +88,12 @@ class Stack(nn.Module):
         return mix(x_ND, choice, self.gate_up, self.down, self.operators, hook, parallel=self.parallel)
 
     def matrices(self) -> dict[str, list[int]]:
-        """See `attention.AttentionLayer`; rows are those in each expert."""
+        """Return the parameters that Muon updates, each with the row counts of its matrices in one expert."""
         return {"gate_up": [self.down.shape[2]] * 2, "down": [self.down.shape[1]]}
 
 
 class Experts(nn.Module):
-    """A router, its experts, and the shared experts."""
+    """The mixture of experts of one layer: a router, its experts, and the shared experts."""
 
     bias: torch.Tensor | None
 
@@ -107,18 +111,20 @@ class Experts(nn.Module):
 
     @property
     def gate_up(self) -> nn.Parameter:
-        """[E, 2F, D], for this rank's experts."""
+        """[E, 2F, D] Gate and up projections of this rank's experts."""
         return self.stack.gate_up
 
     @property
     def down(self) -> nn.Parameter:
-        """[E, D, F], for this rank's experts."""
+        """[E, D, F] Down projections of this rank's experts."""
         return self.stack.down
 
     def forward(
         self, x_ND: torch.Tensor, recorded: RecordedRoutes | None, hook: ForwardHook = no_hook
     ) -> tuple[torch.Tensor, Choice]:
-        """The layer's output [N, D], shared experts included, and the router's choice."""
+        """Return the layer's output [N, D], shared experts included, and the router's choice.
+
+        `recorded`: experts to use in place of the router's choice."""
         scores = hook("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(
             scores, self.top_k, recorded, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training
@@ -129,7 +135,7 @@ class Experts(nn.Module):
         return y_ND if self.shared is None else y_ND + self.shared(x_ND, hook), choice
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Each weight as a view, by its name in a checkpoint's `mlp`. Experts: this rank's only."""
+        """Return each weight as a view, by its name in a checkpoint's `mlp`; of experts only this rank's."""
         found: dict[str, torch.Tensor] = {"gate.weight": self.router}
         if self.bias is not None:
             found["gate.e_score_correction_bias"] = self.bias
@@ -165,10 +171,9 @@ class Block(nn.Module):
         recorded: RecordedRoutes | None,
         hook: ForwardHook,
     ) -> tuple[torch.Tensor, Choice | None]:
-        """The residual stream after this layer, and the router's choice where the layer has one.
+        """Return the residual stream after this layer, and the router's choice where the layer has one.
 
-        With `recompute`, intermediate results are recomputed in the backward pass (activation checkpointing).
-        """
+        With `recompute`, intermediate results are recomputed in the backward pass (activation checkpointing)."""
         args = (x_ND, rope, cache, layer, recorded, hook)
         if not (self.recompute and torch.is_grad_enabled()):
             return self._forward(*args)
@@ -226,12 +231,11 @@ class Transformer(nn.Module):
 
         - `seed`: for the initial weights; None leaves the memory uninitialised, for a caller that fills it.
         - `dtype`: of the weights.
-        - `operators`: None: exact, in `dtype`.
+        - `operators`: the arithmetic of the model; None: exact, in `dtype`.
         - `parallel`: the model is one rank's part of a model with the sizes `config`. Its caller fills it
           (`models.tensor_parallel`), and forward passes are collective.
 
-        Raises `ConfigError` for sizes that cannot be divided among the ranks.
-        """
+        Raises `ConfigError` for sizes that cannot be divided among the ranks."""
         super().__init__()
         self.operators = operators = Exact(dtype) if operators is None else operators
         self.config, self.parallel = config, parallel
@@ -251,8 +255,9 @@ class Transformer(nn.Module):
 
     @property
     def parity(self) -> str:
-        """The parity class on this machine with this number of threads (`numerics.parity`): that of the full model,
-        whatever this rank's part."""
+        """The parity class on this machine with this number of threads (`numerics.parity`).
+
+        Machines of equal parity classes compute equal bits. It is that of the full model, whatever this rank's part."""
         kept = self.config.cache_layout
         sizes = {"heads": kept.heads, "key_width": kept.key_width}
         return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)
@@ -270,7 +275,7 @@ class Transformer(nn.Module):
         routes: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R or N, V], and the experts used [N, L, K]. Arguments as in `run`."""
+        """Return logits [R or N, V], and the experts used [N, L, K]. The arguments are those of `run`."""
         done = self.run(tokens_N, cache, routes, rows)
         return done.logits, done.routes
 
@@ -284,12 +289,13 @@ class Transformer(nn.Module):
         plausible: float = 0.0,
         hook: ForwardHook = no_hook,
     ) -> Forward:
-        """One forward pass of `tokens_N` (int64).
+        """Compute one forward pass of `tokens_N` (int64).
 
-        `cache` None: one causal sequence. `routes` (`config.route_dtype`, [N, L, K]) are replayed where they are known
-        and `plausible` (see `replay.RecordedRoutes`). `rows` (int64 [R]) selects the tokens with logits, in that order.
-        `hook` receives each operator's result.
-        """
+        - `cache`: which tokens attend to each other; None: they are one causal sequence.
+        - `routes`: `config.route_dtype` [N, L, K], the recorded experts to use in place of the routers' choice. They
+          are used where they are known and `plausible` (`replay.RecordedRoutes`).
+        - `rows`: int64 [R], the tokens with logits, in that order; None: all.
+        - `hook`: called with each operator's result."""
         cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
@@ -313,7 +319,7 @@ class Transformer(nn.Module):
         )
 
     def _stacked(self, experts: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """The choices of all layers as routes."""
+        """Return the choices of all layers as routes."""
         kind = {"uint8": torch.uint8, "uint16": torch.uint16}[self.config.route_dtype]
         if not experts:
             return torch.zeros(num_tokens, 0, self.config.top_k, dtype=kind, device=self.embedding.device)
@@ -321,7 +327,7 @@ class Transformer(nn.Module):
 
 
 def _shared(config: ModelConfig, operators: Operators, parallel: Parallel) -> ModelConfig:
-    """Sizes of this rank's part. Raises `ConfigError`."""
+    """Return the sizes of this rank's part. Raises `ConfigError`."""
     ranks = parallel.tensor.degree
     if operators.exact and operators.degree % ranks:
         raise ConfigError(
@@ -335,13 +341,11 @@ def _shared(config: ModelConfig, operators: Operators, parallel: Parallel) -> Mo
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Initialise with normal weights of standard deviation 1/√in, products into the residual stream smaller by √(2L),
-    the head at half of 1/√D, and embeddings at 0.5 if there is a separate head.
+    """Initialise the weights from a normal distribution.
 
-    Compared on synthetic demonstrations with 800k tokens: share of held-out edits copied without an error, one number
-    per seed. Untied at .5: 1.0, 1.0; untied at 1: .12; tied at 1/√D: .23, .02; tied at .5 with a last norm of 1/√D:
-    .16. The held-out loss at 300k tokens (.43 to .44 for all) did not show it: copying forms later.
-    """
+    The standard deviation is 1/√in. For products into the residual stream it is smaller by √(2L), for the head it is
+    half of 1/√D, and for embeddings it is 0.5 if there is a separate head; with these a small model learns to copy
+    soonest."""
     c, generator = model.config, torch.Generator().manual_seed(seed)
 
     def fill(parameter: torch.Tensor, std: float) -> None:

@@ -4,8 +4,7 @@ Inside the model, products of the same input and all experts of a layer are sing
 deltas, engines) each tensor has the name and shape of the family's Hugging Face checkpoints. One mapping serves saving,
 loading, publishing and updating: each view shares memory with the model, so writing into it changes the model in place.
 A rank's part of a model has the same names, with its own experts and its parts of divided tensors
-(`models.tensor_parallel`).
-"""
+(`models.tensor_parallel`)."""
 
 from __future__ import annotations
 
@@ -20,15 +19,14 @@ _BIAS = "e_score_correction_bias"
 
 
 def stays_float32(name: str) -> bool:
-    """Whether a tensor stays float32 whatever dtype the weights are stored in, as in transformers and all engines."""
+    """Return whether a tensor stays float32 whatever dtype weights are stored in, as in transformers."""
     return name.endswith((_BIAS, ".weight_global_scale"))
 
 
 def views(model: Transformer) -> dict[str, torch.Tensor]:
-    """Every weight of a model by etude's name, in a fixed order, as contiguous detached views.
+    """Return every weight of a model by etude's name, in a fixed order, as contiguous detached views.
 
-    Etude's names are those of Qwen3 and DeepSeek-V3, for all families. With tied embeddings there is no head.
-    """
+    Etude's names are those of Qwen3 and DeepSeek-V3, for all families. With tied embeddings there is no head."""
     found: dict[str, torch.Tensor] = {"model.embed_tokens.weight": model.embedding}
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
@@ -40,13 +38,15 @@ def views(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
-    """`views` by the names of the family's Hugging Face checkpoints."""
+    """Return every weight of a model by its Hugging Face name, in a fixed order, as contiguous detached views.
+
+    With tied embeddings there is no head."""
     outside = model.config.architecture.hf_name
     return {outside(name): view for name, view in views(model).items()}
 
 
 def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
-    """The router biases of `hf_views`, float32 [E]. They are not parameters."""
+    """Return the router biases by Hugging Face name, float32 [E] views. They are not parameters."""
     outside, blocks = model.config.architecture.hf_name, enumerate(model.blocks)
     found = {outside(f"model.layers.{i}.mlp.gate.{_BIAS}"): getattr(one.experts, "bias", None) for i, one in blocks}
     return {name: bias for name, bias in found.items() if bias is not None}

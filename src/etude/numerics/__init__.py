@@ -26,28 +26,14 @@ if TYPE_CHECKING:
     from etude.numerics.sampling import sample, uniform
 
 __all__ = [
-    "ComputeDtype",
-    "Exact",
-    "Mode",
-    "Native",
-    "NumericsConfig",
-    "Operators",
-    "Quantise",
-    "operators_for",
-    "parity_class",
-    "sample",
-    "uniform",
-]
+    "ComputeDtype", "Exact", "Mode", "Native", "NumericsConfig", "Operators", "Quantise", "operators_for",
+    "parity_class", "sample", "uniform",
+]  # fmt: skip
 
 _HOME = {
-    "Exact": "exact.operators",
-    "Native": "native",
-    "Operators": "operators",
-    "operators_for": "factory",
-    "parity_class": "parity",
-    "sample": "sampling",
-    "uniform": "sampling",
-}
+    "Exact": "exact.operators", "Native": "native", "Operators": "operators", "operators_for": "factory",
+    "parity_class": "parity", "sample": "sampling", "uniform": "sampling",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -10,10 +10,13 @@ from etude.config import ranged
 
 
 class Mode(enum.StrEnum):
-    """Order of summation."""
+    """The order of summation of operators.
 
-    EXACT = "exact"  # one order for each operator: engine and learner agree to the bit
-    NATIVE = "native"  # the fastest kernel for each shape: ratios on the same version are near 1, and only reported
+    EXACT: one order for each operator, so that engine and learner agree to the bit. NATIVE: the fastest kernel for each
+    shape; then probability ratios on the same weights are near 1, and are only reported."""
+
+    EXACT = "exact"
+    NATIVE = "native"
 
 
 class ComputeDtype(enum.StrEnum):
@@ -34,19 +37,21 @@ class Quantise(enum.StrEnum):
 
 
 def check_device(name: str) -> None:
-    """Raise `ValueError` unless `name` is "auto" (a GPU where torch sees one, else the CPU), "cpu", "cuda" or
-    "cuda:N"."""
+    """Raise `ValueError` unless `name` is "auto", "cpu", "cuda" or "cuda:N"."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
         raise ValueError(f"device = {name!r}, expected auto, cpu, cuda, or cuda:N")
 
 
 @dataclass(frozen=True)
 class NumericsConfig:
-    """The `[numerics]` section."""
+    """The `[numerics]` section of a run's config.
+
+    `quantise`: the format that large matrix products round to. `degree`: the largest number of tensor-parallel ranks
+    with equal bits, a power of two."""
 
     mode: Mode = Mode.EXACT
     quantise: Quantise = Quantise.NONE
-    degree: int = ranged(1, low=1, high=64)  # largest number of tensor-parallel ranks with equal bits; 1, 2, 4, ...
+    degree: int = ranged(1, low=1, high=64)
 
     def __post_init__(self) -> None:
         if self.degree & (self.degree - 1):

@@ -11,7 +11,7 @@ from etude.numerics.config import check_device
 
 
 def device_for(name: str) -> torch.device:
-    """The device for "auto" (a GPU where torch sees one, else the CPU), "cpu", "cuda" or "cuda:N".
+    """Return torch's device for "auto" (a GPU where torch sees one, else the CPU), "cpu", "cuda" or "cuda:N".
 
     Raises `ConfigError` where torch does not see it.
 
@@ -36,6 +36,7 @@ def device_for(name: str) -> torch.device:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Context in which kernels are launched on this device. Triton uses the thread's current device, not that of the
-    tensors."""
+    """Return a context manager in which kernels are launched on this device.
+
+    Triton uses the thread's current device, not that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

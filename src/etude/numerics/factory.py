@@ -14,17 +14,12 @@ from etude.numerics.quantisation import QuantisedOperators
 
 
 def operators_for(
-    numerics: NumericsConfig,
-    dtype: torch.dtype,
-    *,
-    rounds_weights: bool = True,
-    device: torch.device | None = None,
+    numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True, device: torch.device | None = None
 ) -> Operators:
-    """The operators with which engines and learner of a run build their models.
+    """Return the operators with which engines and learner of a run build their models.
 
-    `device` None: the CPU. `rounds_weights` False: the weights are rounded already. Raises `ConfigError` for a
-    combination that is not supported on the device.
-    """
+    `dtype`: of activations. `rounds_weights` False: the weights are rounded already. `device` None: the CPU. Raises
+    `ConfigError` for a combination that is not supported on the device."""
     inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner

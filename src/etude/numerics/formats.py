@@ -7,8 +7,7 @@
 | nvfp4 | E2M1 | 16 | E4M3 | one float32 per token or matrix; in etude a power of two |
 
 Elements and E8M0 are those of the OCP Microscaling specification v1.0; NVFP4 is NVIDIA's (arXiv 2509.25149). Blocks are
-along the last dimension, over which a product sums. `quantisation.rounding` rounds to these formats.
-"""
+along the last dimension, over which a product sums. `quantisation.rounding` rounds to these formats."""
 
 from __future__ import annotations
 
@@ -19,11 +18,14 @@ from etude.numerics.config import Quantise
 
 @dataclass(frozen=True)
 class Element:
-    """A small float: sign, exponent, mantissa; no infinities."""
+    """A small float: sign, exponent, mantissa; no infinities.
+
+    `bits`: in all; `mantissa`: bits of the mantissa; `min_exponent`: of normal numbers; `largest`: the largest number.
+    """
 
     bits: int
     mantissa: int
-    min_exponent: int  # of normal numbers
+    min_exponent: int
     largest: float
 
 
@@ -33,12 +35,14 @@ E2M1 = Element(bits=4, mantissa=1, min_exponent=0, largest=6.0)
 
 @dataclass(frozen=True)
 class Format:
-    """An element type and its scales."""
+    """A low-precision format: an element type, and scales that blocks of `block` elements share.
+
+    `has_global_scale`: block scales are E4M3 with a global float32 scale; otherwise they are E8M0, powers of two."""
 
     name: Quantise
     element: Element
     block: int
-    has_global_scale: bool  # block scales are E4M3 with a global float32 scale; else E8M0
+    has_global_scale: bool
 
     @property
     def bits_per_number(self) -> float:

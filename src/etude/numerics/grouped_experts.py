@@ -10,8 +10,7 @@ Activation and sum by slot are bound by memory; they run as Triton kernels where
 Works on a CPU as well, where `models.experts` is faster; the tests compare the two there.
 
 Shapes: N tokens, D width, E experts, K experts per token, F expert width, S = N·K rows sorted by expert, I and O in,
-out.
-"""
+out."""
 
 from __future__ import annotations
 
@@ -29,24 +28,25 @@ _ALIGNED = 8  # numbers of 16 bytes in bfloat16
 
 
 def is_supported(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether the device has a kernel: bfloat16, and widths that are multiples of 16 bytes."""
+    """Return whether there is a kernel: for a GPU, bfloat16, and widths that are multiples of 16 bytes."""
     aligned = not any(width % _ALIGNED for weight in weights for width in weight.shape[1:])
     return x.device.type != "cpu" and x.dtype == torch.bfloat16 and aligned
 
 
 def offsets_on(ends: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Ends of each expert's rows, int32 [E], on the device."""
+    """Return the ends of each expert's rows, int32 [E], on the device."""
     return torch.tensor(ends, dtype=torch.int32).to(device)
 
 
 def grouped_mm(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows times its matrix, [S, O]."""
-    return _grouped_mm(x_SI, weight_EIO, ends_E)
+    """Multiply each expert's rows by its matrix, [S, O]."""
+    product: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    return product(x_SI, weight_EIO, offs=ends_E)
 
 
 def weight_gradient(g_SO: torch.Tensor, x_SI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Each expert's gᵀ · x, [E, O, I]; zero for experts without rows, whatever the kernel leaves there."""
-    gradient = _grouped_mm(g_SO.t(), x_SI, ends_E)
+    """Compute each expert's gᵀ · x, [E, O, I]; zero for experts without rows, whatever the kernel leaves there."""
+    gradient = grouped_mm(g_SO.t(), x_SI, ends_E)
     is_empty = torch.cat([ends_E[:1], ends_E.diff()]) == 0
     return gradient.masked_fill_(is_empty[:, None, None], 0.0)
 
@@ -59,10 +59,10 @@ def mix(
     down_EDF: torch.Tensor,
     rows: RowOps | None = None,
 ) -> torch.Tensor:
-    """Σ over K of gate · down(silu(gate_proj x) · up_proj x) for each token; [N, D], differentiable.
+    """Compute the output of the experts, [N, D]: for each token, Σ over its K experts of gate · expert(x).
 
-    `rows`: the operations between products (None: the fastest for the device). Weights may have a wider dtype than x.
-    """
+    An expert is down(silu(gate_proj x) · up_proj x). Differentiable. `rows`: the operations between products (None: the
+    fastest for the device). Weights may have a wider dtype than x."""
     dispatch = SortedDispatch.of(experts_NK, gate_up_E2FD.shape[0])
     rows = rows or row_ops_for(x_ND.device)
     y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, dispatch, rows)  # type: ignore[no-untyped-call]
@@ -71,12 +71,15 @@ def mix(
 
 @dataclass(frozen=True, eq=False)
 class SortedDispatch:
-    """The permutation that sorts (token, choice) pairs by expert, ties by token. All on the device."""
+    """The permutation that sorts (token, choice) pairs by expert, ties by token. All tensors are on the device.
 
-    ends_E: torch.Tensor  # int32: where each expert's rows end
-    choice_S: torch.Tensor  # int64: index of each row's choice among the N·K
-    token_S: torch.Tensor  # int64: each row's token
-    slot_NK: torch.Tensor  # int64: each choice's row
+    `ends_E`: int32, where each expert's rows end. `choice_S`: int64, the index of each row's choice among the N·K
+    choices. `token_S`: int64, each row's token. `slot_NK`: int64, each choice's row."""
+
+    ends_E: torch.Tensor
+    choice_S: torch.Tensor
+    token_S: torch.Tensor
+    slot_NK: torch.Tensor
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> SortedDispatch:
@@ -92,10 +95,13 @@ class SortedDispatch:
 
 @dataclass(frozen=True)
 class RowOps:
-    """Operations on rows between the products, each in one pass over memory where possible."""
+    """Operations on rows between the products, each in one pass over memory where possible.
 
-    gated: Callable[[torch.Tensor], torch.Tensor]  # [S, 2F] -> [S, F]: silu(first half) · second
-    gated_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # [S, F], [S, 2F] -> [S, 2F]
+    `gated`: [S, 2F] → [S, F], silu(first half) · second half. `gated_gradient`: its gradient, ([S, F], [S, 2F]) → [S,
+    2F]. `combine`: (rows [S, D], slot_NK, gates_NK or None) → [N, D], the weighted sum over K."""
+
+    gated: Callable[[torch.Tensor], torch.Tensor]
+    gated_gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     combine: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     """(rows [S, D], slot_NK, gates_NK; None: 1) -> [N, D]"""
 
@@ -123,7 +129,7 @@ TORCH_ROW_OPS = RowOps(_gated, _gated_gradient, _combine)
 
 @functools.cache
 def row_ops_for(device: torch.device) -> RowOps:
-    """The fastest row operations for a device."""
+    """Return the fastest row operations for a device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TORCH_ROW_OPS
     from etude.numerics.gpu import row_ops
@@ -167,8 +173,3 @@ class _Mix(torch.autograd.Function):
             dgate_up = weight_gradient(dh, x.index_select(0, dispatch.token_S), dispatch.ends_E).to(gate_up.dtype)
         dx = rows.combine(grouped_mm(dh, gate_up.to(x.dtype), dispatch.ends_E), dispatch.slot_NK, None)
         return dx, dgates.to(gates.dtype), dgate_up, ddown, None, None
-
-
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    product: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    return product(a, b, offs=ends_E)

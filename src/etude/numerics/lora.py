@@ -7,10 +7,9 @@ changes, and a decoded token costs the same as without adapters.
 Gradients never have the size of the matrix. With y = x Wᵀ: dB = scale · dyᵀ (x Aᵀ), dA = scale · (dy B)ᵀ x, and dx
 comes from the merged matrix. So `LoraOperators` compute a product as usual, with a matrix that needs no gradient, and
 add an autograd node that leaves y unchanged and gives A and B their gradients (`with_lora_gradient`). Gradients pass
-through rounding unchanged, as with the masters behind bf16 weights.
+through rounding unchanged, as with the float32 weights behind bf16 weights.
 
-Shapes: N tokens, I and O width in and out, r rank, P parts of a fused matrix, E experts.
-"""
+Shapes: N tokens, I and O width in and out, r rank, P parts of a fused matrix, E experts."""
 
 from __future__ import annotations
 
@@ -28,12 +27,14 @@ from etude.numerics.operators import Operators, delegate_to_inner
 
 @dataclass(frozen=True)
 class LoraPairs:
-    """The LoRA matrices A and B of one weight matrix [O, I], or of a stack of matrices [E, O, I]. A fused matrix (such
-    as q, k and v) has P parts along its rows; each part has its own A and B."""
+    """The LoRA matrices A and B of one weight matrix [O, I], or of a stack of matrices [E, O, I].
 
-    a: torch.Tensor  # [P, r, I] or [E, P, r, I]
-    b: torch.Tensor  # [O, r] or [E, O, r]
-    rows: tuple[int, ...]  # of each part; O in total
+    A fused matrix (such as q, k and v) has P parts along its rows; each part has its own A and B. `a`: [P, r, I] or [E,
+    P, r, I]. `b`: [O, r] or [E, O, r]. `rows`: the number of rows of each part, O in total."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rows: tuple[int, ...]
     scale: float
 
     def of(self, some: slice) -> LoraPairs:
@@ -53,8 +54,7 @@ def merge_lora(base: torch.Tensor, pairs: LoraPairs, out: torch.Tensor, *, dtype
     """Write W + scale · B A into `out`, summed in float32 and rounded once to `dtype`. `out` has the shape of `base`.
 
     The bits of a row depend only on that row, so ranks with some of the rows (`LoraPairs.of`) get the same bits as for
-    the full matrix.
-    """
+    the full matrix."""
     width, rank = base.shape[-1], pairs.b.shape[-1]
     a_rI = pairs.a.float().reshape(-1, rank, width).unbind()
     rows = list(pairs.rows) * (len(a_rI) // len(pairs.rows))
@@ -68,11 +68,10 @@ def merge_lora(base: torch.Tensor, pairs: LoraPairs, out: torch.Tensor, *, dtype
 def with_lora_gradient(
     y_NO: torch.Tensor, x_NI: torch.Tensor, a_PrI: torch.Tensor, b_Or: torch.Tensor, rows: tuple[int, ...], scale: float
 ) -> torch.Tensor:
-    """Return `y_NO` unchanged, with an autograd node that gives A and B their gradients. `y_NO` is the product of
-    `x_NI` with the merged matrix.
+    """Return `y_NO` unchanged, with an autograd node that gives A and B their gradients.
 
-    For batched products, all tensors have one more leading dimension.
-    """
+    `y_NO` is the product of `x_NI` with the merged matrix. `rows`: of each part of a fused matrix. For batched
+    products, all tensors have one more leading dimension."""
     y: torch.Tensor = _LoraGradient.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
     return y
 
@@ -126,8 +125,7 @@ class LoraOperators(Operators):
 
     Results and name are those of `inner`. A matrix is identified by its memory address, and so is the first row of each
     of its parts. With `weights_move`, matrices move in memory, as when FSDP2 gathers them; then an unknown address
-    triggers a new look at all matrices.
-    """
+    makes it look at all matrices again."""
 
     def __init__(self, inner: Operators) -> None:
         super().__init__(inner.dtype)

@@ -1,4 +1,4 @@
-"""Operators as torch computes them, with the fastest kernel for each shape. Shapes as in `operators`."""
+"""Operators as torch computes them, with the fastest kernel for each shape. The shapes are those of `operators`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART = 1 << 28
 
 
 class Native(Operators):
-    """Torch's fastest kernels for each shape. So a row's bits depend on the batch."""
+    """Operators that use torch's fastest kernel for each shape, so that a row's bits depend on the batch."""
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_NI, weight_OI.to(x_NI.dtype))
@@ -27,7 +27,9 @@ class Native(Operators):
         return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
 
     def packed_attention(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
-        """On a GPU, one kernel for all sequences where there is one for the dtype and the width."""
+        """Return attention in packed sequences of these lengths, for one forward pass.
+
+        On a GPU it is one kernel for all sequences, if there is one for the dtype and the width."""
         each = super().packed_attention(lengths, device)
         if device.type == "cpu":
             return each
@@ -43,7 +45,7 @@ class Native(Operators):
         return attend
 
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """On a GPU, without float32 copies of the logits."""
+        """Compute log-probabilities, float32 [R, V]; on a GPU without float32 copies of the logits."""
         if logits_RV.device.type == "cpu":
             return super().log_softmax(logits_RV, temperature)
         if isinstance(temperature, torch.Tensor):
@@ -72,12 +74,11 @@ class Native(Operators):
 
 
 def chunked_log_softmax(logits_RV: torch.Tensor, divisor_R1: torch.Tensor | None, part: int = PART) -> torch.Tensor:
-    """log softmax(logits / divisor), float32 [R, V], differentiable. Divisor None: 1.
+    """Compute log softmax(logits / divisor), float32 [R, V], differentiable. Divisor None: 1.
 
     The plain way stores the logits in float32, the scaled logits and the result, and as much again in the backward
-    pass; with a vocabulary of 150,000, a thousand rows are 0.6 GB each. Here rows are converted in chunks, and the
-    gradient has the dtype of the logits.
-    """
+    pass; with a vocabulary of 150,000, a thousand rows are 0.6 GB each. Here rows are converted in chunks of `part`
+    numbers, and the gradient has the dtype of the logits."""
     y: torch.Tensor = _LogSoftmax.apply(logits_RV, divisor_R1, part)  # type: ignore[no-untyped-call]
     return y
 
@@ -105,7 +106,6 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def _parts(part: int, divisor: torch.Tensor | None, *tensors: torch.Tensor) -> list[tuple[Any, ...]]:
-    """Split the tensors, and the divisor, into chunks of rows."""
     rows = max(1, part // max(1, tensors[0].shape[1]))
     cut = [torch.split(tensor, rows) for tensor in tensors]
     by = [None] * len(cut[0]) if divisor is None else list(torch.split(divisor, rows))

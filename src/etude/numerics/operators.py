@@ -4,13 +4,12 @@ A model is built with `Operators`. Engine and learner with equal operators compu
 kernels. `Exact` has one order of summation for each operator, whatever else is in the batch. Operators have no state,
 and nothing is switched globally.
 
-Activations are tensors of `dtype`. Weights may have a wider dtype, as the learner's float32 masters do. `Exact` needs
+Activations are tensors of `dtype`. Weights may have a wider dtype, as the learner's float32 weights do. `Exact` needs
 float32 weights on both sides: it multiplies and adds in float32 and rounds to `dtype` once, so narrow dtypes cost about
 as much as float32.
 
 Shapes: N tokens, H heads, I and O width in and out, E experts, S rows sorted by expert, K experts per token, R rows of
-logits, V vocabulary size, T tokens of one sequence, G key/value heads.
-"""
+logits, V vocabulary size, T tokens of one sequence, G key/value heads."""
 
 from __future__ import annotations
 
@@ -37,7 +36,9 @@ PackedCausal = Callable[..., torch.Tensor]
 
 
 class Operators:
-    """The operators of a model. Results have dtype `dtype`; router scores and log-probabilities are float32."""
+    """The arithmetic of a model: its matrix products, norms, attention, routing functions and log-probabilities.
+
+    Results have dtype `dtype`; router scores and log-probabilities are float32."""
 
     absorbs_latents = False
     """Whether latent attention is always computed in the absorbed form, so that packed forward passes sum in the same
@@ -81,15 +82,19 @@ class Operators:
         return self.dtype
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        """x · weightᵀ, [N, O]."""
+        """Compute x · weightᵀ, [N, O]."""
         raise NotImplementedError
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """`linear` with one rank's part of the output columns of a larger matrix."""
+        """Do what `linear` does with one rank's part of the output columns of a larger matrix.
+
+        `ranks`: the number of ranks that have a part each."""
         return self.linear(x_NI, weight_OI)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """`linear` with one rank's part of the inputs: the partial sum, to be added over ranks."""
+        """Do what `linear` does with one rank's part of the inputs. The result is a partial sum.
+
+        The partial sums of all `ranks` are to be added."""
         if self.exact and ranks > 1:
             facts = "exact sums over tensor-parallel ranks need CPUs and numerics.degree > 1"
             hint = f"use CPUs and numerics.degree = {ranks}, or one rank"
@@ -97,27 +102,26 @@ class Operators:
         return self.linear(x_NI, weight_OI)
 
     def quantise_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Round the input of a large matrix product, in low precision. `linear` calls it."""
+        """Round the input of a large matrix product to the low-precision format, if there is one. `linear` calls it."""
         return x
 
     def quantise_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Round a matrix, or a stack of matrices, in low precision. `linear` calls it."""
+        """Round a matrix, or a stack of them, to the low-precision format, if there is one. `linear` calls it."""
         return weight
 
     def lora_pairs(self, weight: torch.Tensor) -> LoraPairs | None:
-        """The LoRA adapters of a merged matrix, or of a stack of them (`numerics.lora`); None where it has none."""
+        """Return the LoRA adapters of a merged matrix, or of a stack of them; None where it has none."""
         return None
 
     def padded_rows(self, num_rows: int) -> int:
-        """Number of rows that an expert computes for `num_rows` rows. The others are padding."""
+        """Return the number of rows that an expert computes for `num_rows` rows. The others are padding."""
         return num_rows
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Each expert's rows times its matrix, [S, O].
+        """Multiply each expert's rows by its matrix, [S, O].
 
-        `rows` [E] sums to S. Not differentiable: `models.experts` computes the gradient. Inputs and weights come from
-        `quantise_input` and `quantise_weight`.
-        """
+        `rows` [E] are the numbers of rows, S in all. Not differentiable: `models.experts` computes the gradient. Inputs
+        and weights come from `quantise_input` and `quantise_weight`."""
         if grouped_experts.is_supported(x_SI, weight_EOI):
             ends = grouped_experts.offsets_on([*accumulate(rows)], x_SI.device)
             return grouped_experts.grouped_mm(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
@@ -132,38 +136,42 @@ class Operators:
     def grouped_columns(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """`grouped` with one rank's part of the output columns."""
+        """Do what `grouped` does with one rank's part of the output columns. `ranks`: the number of such parts."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def grouped_partial(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """`grouped` with one rank's part of the inputs: the partial sum."""
+        """Do what `grouped` does with one rank's part of the inputs. The result is one of `ranks` partial sums."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        """Each head's row times that head's matrix, [N, H, O]. Used by absorbed latent attention. Weights come from
-        `quantise_weight`."""
+        """Multiply each head's row by that head's matrix, [N, H, O].
+
+        Absorbed latent attention uses it. Weights come from `quantise_weight`."""
         return torch.stack([self.linear(x, w) for x, w in zip(x_NHI.unbind(1), weight_HOI.unbind(0), strict=True)], 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """x / √(mean x² + eps) · weight over the last dimension (RMSNorm, arXiv 1910.07467)."""
+        """Compute x / √(mean x² + eps) · weight over the last dimension (RMSNorm, arXiv 1910.07467)."""
         weight = None if weight is None else weight.to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-        """Rotary position embedding (arXiv 2104.09864) in the half-rotation layout. The sine is negative in the first
-        half."""
+        """Apply rotary position embedding (arXiv 2104.09864) in the half-rotation layout.
+
+        The sine is negative in the first half."""
         half, cos_N1A, sin_N1A = x_NHA.shape[-1] // 2, cos_N1A.to(x_NHA.dtype), sin_N1A.to(x_NHA.dtype)
         return torch.addcmul(x_NHA * cos_N1A, x_NHA.roll(half, -1), sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        """A router's logits, float32 [N, E]. Rounded logits would tie."""
+        """Compute a router's logits, float32 [N, E]. Rounded logits would tie."""
         return F.linear(x_ND.float(), weight_ED.float())
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        """Σ over K, in slot order, of gate · row, [N, D]. Not differentiable: `models.experts` computes the
-        gradient."""
+        """Sum each token's K rows of expert outputs, weighted by gates; [N, D].
+
+        `slot_NK`: the row of each (token, choice). The order of summation is that of the choices. Not differentiable:
+        `models.experts` computes the gradient."""
         first, *rest = zip(slot_NK.unbind(1), gates_NK.to(out_SD.dtype).unbind(1), strict=True)
         y = out_SD.index_select(0, first[0]) * first[1][:, None]
         for slot, gate in rest:
@@ -171,28 +179,28 @@ class Operators:
         return y
 
     def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
-        """SwiGLU activation: silu(first half) · second half, [S, F/2]."""
+        """Compute the SwiGLU activation: silu(first half) · second half, [S, F/2]."""
         a, b = h_SF.chunk(2, -1)
         return F.silu(a) * b
 
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        """A router's probabilities, float32 [N, E]."""
+        """Compute a router's probabilities by softmax, float32 [N, E]."""
         return at_least_float32(scores_NE).softmax(-1)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        """A router's sigmoid scores, float32 [N, E]."""
+        """Compute a router's sigmoid scores, float32 [N, E]."""
         return at_least_float32(scores_NE).sigmoid()
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Indices of the k largest values, largest first, int64 [N, k]."""
+        """Return the indices of the k largest values, largest first, int64 [N, k]."""
         return values_NE.topk(k, -1).indices
 
     def causal_attention(self) -> Causal:
-        """Attention in single sequences, for one forward pass."""
+        """Return attention in single sequences, for one forward pass."""
         return _causal
 
     def packed_attention(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
-        """Attention in packed sequences of these lengths, for one forward pass."""
+        """Return attention in packed sequences of these lengths, for one forward pass."""
         causal, lengths = self.causal_attention(), list(lengths)
 
         def attend(
@@ -212,25 +220,23 @@ class Operators:
         gate_up_E2FD: torch.Tensor,
         down_EDF: torch.Tensor,
     ) -> torch.Tensor | None:
-        """All experts of a layer in one differentiable operation, [N, D], without synchronising with the host.
+        """Compute all experts of a layer in one differentiable operation, [N, D], without synchronising with the host.
 
-        Returns None where it is not available; then `models.experts` computes them.
-        """
+        Returns None where it is not available; then `models.experts` computes them."""
         return None
 
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:
-        """The sizes of key windows in which an engine's queries see the cached keys and values."""
+        """Return the numbers of cached keys, padding included, that an engine's queries may see."""
         return ANY
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """The head's product, [R, V]. Never quantised."""
+        """Compute the output head's product, [R, V]. It is never quantised."""
         return self.linear(x_RD, weight_VD)
 
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Log-probabilities at a temperature, or at each row's own [R, 1]; float32 [R, V].
+        """Compute log-probabilities, float32 [R, V], at one temperature, or at each row's own [R, 1].
 
-        Sampler, probe and learner all use this function.
-        """
+        Sampler and learner both use this function."""
         logits_RV = logits_RV.float()
         if isinstance(temperature, torch.Tensor) or temperature != 1.0:
             if not isinstance(temperature, torch.Tensor):
@@ -240,8 +246,9 @@ class Operators:
 
 
 def delegate_to_inner(kind: type[Operators]) -> None:
-    """Make a wrapper of operators forward everything that it does not define, methods and properties, to its
-    `inner`."""
+    """Make a class that wraps operators forward everything that it does not define to its attribute `inner`.
+
+    This covers methods and properties."""
     for name in vars(Operators).keys() - vars(kind).keys():
         if not name.startswith("_"):
             setattr(kind, name, _forwarded(name))

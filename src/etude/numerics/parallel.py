@@ -8,8 +8,7 @@ A sum over ranks has the bits of a single rank: each rank gathers all partial su
 binary tree, whose lower levels each rank has computed (`exact.tree_sum`). A library's all-reduce has its own order.
 
 Collectives run over any `torch.distributed` group, each with a deadline: a rank that died or hangs raises an error in
-the others that names what they waited for.
-"""
+the others that names what they waited for."""
 
 from __future__ import annotations
 
@@ -32,7 +31,10 @@ class RankLost(EtudeError):
 
 
 class Split(enum.StrEnum):
-    """How ranks share a model."""
+    """How ranks share a model.
+
+    TENSOR: every rank has all tokens, and a part of each layer's heads and widths. EXPERT: every rank has its own
+    tokens and some experts."""
 
     TENSOR = "tensor"
     EXPERT = "expert"
@@ -40,7 +42,10 @@ class Split(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank's place among `degree` ranks. `SINGLE_RANK` has no group and never waits.
+    """One rank's place among the `degree` ranks that compute a model together.
+
+    `SINGLE_RANK` has no group and never waits. `group`: None is the default process group. `deadline_s`: of each
+    collective.
 
     >>> SINGLE_RANK.degree, SINGLE_RANK.tensor is SINGLE_RANK
     (1, True)
@@ -49,8 +54,8 @@ class Parallel:
     degree: int = 1
     rank: int = 0
     split: Split = Split.TENSOR
-    group: distributed.ProcessGroup | None = None  # None: the default group
-    deadline_s: float = 120.0  # of each collective
+    group: distributed.ProcessGroup | None = None
+    deadline_s: float = 120.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.degree or (self.split is Split.TENSOR and self.degree & (self.degree - 1)):
@@ -62,11 +67,13 @@ class Parallel:
 
     @property
     def tensor(self) -> Parallel:
-        """The ranks that share attention and dense layers."""
+        """The ranks that share attention and dense layers: `SINGLE_RANK` with expert parallelism."""
         return self if self.split is Split.TENSOR else SINGLE_RANK
 
     def experts(self, number: int) -> range:
-        """Which of `number` experts this rank has, or has a part of. Raises `ConfigError`."""
+        """Return which of `number` experts this rank has, or has a part of.
+
+        Raises `ConfigError` when they cannot be divided among the ranks."""
         if self.split is Split.TENSOR:
             return range(number)
         if number % self.degree:
@@ -79,32 +86,37 @@ class Parallel:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def column_parallel(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        """x · weightᵀ, [N, O], with this rank's part of the outputs (column-parallel linear)."""
+        """Compute x · weightᵀ, [N, O], with this rank's part of the outputs (column-parallel linear)."""
         return ops.linear_columns(self.copy_to_ranks(ops, x_NI), weight_OI, self.degree)
 
     def row_parallel(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor, what: str) -> torch.Tensor:
-        """x · weightᵀ, [N, O], with this rank's part of the inputs; every rank gets the sum (row-parallel linear)."""
+        """Compute x · weightᵀ, [N, O], with this rank's part of the inputs, and sum over ranks.
+
+        Every rank gets the sum (row-parallel linear). `what` names the sum in errors."""
         return self.sum_over_ranks(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
 
     def copy_to_ranks(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:
-        """`x`, which all ranks have; its gradient is the sum over ranks.
+        """Return `x`, which all ranks have, so that its gradient is summed over ranks.
 
-        Converted to the storage dtype, so that the sum is rounded once.
-        """
+        It is converted to the storage dtype, so that the sum is rounded once."""
         if self.degree == 1:
             return x
         entered: torch.Tensor = _CopyToRanks.apply(x.to(ops.storage_dtype), self)  # type: ignore[no-untyped-call]
         return entered
 
     def sum_over_ranks(self, ops: Operators, part: torch.Tensor, what: str) -> torch.Tensor:
-        """Sum of every rank's part, in the operators' dtype; the gradient of each part is that of the sum."""
+        """Sum every rank's part, in the operators' dtype. The gradient of each part is that of the sum.
+
+        `what` names the sum in errors."""
         if self.degree == 1:
             return part
         total: torch.Tensor = _SumOverRanks.apply(part, self, what)  # type: ignore[no-untyped-call]
         return total.to(ops.dtype)
 
     def all_reduce(self, part: torch.Tensor, what: str) -> torch.Tensor:
-        """Sum of every rank's part, in float32 or wider, in the fixed order. Collective."""
+        """Sum every rank's part, in float32 or wider, in the fixed order. A collective call.
+
+        `what` names the sum in errors. Raises `RankLost` after the deadline."""
         wide = part.to(torch.promote_types(part.dtype, torch.float32)).contiguous()
         parts = [torch.empty_like(wide) for _ in range(self.degree)]
         self._wait(lambda: distributed.all_gather(parts, wide, group=self.group, async_op=True), what)
@@ -113,8 +125,10 @@ class Parallel:
     def all_to_all(
         self, rows_SD: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
     ) -> torch.Tensor:
-        """Exchange rows. `sent`: how many of `rows_SD` go to each rank, in order; `received`: how many come from each.
-        Collective."""
+        """Exchange rows between the ranks, and return those for this rank. A collective call.
+
+        `sent`: how many of `rows_SD` go to each rank, in order; `received`: how many come from each. `what` names the
+        rows in errors. Raises `RankLost` after the deadline."""
         out = rows_SD.new_empty(sum(received), rows_SD.shape[1])
         args = (out.view(torch.uint8), rows_SD.contiguous().view(torch.uint8), list(received), list(sent))
         self._wait(lambda: distributed.all_to_all_single(*args, group=self.group, async_op=True), what)

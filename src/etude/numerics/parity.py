@@ -4,8 +4,7 @@ With a fixed order of summation, a token's numbers do not depend on the batch, o
 itself depends on the chip, on torch and on the vendor's library. So a class is identified by results: a digest of fixed
 products, norms and attention in the model's sizes, beside names that explain a difference (on a GPU the compute
 capability, and version and digest of etude's kernels). Engine and learner agree to the bit where their classes are
-equal. Threads and versions matter only where they change a bit.
-"""
+equal. Threads and versions matter only where they change a bit."""
 
 from __future__ import annotations
 
@@ -27,16 +26,12 @@ CPU = torch.device("cpu")
 
 
 def parity_class(
-    operators: Operators,
-    products: Iterable[tuple[int, int]],
-    *,
-    heads: int,
-    key_width: int,
-    device: torch.device = CPU,
+    operators: Operators, products: Iterable[tuple[int, int]], *, heads: int, key_width: int, device: torch.device = CPU
 ) -> str:
-    """The parity class for weights with these (out, in) shapes, and attention with these key/value heads, on a device.
+    """Return the parity class of processes that compute with these operators on this device, as a line of text.
 
-    Takes milliseconds.
+    Processes of one class compute equal bits. `products`: (out, in) of the weights; `heads`, `key_width`: of the keys
+    and values in attention. Takes milliseconds.
 
     >>> from etude.numerics import Exact, Native
     >>> one, other = (parity_class(kind(), {(8, 16)}, heads=1, key_width=8) for kind in (Exact, Native))
@@ -64,7 +59,7 @@ def _class(
 
 
 def chip(device: torch.device) -> str:
-    """Name of the processor, as far as it is known to affect bits.
+    """Return the name of the processor, as far as it is known to affect bits.
 
     >>> chip(CPU).startswith("cpu-")
     True

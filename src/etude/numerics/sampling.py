@@ -4,8 +4,7 @@ A token's uniform random number is a hash of (seed, position), so there is no ge
 sampled independently: argmax at temperature 0, else by the inverse cumulative distribution. The returned
 log-probability is that of the distribution sampled from.
 
-Shapes: R rows, V vocabulary size.
-"""
+Shapes: R rows, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Uniform random numbers, float32 in [0, 1), one per (seed, position): 24 bits of splitmix64 (Steele et al., OOPSLA
-    2014) of both.
+    """Return uniform random numbers, float32 in [0, 1), one per (seed, position).
+
+    They are 24 bits of splitmix64 (Steele et al., OOPSLA 2014) of both.
 
     >>> uniform([7, 7], [0, 1]).tolist() == [float(uniform([7], [0])[0]), float(uniform([7], [1])[0])]
     True
@@ -47,12 +47,11 @@ def sample(
     positions: npt.ArrayLike,
     operators: Operators | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample tokens (int64 [R]), with their log-probabilities (float32 [R]), using the model's `operators` (None:
-    exact).
+    """Sample a token from each row of logits; return the tokens (int64 [R]) and their log-probabilities (float32 [R]).
 
-    `temperatures` [R]: 0.0 is greedy; then the log-probability is at temperature 1. `seeds` and `positions` [R] key the
-    randomness; a position is that of the sampled token in its context.
-    """
+    `temperatures` [R]: 0.0 is greedy; then the log-probability is at temperature 1. `seeds` and `positions` [R]
+    determine the random numbers; a position is that of the sampled token in its context. `operators`: those of the
+    model (None: exact)."""
     temperature = np.asarray(temperatures, np.float32)
     divisor: torch.Tensor | float = 1.0
     if (temperature != 1.0).any():
@@ -70,11 +69,10 @@ def sample_on_device(
     greedy_R: torch.Tensor | None,
     operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample` with all inputs on the device, without synchronising with the host.
+    """Do what `sample` does with all inputs on the device, without synchronising with the host.
 
-    `divisor`: temperatures [R, 1], with 1 for temperature 0. `greedy_R`: rows with temperature 0 (None: no row).
-    `uniform_R`: random numbers in [0, 1).
-    """
+    `divisor`: temperatures [R, 1], with 1 for temperature 0. `uniform_R`: random numbers in [0, 1). `greedy_R`: rows
+    with temperature 0 (None: no row)."""
     logprobs = operators.log_softmax(logits_RV, divisor)
     cumulative = logprobs.softmax(-1).cumsum(-1)  # softmax computes each row alone; exp of all rows does not
     threshold = uniform_R[:, None] * cumulative[:, -1:]

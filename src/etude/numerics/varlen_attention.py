@@ -23,13 +23,13 @@ WIDEST = 256
 
 
 def is_supported(device: torch.device, dtype: torch.dtype, key_width: int) -> bool:
-    """Whether there is a kernel for this device, dtype and key width."""
+    """Return whether there is a kernel for this device, dtype and key width."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type != "cpu" and half and key_width <= WIDEST and key_width % 8 == 0
 
 
 def starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Cumulative sequence lengths, int32 [S + 1]."""
+    """Return cumulative sequence lengths, int32 [S + 1]."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
 
 
@@ -45,12 +45,11 @@ def attend(
     scale: float | None = None,
     used_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention output o_NHB. Each sequence's last query attends up to its last key, the query before up to the key
-    before, and so on.
+    """Compute the attention output o_NHB.
 
-    `starts_q`, `starts_k`: int32 [S + 1]. With `used_k` (int32 [S]) each sequence uses this many keys from its start,
-    and starts may be in any order. `longest_q` and `longest_k` are upper bounds, known on the host.
-    """
+    Each sequence's last query attends up to its last key, the query before up to the key before, and so on. `starts_q`,
+    `starts_k`: int32 [S + 1]. With `used_k` (int32 [S]) each sequence uses this many keys from its start, and starts
+    may be in any order. `longest_q` and `longest_k` are upper bounds, known on the host."""
     narrow = q_NHA.shape[-1] - v_TGB.shape[-1]
     value = F.pad(v_TGB, (0, narrow)) if narrow else v_TGB
     o: torch.Tensor = torch.ops.aten._flash_attention_forward(

@@ -1,7 +1,7 @@
-"""Estimate a run before it starts: memory, critical batch size, step time, weight sync time, cost.
+"""Estimates a run before it starts: memory, critical batch size, step time, weight sync time, cost.
 
-`plan` combines formulas with sources (`arithmetic`) and a few numbers for the hardware. Does not import torch:
-measurements of this machine are passed in.
+`plan` combines formulas with sources (`arithmetic`) and a few numbers for the hardware. The package does not import
+torch: measurements of this machine are passed in.
 
 >>> from etude.models.config import ModelConfig
 >>> model = ModelConfig(hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936,

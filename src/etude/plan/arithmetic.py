@@ -1,5 +1,6 @@
-"""FLOPs per token and bytes per rank of a model, computed from its sizes. Each docstring has the source of the
-formula."""
+"""FLOPs per token and bytes per rank of a model, computed from its sizes.
+
+Each docstring has the source of the formula."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ FLOAT32_BYTES, BF16_BYTES = 4, 2
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Parameters used for one token: all except the experts that are not chosen, and without the embedding, which is a
-    look-up. Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), section 2.
+    """Count the parameters used for one token: all except unchosen experts and the embedding, which is a look-up.
+
+    Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), section 2.
 
     >>> active_parameters(ModelConfig())
     544832
@@ -26,40 +28,47 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def attention_flops(model: ModelConfig, context: float) -> float:
-    """FLOPs of attention for one token over `context` keys: 2 products with 2 FLOPs per element in each head and layer.
-    Chowdhery
-    et al. 2022, "PaLM" (arXiv 2204.02311), appendix B."""
+    """Compute the FLOPs of attention for one token that attends to `context` keys, in all layers.
+
+    There are 2 products with 2 FLOPs per element in each head and layer: Chowdhery et al. 2022, "PaLM" (arXiv
+    2204.02311), appendix B."""
     width = model.head_dim + model.value_dim
     return 2.0 * model.num_layers * model.num_heads * width * context
 
 
 def forward_flops(model: ModelConfig, context: float) -> float:
-    """FLOPs of the forward pass for one token: 2 per active parameter, plus attention. Kaplan et al. 2020, "Scaling
-    Laws" (arXiv 2001.08361), section 2.1."""
+    """Compute the FLOPs of the forward pass for one token after `context` tokens.
+
+    They are 2 per active parameter, plus attention: Kaplan et al. 2020, "Scaling Laws" (arXiv 2001.08361), section 2.1.
+    """
     return 2.0 * active_parameters(model) + attention_flops(model, context)
 
 
 def training_flops(model: ModelConfig, context: float, training: Training) -> float:
-    """FLOPs of training on one token: forward, twice that for backward, and another forward with recomputation. Kaplan
-    et al. 2020; Korthikanti et al. 2022, "Reducing Activation Recomputation" (arXiv 2205.05198), section 4. With LoRA
-    the frozen matrices need no weight gradient, which is half of their backward pass; the cost of the adapters is
+    """Compute the FLOPs of training on one token: forward, twice that for backward, and again forward if recomputed.
+
+    Kaplan et al. 2020; Korthikanti et al. 2022, "Reducing Activation Recomputation" (arXiv 2205.05198), section 4. With
+    LoRA the frozen matrices need no weight gradient, which is half of their backward pass; the cost of the adapters is
     ignored. Hu et al. 2021, "LoRA" (arXiv 2106.09685), section 4.2."""
     frozen = 2.0 * active_parameters(model) if training.lora_rank else 0.0
     return (4.0 if training.recompute else 3.0) * forward_flops(model, context) - frozen
 
 
 def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
-    """Bytes of keys and values of one token in all layers. `width`: bytes per number. Shazeer 2019 (arXiv 1911.02150);
-    latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1."""
+    """Compute the bytes of the KV cache for one token, in all layers. `width` is the bytes per number.
+
+    Shazeer 2019 (arXiv 1911.02150); latents: DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), table 1."""
     kept = model.cache_layout
     values = 0 if kept.shared else kept.heads * kept.value_width
     return model.num_layers * (kept.heads * kept.key_width + values) * width
 
 
 def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -> int:
-    """Bytes of keys and values of one token on each device under tensor parallelism. Heads are divided over the
-    devices; with more devices than heads, heads are copied. Latents (MLA) belong to all heads, so every device has a
-    full copy. Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; vLLM's `MLAAttention` for latents."""
+    """Compute the bytes of the KV cache for one token on each of `devices` devices under tensor parallelism.
+
+    Heads are divided over the devices; with more devices than heads, heads are copied. Latents (MLA) belong to all
+    heads, so every device has a full copy. `width` is the bytes per number. Shoeybi et al. 2019, "Megatron-LM" (arXiv
+    1909.08053), section 3; vLLM's `MLAAttention` for latents."""
     kept = model.cache_layout
     if kept.shared:
         return kv_bytes_token(model, width)
@@ -67,42 +76,46 @@ def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -
 
 
 def used_experts(model: ModelConfig, batch: float) -> float:
-    """Expected share of a layer's experts that a batch of B tokens uses, if experts are chosen uniformly:
-    1 - (1 - k/E)^B."""
+    """Compute the expected share of a layer's experts that a batch of B tokens uses: 1 - (1 - k/E)^B.
+
+    It assumes that each token chooses its k of E experts uniformly."""
     if not model.num_experts:
         return 1.0
     return float(1.0 - (1.0 - model.top_k / model.num_experts) ** batch)
 
 
 def read_bytes(model: ModelConfig, batch: float, width: float = BF16_BYTES) -> float:
-    """Bytes of weights that a decoding step reads: all except the experts that no sequence of the batch uses. `width`:
-    bytes per weight."""
+    """Compute the bytes of weights that a decoding step of `batch` sequences reads. `width` is the bytes per weight.
+
+    It reads all weights except the experts that no sequence uses."""
     idle = expert_parameters(model) * (1.0 - used_experts(model, batch))
     lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     return width * (model.num_parameters - lookup - idle)
 
 
 def engine_bytes(model: ModelConfig, dtype_bytes: float, matrix_bytes: float) -> float:
-    """Bytes of the weights of an engine: the matrices of attention and MLP use `matrix_bytes` per number, others
-    `dtype_bytes`."""
+    """Compute the bytes of an engine's weights.
+
+    Matrices of attention and MLP have `matrix_bytes` per number, other weights `dtype_bytes`."""
     rounded = sum(map(prod, matrices(model)))
     return matrix_bytes * rounded + dtype_bytes * (model.num_parameters - rounded)
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Number of parameters of all experts in all layers, without shared experts."""
+    """Count the parameters of all experts in all layers, without shared experts."""
     return model.num_moe_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
 
 
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
-    """Shapes of the matrices of attention and MLP, each expert separately: those that Muon trains and LoRA adapts.
-    `on`: "all", "attention" or "mlp"."""
+    """Return the shapes of the attention and MLP matrices, one for each expert: those that Muon trains and LoRA adapts.
+
+    `on` selects them: "all", "attention" or "mlp"."""
     found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))
     return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
 
 
 def expert_adapters(model: ModelConfig, training: Training) -> int:
-    """Number of parameters in the LoRA adapters of all experts."""
+    """Count the parameters of the LoRA adapters of all experts."""
     if training.lora_on == "attention" or not model.num_moe_layers:
         return 0
     found = (shape for name, shape in weight_shapes(model) if is_quantised(name) and ".experts." in name)
@@ -110,23 +123,27 @@ def expert_adapters(model: ModelConfig, training: Training) -> int:
 
 
 def adapter_parameters_per_rank(model: ModelConfig, training: Training) -> int:
-    """Number of LoRA parameters on one rank: adapters of dense matrices are replicated, those of experts are divided by
-    expert parallelism."""
+    """Count the LoRA parameters on one rank.
+
+    Adapters of dense matrices are replicated, and those of experts are divided among the expert-parallel ranks."""
     of_experts = expert_adapters(model, training)
     return trained_parameters(model, training) - of_experts + of_experts // training.expert_parallel
 
 
 def trained_parameters(model: ModelConfig, training: Training) -> int:
-    """Number of trained and published parameters: all, or with LoRA A [r, I] and B [O, r] for each adapted matrix
-    [O, I]. Hu et al. 2021 (arXiv 2106.09685), section 4.1."""
+    """Count the trained parameters: all, or with LoRA the factors A [r, I] and B [O, r] of each adapted matrix [O, I].
+
+    Hu et al. 2021 (arXiv 2106.09685), section 4.1."""
     if not training.lora_rank:
         return model.num_parameters
     return training.lora_rank * sum(map(sum, matrices(model, training.lora_on)))
 
 
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
-    """Bytes of the live weights on one of `ranks` fully sharded ranks, in float32. An adapted matrix is stored twice,
-    frozen and merged; adapters as in `adapter_parameters_per_rank`."""
+    """Compute the bytes of the float32 weights on one of `ranks` fully sharded learner ranks.
+
+    A matrix with a LoRA adapter is stored twice, frozen and merged. Adapters count as in `adapter_parameters_per_rank`.
+    """
     count = model.num_parameters / ranks
     if training.lora_rank:
         count += sum(map(prod, matrices(model, training.lora_on))) / ranks + adapter_parameters_per_rank(
@@ -136,10 +153,11 @@ def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
 
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
-    """Bytes of gradients, master weights and moments on one of `ranks` fully sharded ranks, all in float32: together
-    with the weights 20 bytes per trained parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 3.1,
-    with weights and gradients in float32. Muon has no second moment for matrices: Jordan et al. 2024. Adapters as in
-    `adapter_parameters_per_rank`."""
+    """Compute the bytes of gradients, float32 master weights and moments on one of `ranks` fully sharded learner ranks.
+
+    All are float32: together with the weights 20 bytes per trained parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv
+    1910.02054), section 3.1, with weights and gradients in float32. Muon has no second moment for matrices: Jordan et
+    al. 2024. Adapters count as in `adapter_parameters_per_rank`."""
     trained = (
         adapter_parameters_per_rank(model, training) if training.lora_rank else trained_parameters(model, training)
     )
@@ -148,10 +166,11 @@ def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float
 
 
 def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:
-    """Bytes of the activations of one forward pass of `tokens` tokens on a rank: input and inner activations of each
-    layer, and per token a float32 row of logits and its gradient. With recomputation, inner activations of one layer
-    only. Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1, with the inner activations of the blocks used
-    here."""
+    """Compute the bytes of the activations that a forward pass of `tokens` tokens keeps on a learner rank.
+
+    These are the input and inner activations of each layer, and per token a float32 row of logits and its gradient.
+    With recomputation there are the inner activations of one layer only. Korthikanti et al. 2022 (arXiv 2205.05198),
+    section 4.1, with the inner activations of the blocks used here."""
     d, k = model.hidden_size, max(1, model.top_k + model.num_shared)
     mlp = k * (3 * model.expert_size + d) if model.num_moe_layers else 3 * model.dense_width
     inside = 6 * d + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 2 * mlp
@@ -160,8 +179,10 @@ def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> flo
 
 
 def delta_bytes(parameters: int, changed: float, width: int = BF16_BYTES) -> float:
-    """Estimated bytes of a delta if a share `changed` of the weights changed: the positions (entropy, Shannon 1948), a
-    sign, and about one bit for the size of a change; at most the bytes of the weights.
+    """Estimate the bytes of a delta, the compressed difference between two versions of `parameters` weights.
+
+    `changed` is the share of weights that differ. Each costs its position (entropy, Shannon 1948), a sign, and about
+    one bit for the size of the change. The result is at most the bytes of the weights, with `width` bytes each.
 
     >>> round(delta_bytes(1_000_000, 0.02) / 2_000_000, 3)
     0.011

@@ -20,18 +20,24 @@ MATRIX_BYTES: dict[Quantise, float] = {name: form.bits_per_number / 8 for name, 
 
 @dataclass(frozen=True)
 class Device:
-    """The numbers of one accelerator."""
+    """One kind of accelerator, from data sheets; `device` returns those that are known.
+
+    - `flops`: dense bf16 FLOPs per second; `bytes_s`: memory bandwidth.
+    - `dollars_h`: price per hour.
+    - `nvlink_bytes_s`: bandwidth to the other devices of its node; `network_bytes_s`: to other nodes.
+    - `node_devices`: devices per node.
+    - `training_share`, `decoding_share`: achieved share of `flops` in training, and of the roofline in decoding."""
 
     name: str
-    flops: float  # per second, dense bf16
-    bytes_s: float  # memory bandwidth
+    flops: float
+    bytes_s: float
     memory_bytes: float
     dollars_h: float
-    nvlink_bytes_s: float  # to the other devices of the node
-    network_bytes_s: float = 50e9  # per device
+    nvlink_bytes_s: float
+    network_bytes_s: float = 50e9
     node_devices: int = 8
-    training_share: float = 0.4  # achieved share of `flops` in training
-    decoding_share: float = 0.6  # achieved share of the roofline in decoding
+    training_share: float = 0.4
+    decoding_share: float = 0.6
 
 
 DEVICES = {
@@ -45,28 +51,33 @@ DEVICES = {
 class Measured:
     """Measurements of this machine by `etude.loop.calibration`: CPU seconds in one thread, for a given model.
 
-    Measured separately, within seconds: learner steps of two sizes, an engine with two batch sizes and with prompts
-    only, scripts that solve tasks on machines, publishing and loading a version.
-    """
+    - `training_s`: a learner step, plus `training_s_token` for each of its tokens.
+    - `prefill_s_token`: an engine, for each token of a prompt.
+    - `decode_s`: a decoding step, plus `decode_s_sequence` for each sequence in its batch.
+    - `publish_s`, `follow_s`: publishing a version of the weights (learner), and loading it (each engine).
+    - `request_s`: an engine, for each turn of an agent, besides the computation.
+    - `turn_s`: worker and machines, for each turn: the request and the tool.
+    - `grade_s`: grader and machines, for each rollout whose files were not graded before.
+    - `conductor_s`: the main process, for each rollout."""
 
     cores: int
     memory_bytes: float
-    training_s: float  # per step, independent of its tokens
+    training_s: float
     training_s_token: float
     prefill_s_token: float
-    decode_s: float  # per decoding step, independent of the batch size
-    decode_s_sequence: float  # and per sequence in the batch
-    publish_s: float  # learner, per version
-    follow_s: float  # engine, per version
-    request_s: float  # engine, per turn, besides the computation
-    turn_s: float  # worker and machines, per turn: request and tool
-    grade_s: float  # grader and machines, per new exports
-    conductor_s: float  # conductor, per rollout
+    decode_s: float
+    decode_s_sequence: float
+    publish_s: float
+    follow_s: float
+    request_s: float
+    turn_s: float
+    grade_s: float
+    conductor_s: float
     dollars_h: float = 0.0
 
 
 def device(name: str) -> Device:
-    """The accelerator with this name. Raises `ConfigError`.
+    """Return the accelerator with this name, such as "h200". Raises `ConfigError` for an unknown name.
 
     >>> device("h200").bytes_s
     4800000000000.0

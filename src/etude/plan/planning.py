@@ -1,11 +1,10 @@
-"""Compute time, memory and cost of a training step from model sizes and hardware, and find the bottleneck.
+"""Computes time, memory and cost of a training step from model sizes and hardware, and finds the bottleneck.
 
-On accelerators, learner and engines have separate devices and run concurrently, so a step takes as long as the slowest
+On accelerators, learner and engines have separate devices and run concurrently, so a step takes as long as the slower
 of them. Gathering the learner's weights overlaps with its computation, so the longer of the two counts. Sending tokens
 to experts, and the all-reduces of an engine, do not overlap with computation. On the CPU of one machine, learner and
 engines share the cores: a step takes the sum of their work divided by the cores, or the time of a learner rank, which
-is one thread. Measured numbers are arguments.
-"""
+is one thread, if that is longer."""
 
 from __future__ import annotations
 
@@ -25,13 +24,16 @@ ENCODE_BYTES_S = 2e9  # speed of encoding a snapshot on one rank: docs/concepts/
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory use of one learner rank or one engine device, in bytes."""
+    """Memory use of one learner rank or one engine device, in bytes.
+
+    `optimiser` includes master weights, moments and gradients. `cache` is the KV cache. `capacity` is the device's
+    memory."""
 
     weights: float
-    optimiser: float  # master weights, moments and gradients; 0 for an engine
+    optimiser: float
     activations: float
-    cache: float  # keys and values
-    capacity: float  # of the device
+    cache: float
+    capacity: float
 
     @property
     def total(self) -> float:
@@ -44,32 +46,43 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimate for one training step. Seconds are wall time; `*_device_s` are summed over devices (CPU: CPU
-    seconds)."""
+    """The estimate for one training step, which `plan` returns. Fields in `_s` are seconds of wall time unless noted.
+
+    - `batch`: mean number of sequences that an engine decodes together; `critical_batch`: from this number on, decoding
+      is compute-bound (0 for a CPU).
+    - `decode_tokens_s`: tokens per second of one engine.
+    - `learner_s`, `engines_s`, `machines_s`: how long each is busy; `bound_by` names the longest.
+    - `rollout_s`: from the start of a rollout to its grade.
+    - `sync_s`, `sync_bytes`: until every engine has a new version of the weights, and its size.
+    - `learner_device_s`, `engine_device_s`: summed over devices (CPU: CPU seconds); `inference_to_training` is their
+      ratio.
+    - `communication_s`: per learner rank.
+    - `dollars`: cost of a step by part: "learner" and "engines", or "machine" for a CPU; `step_dollars` is the sum.
+    - `million_tokens_dollars`: cost of a million sampled tokens."""
 
     learner_memory: Memory
     engine_memory: Memory
-    batch: float  # average decoding batch size of an engine
-    critical_batch: float  # batch size from which decoding is compute-bound; 0 for a CPU
-    decode_tokens_s: float  # per engine
+    batch: float
+    critical_batch: float
+    decode_tokens_s: float
     learner_s: float
     engines_s: float
     machines_s: float
-    rollout_s: float  # from the start of a rollout to its grade
-    sync_s: float  # until every engine has a new version
+    rollout_s: float
+    sync_s: float
     sync_bytes: float
     step_s: float
     bound_by: str
     learner_device_s: float
     engine_device_s: float
-    inference_to_training: float  # ratio of device seconds; 0 if nothing is trained
-    communication_s: float  # per learner rank and step: weight gathering, tokens to experts
-    dollars: Mapping[str, float]  # cost of a step by part: "learner", "engines"; "machine" for a CPU
+    inference_to_training: float
+    communication_s: float
+    dollars: Mapping[str, float]
     step_dollars: float
-    million_tokens_dollars: float  # cost of a million sampled tokens
+    million_tokens_dollars: float
 
     def plain(self) -> dict[str, Any]:
-        """The plan as plain data for JSON."""
+        """Return the plan as plain data for JSON."""
         memory = {"learner_memory": self.learner_memory, "engine_memory": self.engine_memory}
         return {**asdict(self), **{k: {**asdict(m), "total": m.total, "fits": m.fits} for k, m in memory.items()}}
 
@@ -82,16 +95,19 @@ class Plan:
 def plan(
     model: ModelConfig, shape: Shape, layout: Layout, hardware: Device | Measured, engines_on: Device | None = None
 ) -> Plan:
-    """Estimate a training step. `engines_on`: the device of the engines, if it differs from `hardware`."""
+    """Estimate one training step of a model on `hardware`: accelerators, or this machine's measured CPU.
+
+    `engines_on` is the device of the engines, if it differs from the learner's."""
     if isinstance(hardware, Measured):
         return _on_cpu(model, shape, layout, hardware)
     return _on_devices(model, shape, layout, hardware, engines_on or hardware)
 
 
 def critical_batch(model: ModelConfig, device: Device) -> float:
-    """Batch size at which computing a decoding step takes as long as reading its weights: the ridge point of the
-    roofline. Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, counting only the chosen
-    experts."""
+    """Compute the batch size at which a decoding step computes as long as it reads weights: the roofline's ridge point.
+
+    Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, counting only the chosen experts.
+    """
 
     def is_compute_bound(batch: float) -> bool:
         flops = 2.0 * arithmetic.active_parameters(model) * batch
@@ -107,14 +123,16 @@ def critical_batch(model: ModelConfig, device: Device) -> float:
 
 
 def fixed_point(guess: float, step: Callable[[float], float]) -> float:
-    """The fixed point of `step`, by damped iteration from `guess`."""
+    """Compute x with x = step(x), by damped iteration from `guess`."""
     for _ in range(ROUNDS):
         guess = (guess + step(guess)) / 2
     return guess
 
 
 def memory_of(model: ModelConfig, layout: Layout, capacity: float, engine_capacity: float) -> tuple[Memory, Memory]:
-    """The memory use of one learner rank and of one engine device, given their capacities in bytes."""
+    """Compute the memory use of one learner rank and of one engine device.
+
+    `capacity` and `engine_capacity` are the bytes that each of them has."""
     training, shared = layout.training, layout.learner_ranks
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)
@@ -280,9 +298,10 @@ STEP_S, HOP_S = 10e-6, 30e-6
 
 
 def all_gather_s(num_bytes: float, ranks: int, device: Device) -> float:
-    """Seconds of an all-gather of `num_bytes` that are sharded over `ranks` (a reduce-scatter takes as long). Each rank
-    receives the missing shards over NVLink; each node receives its missing shards over its network cards in parallel.
-    Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 7; rings: Patarasuk and Yuan 2009."""
+    """Compute the seconds of an all-gather of `num_bytes` that are sharded over `ranks`, or of a reduce-scatter.
+
+    Each rank receives the missing shards over NVLink; each node receives its missing shards over its network cards in
+    parallel. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 7; rings: Patarasuk and Yuan 2009."""
     if ranks == 1:
         return 0.0
     inside = num_bytes * (1 - 1 / ranks) / device.nvlink_bytes_s
@@ -293,9 +312,11 @@ def all_gather_s(num_bytes: float, ranks: int, device: Device) -> float:
 
 
 def sharing_s(model: ModelConfig, training: Training, ranks: int, device: Device) -> float:
-    """Seconds of communication in one forward and backward pass of a fully sharded learner rank: all weights are
-    gathered for the forward and for the backward pass, and gradients of trained weights are scattered. Rajbhandari et
-    al. 2019, section 7.2.2: three times the weights. Experts are gathered among the ranks that share them."""
+    """Compute the seconds that one of `ranks` fully sharded learner ranks communicates in a forward and backward pass.
+
+    All weights are gathered for the forward and for the backward pass, and gradients of trained weights are scattered:
+    three times the weights (Rajbhandari et al. 2019, section 7.2.2). Experts are gathered among the ranks that share
+    them."""
     experts = arithmetic.expert_parameters(model)
     parts = (
         (model.num_parameters - experts, ranks),
@@ -306,8 +327,10 @@ def sharing_s(model: ModelConfig, training: Training, ranks: int, device: Device
 
 
 def dispatch_s(model: ModelConfig, training: Training, tokens: float, device: Device) -> float:
-    """Seconds to send tokens to their experts and back, forward and backward, and once more with activation
-    recomputation. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3.3."""
+    """Compute the seconds to send `tokens` tokens to their experts and back, in the forward and in the backward pass.
+
+    With activation recomputation they are sent once more. Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section
+    3.3."""
     degree = training.expert_parallel
     if degree == 1 or not model.num_moe_layers:
         return 0.0
@@ -318,8 +341,9 @@ def dispatch_s(model: ModelConfig, training: Training, tokens: float, device: De
 
 
 def tensor_parallel_s(model: ModelConfig, batch: float, devices: int, device: Device) -> float:
-    """Seconds of communication in one forward pass of `batch` tokens under tensor parallelism: two all-reduces per
-    layer. Shoeybi et al. 2019 (arXiv 1909.08053), section 3."""
+    """Compute the seconds of communication in a forward pass of `batch` tokens on `devices` tensor-parallel devices.
+
+    There are two all-reduces per layer: Shoeybi et al. 2019 (arXiv 1909.08053), section 3."""
     if devices == 1:
         return 0.0
     within = devices <= device.node_devices
@@ -338,8 +362,9 @@ FITTED_SHARE = 0.95
 
 
 def learner_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Iterator[str]:
-    """Yield settings with which a learner rank fits in `capacity` bytes, the cheapest first. Yields nothing if it fits
-    already."""
+    """Yield settings, as text, with which a learner rank fits in `capacity` bytes, the cheapest first.
+
+    Yields nothing if it fits already."""
 
     def memory(changed: Layout) -> Memory:
         return memory_of(model, changed, capacity, capacity)[0]
@@ -366,7 +391,8 @@ def learner_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Ite
 
 
 def engine_remedies(model: ModelConfig, layout: Layout, capacity: float) -> Iterator[str]:
-    """Yield settings with which an engine device fits in `capacity` bytes. Yields nothing if it fits already."""
+    """Yield settings, as text, with which an engine device fits in `capacity` bytes. Yields nothing if it fits
+    already."""
 
     def memory(changed: Layout) -> Memory:
         return memory_of(model, changed, capacity, capacity)[1]

@@ -7,22 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """The rollouts of a step: averages, per rollout unless stated otherwise.
+    """The rollouts of a training step. Numbers are averages per rollout unless stated otherwise.
+
+    `groups` is the number of groups per step; the `group_size` rollouts of a group try the same task. `turns` is the
+    number of requests to the model. `prompt_tokens` come before the first turn, and `tool_tokens` are those of tool
+    outputs. `tool_s` is the seconds that a turn waits for its tool. `signal_share` is the share of rollouts that are
+    trained on: those of groups with different rewards. `solved_share` is the share that solve their task.
 
     >>> shape = Shape(groups=8, group_size=8, turns=5.0, prompt_tokens=60.0, sampled_tokens=40.0, tool_tokens=20.0)
     >>> shape.rollouts, shape.context, shape.prefill_tokens
     (64, 120.0, 80.0)
     """
 
-    groups: float  # per step; an average with experience.signal_groups
+    groups: float
     group_size: int
     turns: float
-    prompt_tokens: float  # before the first turn
+    prompt_tokens: float
     sampled_tokens: float
-    tool_tokens: float  # tokens of tool outputs
-    tool_s: float = 0.0  # seconds that a turn waits for its tool
-    signal_share: float = 1.0  # share of rollouts that are trained on: groups with different rewards
-    solved_share: float = 0.5  # rollouts of a group that solve the task are graded once
+    tool_tokens: float
+    tool_s: float = 0.0
+    signal_share: float = 1.0
+    solved_share: float = 0.5
 
     @property
     def rollouts(self) -> float:
@@ -30,8 +35,9 @@ class Shape:
 
     @property
     def fresh_grades(self) -> float:
-        """Share of the rollouts of a group that must be graded: equal exports are graded once. Assumes that all
-        solutions of a task are equal, and all failures different.
+        """Share of the rollouts of a group that must be graded, since equal files are graded once.
+
+        It assumes that all solutions of a task are equal, and all failures different.
 
         >>> Shape(1, 8, 1.0, 1.0, 1.0, 1.0, solved_share=0.75).fresh_grades
         0.375
@@ -45,52 +51,74 @@ class Shape:
 
     @property
     def prefill_tokens(self) -> float:
-        """Tokens of a rollout that an engine computes without sampling them: prompt and tool tokens. Tokens of earlier
-        turns are in the KV cache and are not computed again."""
+        """Tokens of a rollout that an engine computes without sampling them: those of prompts and tool outputs.
+
+        Tokens of earlier turns are in the KV cache and are not computed again."""
         return self.prompt_tokens + self.tool_tokens
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the learner trains, and with which optimiser and memory settings."""
+    """What the learner trains, and with which optimiser and memory settings.
 
-    lora_rank: int = 0  # 0: all weights are trained; else the rank of LoRA adapters
-    lora_on: str = "all"  # or "attention", "mlp"
-    muon: bool = False  # one moment per matrix; AdamW has two for all weights
-    masters: bool = True  # float32 copies of rounded live weights
-    recompute: bool = False  # recompute the activations of a layer in the backward pass
-    dtype_bytes: int = 4  # per activation
-    gathered_bytes: int = 4  # per weight when ranks exchange weights
-    expert_parallel: int = 1  # number of ranks that share the experts
+    - `lora_rank`: the rank of the LoRA adapters; 0: all weights are trained. `lora_on`: "all", "attention" or "mlp".
+    - `muon`: one moment per matrix; AdamW has two for all weights.
+    - `masters`: whether there are float32 copies of rounded weights.
+    - `recompute`: whether the backward pass recomputes the activations of a layer.
+    - `dtype_bytes`: per activation; `gathered_bytes`: per weight when ranks exchange weights.
+    - `expert_parallel`: number of ranks among which the experts are divided."""
+
+    lora_rank: int = 0
+    lora_on: str = "all"
+    muon: bool = False
+    masters: bool = True
+    recompute: bool = False
+    dtype_bytes: int = 4
+    gathered_bytes: int = 4
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True)
 class Region:
-    """Engines in one location, and the network connection to it."""
+    """Engines in one location, and the network connection from the learner's store to them.
+
+    `bytes_s` is its bandwidth (default: 10 Gbit/s), and `round_trip_s` its latency."""
 
     name: str
     engines: int
-    bytes_s: float = 1.25e9  # from the learner's store: 10 Gbit/s
+    bytes_s: float = 1.25e9
     round_trip_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The learner's ranks, the engines, and the network between them."""
+    """The learner's ranks, the engines, and the network between them.
+
+    - `engine_ranks`: devices per engine (tensor parallelism).
+    - `max_sequences`, `kv_tokens`: how many sequences an engine decodes together, and the size of its KV cache in
+      tokens.
+    - `max_lag`: by how many steps the weights that sample a rollout may be older than those that train on it.
+    - `max_running`: concurrent rollouts on all engines.
+    - `budget_tokens`: tokens per forward pass of a learner rank.
+    - `regions`: where the engines are; (): in one region over 10 Gbit/s.
+    - `changed_share`: share of the weights that change in a step.
+    - `evaluated`: rollouts of evaluations per step.
+    - `dtype_bytes`: per number of an engine's weights and cache, but `matrix_bytes` in attention and MLP matrices
+      (17/16 for MXFP8)."""
 
     learner_ranks: int = 1
     engines: int = 2
-    engine_ranks: int = 1  # devices per engine (tensor parallelism)
-    max_sequences: int = 64  # per engine
-    kv_tokens: int = 64 * 1024  # size of the KV cache of an engine
+    engine_ranks: int = 1
+    max_sequences: int = 64
+    kv_tokens: int = 64 * 1024
     max_lag: int = 2
     max_running: int = 96
-    budget_tokens: int = 8192  # per forward pass of a learner rank
-    regions: tuple[Region, ...] = ()  # of the engines; (): one region over 10 Gbit/s
-    changed_share: float = 0.05  # of the weights per version
-    evaluated: float = 0.0  # rollouts of evaluations per step
-    dtype_bytes: int = 2  # of the weights and cache of an engine
-    matrix_bytes: float = 2.0  # per number in attention and MLP matrices of an engine: 17/16 for MXFP8
+    budget_tokens: int = 8192
+    regions: tuple[Region, ...] = ()
+    changed_share: float = 0.05
+    evaluated: float = 0.0
+    dtype_bytes: int = 2
+    matrix_bytes: float = 2.0
     training: Training = Training()
 
     @property

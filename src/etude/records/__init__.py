@@ -12,19 +12,6 @@ from etude.records.sample import Batch, Sample
 from etude.records.task import Answer, Task
 
 __all__ = [
-    "Answer",
-    "Batch",
-    "Completion",
-    "CompletionRequest",
-    "Graded",
-    "Invalid",
-    "Outcome",
-    "Rollout",
-    "RolloutSpec",
-    "Sample",
-    "Sampling",
-    "Task",
-    "Trace",
-    "Version",
-    "VersionSpan",
-]
+    "Answer", "Batch", "Completion", "CompletionRequest", "Graded", "Invalid", "Outcome", "Rollout", "RolloutSpec",
+    "Sample", "Sampling", "Task", "Trace", "Version", "VersionSpan",
+]  # fmt: skip

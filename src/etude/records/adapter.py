@@ -1,9 +1,9 @@
 """The configuration of a LoRA adapter (arXiv 2106.09685): rank, scale, adapted modules, and the base model.
 
-In a directory it is PEFT's `adapter_config.json`, which peft and vLLM read. In a channel of weights it is a tensor of
-bytes beside A and B, so that one digest covers all of them. The base model is identified by a digest of all its weights
-in the dtype that is used for computing. An adapter of another base is refused, whatever its shapes are.
-"""
+In a directory it is PEFT's `adapter_config.json`, which peft and vLLM read. When the learner publishes an adapter to
+the engines, it is a tensor of bytes beside A and B, so that one digest covers all of them. The base model is identified
+by a digest of all its weights in the dtype that is used for computing. An adapter of another base is refused, whatever
+its shapes are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _VARIED = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The configuration of one adapter.
+    """The configuration of one LoRA adapter.
+
+    `modules`: the last parts of the names of the adapted modules, sorted. `base`: the SHA-256 digest of the base
+    model's weights as 64 hex characters, or "" if it is unknown.
 
     >>> config = AdapterConfig(rank=8, alpha=32.0, modules=("down_proj", "up_proj"), base="ab" * 32)
     >>> config.scale, AdapterConfig.from_bytes(config.to_bytes()) == config
@@ -41,20 +44,20 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # last parts of the names of the adapted modules, sorted
-    base: str  # digest of the base weights, 64 hex characters (`lora.base_digest`); "": unknown
+    modules: tuple[str, ...]
+    base: str
 
     @property
     def scale(self) -> float:
-        """The factor of B A in the merged weight: alpha / rank."""
+        """The factor of B @ A in the merged weight: alpha / rank."""
         return self.alpha / self.rank
 
     def to_bytes(self) -> bytes:
-        """Serialise as a channel ships it. The same adapter gives the same bytes."""
+        """Serialise the configuration as JSON for publishing. Equal configurations give equal bytes."""
         return json.dumps({**self._facts(), "base": self.base}, sort_keys=True).encode()
 
     def to_peft(self, base: Path) -> dict[str, Any]:
-        """Return the content of PEFT's adapter_config.json. `base`: the directory of the base model."""
+        """Return the content of PEFT's adapter_config.json, with `base` as the directory of the base model."""
         named = {"base_model_name_or_path": str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
         return {**self._facts(), **named, **_PLAIN, "lora_dropout": 0.0, "init_lora_weights": True}
 
@@ -64,14 +67,16 @@ class AdapterConfig:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> AdapterConfig:
-        """Parse the bytes of `to_bytes`. Raises `ValueError`."""
+        """Parse the bytes of `to_bytes`. Raises `ValueError` when they are damaged."""
         raw = json.loads(data)
         return cls.from_peft(raw, raw.get("base", "") if isinstance(raw, dict) else "")
 
     @classmethod
     def from_peft(cls, raw: Any, base: str) -> AdapterConfig:
-        """Parse the content of an adapter_config.json. `base`: digest of the base weights, or "". Raises `ValueError`
-        when it is damaged, or when the adapter is not plain LoRA."""
+        """Parse `raw`, the decoded JSON of an adapter_config.json.
+
+        `base`: the digest of the base weights, or "". Raises `ValueError` when the file is damaged, or when the adapter
+        is not plain LoRA (DoRA, rsLoRA, ranks that differ between modules)."""
         if not isinstance(raw, Mapping):
             raise ValueError("it is not an object")
         other = {key: raw[key] for key, plain in _PLAIN.items() if raw.get(key, plain) != plain}
@@ -93,7 +98,7 @@ class AdapterConfig:
 
 
 def lora_names(module: str) -> tuple[str, str]:
-    """PEFT's tensor names of A and B for the weight that Hugging Face names `module`.
+    """Return PEFT's tensor names of (A, B) for the weight that Hugging Face names `module`.
 
     >>> lora_names("model.layers.0.mlp.up_proj.weight")[0]
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
@@ -103,8 +108,9 @@ def lora_names(module: str) -> tuple[str, str]:
 
 
 def adapted_modules(published: Iterable[str]) -> list[str]:
-    """Hugging Face's names of the adapted weights, from the names of the published tensors. Empty when the published
-    tensors are not an adapter.
+    """Return Hugging Face's names of the adapted weights, from the names of the published tensors.
+
+    The list is empty when the published tensors are not an adapter.
 
     >>> adapted_modules(lora_names("model.layers.0.mlp.up_proj.weight"))
     ['model.layers.0.mlp.up_proj.weight']

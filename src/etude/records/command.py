@@ -1,4 +1,4 @@
-"""Commands for machines: validated arguments, options, events and results. Shared by all runtimes."""
+"""Commands to run in a rollout's machine (its sandbox): validated arguments, options, events and results."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ import msgspec
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a command in a machine."""
+    """The result of a command that ran in a machine (a rollout's sandbox).
 
-    exit_code: int  # 128 + signal when killed
-    output: bytes  # stdout and stderr interleaved, at most `output_bytes` plus a mark of the cut
-    timed_out: bool  # the command was killed at its deadline
-    truncated: bool  # the middle of `output` was cut out
+    `exit_code`: 128 + the signal's number if a signal killed the command. `output`: stdout and stderr interleaved.
+    `truncated`: the output was longer than the limit, and its middle was replaced by a mark. `timed_out`: the command
+    was killed at its deadline. `lost_s`: seconds of `wall_s` that other work on the host took from the command; 0 when
+    not measured."""
+
+    exit_code: int
+    output: bytes
+    timed_out: bool
+    truncated: bool
     wall_s: float
-    lost_s: float = 0.0  # of `wall_s`: time that other work on the host took from the command; 0 when not measured
+    lost_s: float = 0.0
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):
-    """Event: the first process of a command has started. `pid`: its process id in the machine."""
+    """Event: the first process of a command has started. `pid` is its process id inside the machine."""
 
     pid: int
 
 
 class OutputChunk(msgspec.Struct, frozen=True):
-    """Event: output of a command since the last event, before any truncation."""
+    """Event: output of a command since the last event, before any truncation. `stream`: 1 for stdout, 2 for stderr."""
 
-    stream: int  # 1 stdout, 2 stderr
+    stream: int
     data: bytes
 
 
@@ -41,19 +46,27 @@ MAX_COMMAND_BYTES = 1 << 20  # of arguments and environment variables, each coun
 
 
 class ExecOptions(TypedDict, total=False):
-    """Optional arguments of `Machine.exec`. `Command` has the defaults."""
+    """Optional arguments of `Machine.exec`, which runs a command in a sandbox. `Command` has the defaults.
 
-    stdin: bytes | AsyncIterable[bytes]  # all at once, or as the command reads it
-    output_bytes: int  # longer output loses its middle
-    cwd: str  # below the working directory, or absolute; "" is the working directory
-    env: Mapping[str, str]  # added to the machine's own
-    user: str  # one of `RuntimeInfo.users`; "" is the image's
-    on_output: OutputCallback | None  # called with all output as it comes; stdout and stderr then are separate pipes
+    `stdin`: all input at once, or an iterable that is read as the command reads it. `output_bytes`: the limit of the
+    returned output; longer output loses its middle. `cwd`: a path below the working directory, or an absolute one; ""
+    is the working directory. `env`: variables to add to those of the machine. `user`: one of `RuntimeInfo.users`; "" is
+    the image's user. `on_output`: a callback for all output as it comes; stdout and stderr are then separate pipes."""
+
+    stdin: bytes | AsyncIterable[bytes]
+    output_bytes: int
+    cwd: str
+    env: Mapping[str, str]
+    user: str
+    on_output: OutputCallback | None
 
 
 @dataclass(frozen=True)
 class Command:
-    """Validated arguments of `Machine.exec`, with defaults. Machines make it with `Command.of`.
+    """The validated arguments of one `Machine.exec` call, with defaults. Machines make it with `Command.of`.
+
+    `key` makes the call idempotent: a repeated call with the same key gets the result of the first one. The options are
+    those of `ExecOptions`.
 
     >>> Command.of(["ls", "-l"], key="1", deadline_s=5, user="root").cwd
     ''
@@ -74,7 +87,10 @@ class Command:
 
     @classmethod
     def of(cls, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]) -> Command:
-        """Validate the arguments of `Machine.exec`. Raises `ValueError`."""
+        """Check the arguments of `Machine.exec` and return them as a `Command`.
+
+        Raises `ValueError` for an empty or too long command line, NUL bytes, wrong types, or a deadline that is not
+        positive."""
         if isinstance(argv, str):
             raise ValueError(f"a command is a list of words, not the text {argv[:80]!r}")
         return cls(tuple(argv), key, deadline_s, **options)
@@ -110,7 +126,7 @@ class Command:
         return self.stdin != b""
 
     def check_user(self, users: Sequence[str]) -> None:
-        """Raises `ValueError` when the command's user is not one of `users`."""
+        """Raise `ValueError` when the command names a user that is not one of `users`."""
         if self.user and self.user not in users:
             known = (
                 f"users are {', '.join(users)}"
@@ -121,12 +137,12 @@ class Command:
 
 
 def check_count(n: int) -> None:
-    """Raises `ValueError` for a number of forks below 1."""
+    """Raise `ValueError` when the number of forks is below 1."""
     if n < 1:
         raise ValueError(f"n is a number from 1 on, not {n}")
 
 
 def check_max_bytes(max_bytes: int) -> None:
-    """Raises `ValueError` for a negative limit."""
+    """Raise `ValueError` for a negative limit."""
     if max_bytes < 0:
         raise ValueError(f"max_bytes is 0 or more, not {max_bytes}")

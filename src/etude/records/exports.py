@@ -28,8 +28,9 @@ _PATH_BYTES = 1024
 
 
 def is_plain(path: str) -> bool:
-    """Whether `path` is a normalised path below the working directory: valid UTF-8 of at most 1024 bytes, without
-    ``..``, ``.`` and NUL.
+    """Return whether `path` is a normalised relative path below the working directory.
+
+    It must be valid UTF-8 of at most 1024 bytes, without `..`, `.` and NUL.
 
     >>> [is_plain(path) for path in ("a/b.py", "/a", "a/../b", "./a", "a//b", "a/", "")]
     [True, False, False, False, False, False, False]
@@ -40,7 +41,7 @@ def is_plain(path: str) -> bool:
 
 
 def _is_text(path: str) -> bool:
-    """Whether the path can be encoded as UTF-8; another one cannot be stored in a record."""
+    """Return whether the path can be encoded as UTF-8; another one cannot be stored in a record."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -49,7 +50,7 @@ def _is_text(path: str) -> bool:
 
 
 def is_declarable(path: str) -> bool:
-    """Whether a task can declare this path as an export.
+    """Return whether a task can declare this path as an export: a file, a folder with a slash at the end, or `./`.
 
     >>> [is_declarable(path) for path in ("a.py", "logs/", "./", "../logs/", "/logs/", "/")]
     [True, True, True, False, False, False]
@@ -58,7 +59,7 @@ def is_declarable(path: str) -> bool:
 
 
 def covering(declared: Iterable[str]) -> Callable[[str], bool]:
-    """Return a predicate: whether a path is one of the declared files, or is in one of the declared folders."""
+    """Return a function that says whether a path is one of the declared files or lies in a declared folder."""
     names = frozenset(declared)
     if WHOLE in names:
         return lambda path: True
@@ -69,5 +70,5 @@ def covering(declared: Iterable[str]) -> Callable[[str], bool]:
 
 
 def covers(declared: Iterable[str], path: str) -> bool:
-    """Whether the declarations cover a path. For many paths use `covering`."""
+    """Return whether `path` is a declared file or lies in a declared folder. For many paths use `covering`."""
     return covering(declared)(path)

@@ -6,14 +6,16 @@ import msgspec
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
-    """A root filesystem and the defaults for commands in it. An image store makes it and has the bytes; runtimes read
-    it.
+    """A root filesystem and the defaults for commands in it. An image store makes it and keeps the bytes.
+
+    `digest`: SHA-256 of the filesystem's content, which is also its name in the store. `env`: variables in addition to
+    those of every machine. `user`: the user that commands run as; "" is the runtime's first user.
 
     >>> Image(digest="9f3c", workdir="/testbed", env={"LANG": "C.UTF-8"}).user
     ''
     """
 
-    digest: str  # SHA-256 of the filesystem's content; its name in the store
+    digest: str
     workdir: str = "/workspace"
-    env: dict[str, str] = {}  # in addition to the variables of every machine
-    user: str = ""  # user that commands run as; "": the runtime's first user
+    env: dict[str, str] = {}
+    user: str = ""

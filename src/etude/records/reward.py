@@ -14,27 +14,36 @@ BUILT_IN = (GRADE, SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one measurement of a rollout. An unknown value is neither 0 nor a failed rollout."""
+    """The result of one measurement of a rollout. `value` is None when it is unknown, which is neither 0 nor a failure.
 
-    value: float | None  # None: unknown
-    evidence: str = ""  # one line: the reason for the value, or why it is unknown
+    `evidence`: the reason for the value, or why it is unknown, in one line."""
+
+    value: float | None
+    evidence: str = ""
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """One raw part of a reward: a `Score` with the name and version of the term that measured it. Terms are stored and
-    never changed."""
+    """One raw part of a reward: a measured value, with the name and version of the reward term that measured it.
+
+    `value` is None when it is unknown. `version`: of the code that measured it; another version may give another value.
+    `evidence`: the reason for the value, in one line. Terms are stored and never changed."""
 
     name: str
-    value: float | None  # None: unknown
-    version: str = ""  # of the code that measured it; another version may give another value
-    evidence: str = ""  # one line: the reason for the value, or why it is unknown
+    value: float | None
+    version: str = ""
+    evidence: str = ""
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward of a rollout. `etude.rewards.Composition` computes it from the stored terms."""
+    """The reward of a rollout, as `etude.rewards.Composition` computes it from the stored terms.
 
-    value: float  # input of the credit scheme
-    raw: float  # before the KL penalty
-    reason: str  # one line: the gates that removed the reward, then the grader's reason
-    gates: tuple[str, ...] = ()  # names of the terms that removed the reward: `SUBMITTED`, `SIGNS`
-    missing: tuple[str, ...] = ()  # terms left out of this group: a sibling has no comparable value
+    `value`: the input of the credit scheme, which computes advantages. `raw`: the reward before the KL penalty.
+    `reason`: in one line, what removed the reward, if anything did, then the grader's reason. `gates`: names of the
+    terms that removed the reward (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group,
+    because a sibling rollout has no comparable value."""
+
+    value: float
+    raw: float
+    reason: str
+    gates: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()

@@ -22,55 +22,72 @@ apparent step -1 counts as unknown too."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call of the model and its output. A malformed call is kept, with the parse error as its output."""
+    """A tool call of the model and its output.
 
-    name: str  # "" when the call could not be parsed
+    A malformed call is kept, with the parse error as its output. `name` is "" when the call could not be parsed."""
+
+    name: str
     arguments: dict[str, str | int]
     output: str
     malformed: bool = False
 
 
 class TurnKind(enum.StrEnum):
-    """The purpose of a turn."""
+    """The purpose of a turn.
 
-    ACT = "act"  # works at the task
-    SUMMARY = "summary"  # writes the text with which a cleared context continues
-    SIDE = "side"  # something beside the task: a title, a classification
+    ACT works at the task. SUMMARY writes the text with which a cleared context continues. SIDE does something beside
+    the task, such as a title or a classification."""
+
+    ACT = "act"
+    SUMMARY = "summary"
+    SIDE = "side"
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call, as a node of a trace. It stores only the tokens that it adds to its parent's context.
+    """One model call, as a node of the tree of a `Trace`.
 
-    The context of a turn is the tokens of its ancestors, then `prompt_ids`, then the sampled tokens.
-    """
+    It stores only the tokens that it adds to its parent's context. The context of a turn is the tokens of its
+    ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the index of the parent in `Trace.turns`; None for
+    a root. `prompt_ids`: the tokens of the new messages and of the generation prompt. `sampling`: the parameters that
+    the engine used. `calls`: tool calls in the order of the completion; empty for text only."""
 
-    parent: int | None  # index of the parent in `Trace.turns`; None: a root
-    prompt_ids: I32  # [P] tokens of the new messages and of the generation prompt
+    parent: int | None
+    prompt_ids: I32
     completion: Completion
-    sampling: Sampling  # as used by the engine
-    calls: tuple[ToolCall, ...] = ()  # in the order of the completion; empty: text only
+    sampling: Sampling
+    calls: tuple[ToolCall, ...] = ()
     kind: TurnKind = TurnKind.ACT
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
-    """A path of a trace from a root to a leaf, as arrays over its T tokens: exactly what the model read and sampled."""
+    """The tokens from a root of a `Trace` to one of its leaves, as arrays: exactly what the model read and sampled.
+
+    All arrays have T elements, one per token.
+
+    - `mask`: True where the policy sampled the token.
+    - `logprobs`: the sampler's log-probability; 0.0 where `mask` is False.
+    - `steps`: the step of the weights' version that sampled the token. For other tokens, that of the first version that
+      read it, or `UNKNOWN`. For a version that was lost in a restart it may be negative (`experience.lineage`).
+    - `kv_epochs`: for sampled tokens, how often weights were swapped since the oldest key that the token attended to.
+    - `routes`: [T, MoE layers, top_k] expert indices; `missing_route` where unknown (the last token); [0, …] without
+      routes.
+    - `digest`: the digest of the version that sampled all tokens; "" for several versions, or unknown."""
 
     token_ids: I32  # [T]
-    mask: Bools  # [T] True where the policy sampled the token
-    logprobs: F32  # [T] 0.0 where mask is False
-    steps: I32  # [T] step of the version that sampled the token; for other tokens, of the first that read it, or
+    mask: Bools
+    logprobs: F32
+    steps: I32
     # `UNKNOWN`; for a version of a lost lineage its apparent step, which may be negative (`experience.lineage`)
-    kv_epochs: I32  # [T] for sampled tokens: swaps of weights since the oldest key that the token attended to
-    routes: Routes  # [T, MoE layers, top_k]; `missing_route` where unknown (the last token); [0, …] without routes
-    digest: str = ""  # content digest of the version that sampled all tokens; "" for several versions, or unknown
+    kv_epochs: I32
+    routes: Routes
+    digest: str = ""
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] the oldest version step that each token depends on: its own, or that of a key that it attended to.
+        """[T] The oldest version step that each token depends on: its own, or that of a key that it attended to.
 
         A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
-        the tokens before it, back to the last token of epoch 0.
-        """
+        the tokens before it, back to the last token of epoch 0."""
         # A segment starts at each token of epoch 0. Each segment is shifted 2^33 below the one before, so that the
         # running minimum never takes a value of an earlier segment.
         offset = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
@@ -79,28 +96,28 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """The model calls of a rollout, as a tree of turns.
+    """The model calls of a rollout, as a tree of turns. A linear rollout is a chain: turn i has parent i - 1.
 
-    In a linear rollout turn i has parent i - 1. A summary or a sub-agent is a branch.
-    """
+    A summary of the context or a sub-agent starts a branch."""
 
     turns: tuple[Turn, ...]
 
     def leaves(self) -> list[int]:
-        """Indices of the turns without children."""
+        """Return the indices of the turns without children."""
         parents = {t.parent for t in self.turns}
         return [i for i in range(len(self.turns)) if i not in parents]
 
     def chain(self, leaf: int) -> list[int]:
-        """Indices of the turns from the root to `leaf`, both included."""
+        """Return the indices of the turns from the root to the turn `leaf`, both included."""
         found = [leaf]
         while (parent := self.turns[found[-1]].parent) is not None:
             found.append(parent)
         return found[::-1]
 
     def path(self, leaf: int) -> Path:
-        """The tokens from the root to `leaf`, as arrays. Raises `ValueError` when the routes of a completion do not fit
-        its tokens."""
+        """Return the tokens from the root to the turn `leaf`, as arrays.
+
+        Raises `ValueError` when the routes of a completion do not fit its tokens."""
         chain = [self.turns[at] for at in self.chain(leaf)]
         num_tokens = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in chain)
         token_ids, mask = np.empty(num_tokens, np.int32), np.zeros(num_tokens, bool)
@@ -136,7 +153,7 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 def _no_routes(chain: list[Turn], num_tokens: int) -> Routes:
-    """An array for the routes of a path, all `missing_route`; of length 0 when no completion has routes."""
+    """Return an array for the routes of a path, all `missing_route`; of length 0 when no completion has routes."""
     for turn in chain:
         routes = turn.completion.routes
         if len(routes):
@@ -145,8 +162,9 @@ def _no_routes(chain: list[Turn], num_tokens: int) -> Routes:
 
 
 def _take_routes(completion: Completion, routes: Routes, known: Bools, end: int) -> None:
-    """Copy a completion's routes into the routes of its path, at positions that are not `known` yet. They must reach to
-    `end`, the position that predicted the last token. Raises `ValueError`."""
+    """Copy a completion's routes into the routes of its path, at positions that are not `known` yet.
+
+    They must reach to `end`, the position that predicted the last token. Raises `ValueError`."""
     new, start = completion.routes, completion.routes_start
     if not len(new):
         return
@@ -161,30 +179,40 @@ def _take_routes(completion: Completion, routes: Routes, known: Bools, end: int)
 
 
 class Ending(enum.StrEnum):
-    """Why the agent stopped. The agent can cause each of these, so each is graded."""
+    """Why the agent stopped. The agent can cause each of these, so a rollout with any of them is graded.
 
-    SUBMITTED = "submitted"  # it called `submit`
-    TURNS = "turns"  # the turn limit
-    CONTEXT = "context"  # the context limit
-    DEADLINE = "deadline"  # the time limit of the rollout
-    STOPPED = "stopped"  # the agent program returned without a submission
+    SUBMITTED: it called `submit`. TURNS, CONTEXT, DEADLINE: it reached the limit of turns, of context tokens, or of
+    time. STOPPED: the agent program returned without a submission."""
+
+    SUBMITTED = "submitted"
+    TURNS = "turns"
+    CONTEXT = "context"
+    DEADLINE = "deadline"
+    STOPPED = "stopped"
 
 
 class Boundary(enum.StrEnum):
-    """Which part of the system made a rollout invalid. Each needs evidence that the agent cannot have caused."""
+    """Which part of the system made a rollout invalid.
 
-    PROVIDER = "provider"  # no engine answered
-    MACHINE = "machine"  # the machine or its launcher failed outside the agent's reach
-    TASK = "task"  # its hidden tests or its verifier fail even without the agent's files
-    GRADER = "grader"  # the grader's own process failed
-    STORE = "store"  # the rollout could not be stored
-    WORKER = "worker"  # the process that ran the rollout died
-    RUN = "run"  # the run was stopped
+    Each needs evidence that the agent cannot have caused the failure. PROVIDER: no engine answered. MACHINE: the
+    sandbox or its launcher failed. TASK: the hidden tests or the verifier fail even without the agent's files. GRADER:
+    the grader's own process failed. STORE: the rollout could not be stored. WORKER: the process that ran the rollout
+    died. RUN: the run was stopped."""
+
+    PROVIDER = "provider"
+    MACHINE = "machine"
+    TASK = "task"
+    GRADER = "grader"
+    STORE = "store"
+    WORKER = "worker"
+    RUN = "run"
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
-    """The result of a graded rollout. `terms` are the raw parts of its reward; the first is the grade. `etude.rewards`
-    composes the reward from them. Raises `ValueError` when the first term is not a known grade."""
+    """The outcome of a rollout that was graded. `terms` are the raw parts of its reward; the first is the grade.
+
+    `etude.rewards` composes the reward from them. `trust`: how far the grade can be trusted. Raises `ValueError` when
+    the first term is not a known grade."""
 
     terms: tuple[Term, ...]
     trust: Trust
@@ -200,8 +228,8 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
         """Create the outcome of a rollout from a grader's result.
 
         `grade`: usually from 0 to 1. `measures`: further reward terms by name; NaN and infinities become None
-        (unknown). `trust`: whether the agent's code ran in the grader. `reason`: for the grade, in one line, such as
-        "all 12 hidden tests pass". `version`: the grader's version.
+        (unknown). `trust`: whether the agent's code ran in the grader. `reason`: why this grade was given, in one line,
+        such as "all 12 hidden tests pass". `version`: the grader's version.
 
         >>> Graded.of(0.0, {"tests": 0.5}, trust=Trust.DATA, reason="1 of 2 hidden tests pass").values
         {'grade': 0.0, 'tests': 0.5}
@@ -231,39 +259,50 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, tag="graded"):
         return {term.name: term.value for term in self.terms}
 
     def with_terms(self, *terms: Term) -> Graded:
-        """A copy with further terms. They replace terms of the same names."""
+        """Return a copy with further terms. They replace terms of the same names."""
         names = {term.name for term in terms}
         return Graded(terms=(*(one for one in self.terms if one.name not in names), *terms), trust=self.trust)
 
 
 class Invalid(msgspec.Struct, frozen=True, kw_only=True, tag="invalid"):
-    """A rollout that failed outside the agent's reach, so it says nothing about the policy. It is stored, but not
-    trained on and not part of baselines."""
+    """The outcome of a rollout that failed outside the agent's reach, so that it says nothing about the policy.
+
+    It is stored, but not trained on and not part of baselines. `boundary`: the part of the system that failed.
+    `reason`: one line. `evidence`: what the host saw, such as an exit status, an errno, or the name of a deadline."""
 
     boundary: Boundary
-    reason: str  # one line
-    evidence: str  # what the host saw: exit status, errno, the deadline's name
+    reason: str
+    evidence: str
 
 
 Outcome = Graded | Invalid
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout to run, from the conductor to a worker. Ids: group "g000012", rollout "g000012.3"."""
+    """A rollout to run, as the conductor (the process that controls a run) sends it to a worker.
+
+    Ids look like "g000012" for a group and "g000012.3" for its rollout 3. `attempt`: 0, then one more each time the
+    rollout is run again. `min_step`: the lowest version step of weights that may sample it. `pin_step`: the only one,
+    for evaluations; None: any. `keep_routes`: whether completions must have routes (the expert indices of each token).
+    """
 
     rollout_id: str
     group_id: str
-    attempt: int  # 0, then one more each time the rollout is requeued
+    attempt: int
     task: Task
     seed: int
     temperature: float
-    min_step: int = 0  # as in `CompletionRequest`
-    pin_step: int | None = None  # as in `CompletionRequest`
-    keep_routes: bool = True  # whether completions must have routes
+    min_step: int = 0
+    pin_step: int | None = None
+    keep_routes: bool = True
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout as a worker returns it, before it is graded."""
+    """A finished rollout as a worker returns it, before it is graded.
+
+    `exports`: path → content of the files that the task declares, read from the frozen machine (`records.exports`).
+    `tool_s`: seconds of `wall_s` that were spent in tool calls. `invalid`: set when the rollout failed outside the
+    agent's reach; then `exports` is empty."""
 
     rollout_id: str
     group_id: str
@@ -271,10 +310,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     trace: Trace
     ending: Ending
-    exports: dict[str, bytes]  # path -> content, read from the frozen machine as the task declares (`records.exports`)
+    exports: dict[str, bytes]
     wall_s: float
-    tool_s: float  # of `wall_s`: time in tool calls
-    invalid: Invalid | None = None  # set when it failed outside the agent's reach; then exports is empty
+    tool_s: float
+    invalid: Invalid | None = None
 
     @property
     def num_turns(self) -> int:

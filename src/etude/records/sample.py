@@ -13,20 +13,22 @@ from etude.records.wire import F32
 
 
 class Origin(enum.StrEnum):
-    """Where the path of a sample comes from."""
+    """Where the tokens of a sample come from: ROLLOUT is an attempt at a task, PRODUCTION a user's request."""
 
-    ROLLOUT = "rollout"  # an attempt at a task
-    PRODUCTION = "production"  # a user's request
+    ROLLOUT = "rollout"
+    PRODUCTION = "production"
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One training sample: a path, with an advantage for each of its S tokens with loss (`path.mask`). Raises
-    `ValueError` when `advantages` or `temperatures` do not have S elements."""
+    """One training sample: a path of tokens, with an advantage for each of its S tokens with loss (`path.mask`).
+
+    `advantages`: [S]. `temperatures`: [S] sampling temperature of each token with loss; None: that of the run for all.
+    Raises `ValueError` when one of them does not have S elements."""
 
     rollout_id: str
     path: Path
-    advantages: F32  # [S]
-    temperatures: F32 | None = None  # [S] sampling temperature of each token with loss; None: the run's for all
+    advantages: F32
+    temperatures: F32 | None = None
     origin: Origin = Origin.ROLLOUT
 
     def __post_init__(self) -> None:
@@ -38,19 +40,18 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def uniform(rollout_id: str, path: Path, advantage: float, temperatures: F32 | None = None) -> Sample:
-        """Make a sample whose tokens all have the same advantage."""
+        """Make a sample in which all tokens with loss have the same advantage."""
         advantages = np.full(int(path.mask.sum()), advantage, np.float32)
         return Sample(rollout_id=rollout_id, path=path, advantages=advantages, temperatures=temperatures)
 
     @property
     def oldest_step(self) -> int:
-        """The oldest version step that a token with loss depends on. The lag of the sample is the learner's step minus
-        this."""
+        """The oldest version step that a token with loss depends on. The learner's step minus this is the lag."""
         return int(self.path.oldest_steps[self.path.mask].min())
 
     @property
     def single_version(self) -> bool:
-        """Whether one version read and sampled all tokens. On the weights of that version all ratios must be 1."""
+        """Whether one version read and sampled all tokens. On that version's weights all ratios must be 1."""
         steps = self.path.steps[self.path.mask | (self.path.steps != UNKNOWN)]
         return bool((steps == steps[0]).all()) and not self.path.kv_epochs.any()
 
@@ -58,16 +59,17 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The samples of one optimiser step, in order of rollout id, so that a repeated step has the same batch.
 
-    `rollout_ids` lists every rollout that the step consumes, including those without a sample (no signal, or invalid).
-    The manifest of the version that the step publishes lists them as trained.
-    """
+    `batch_id`: such as "b000007". `step`: the step of the version that training on this batch produces. `rollout_ids`:
+    every rollout that the step consumes, including those without a sample (no signal, or invalid). `num_loss_tokens`:
+    the divisor of the loss: sampled tokens of all valid rollouts, also of those without signal. `lr_share`: a factor of
+    the learning rate from 0 to 1; below 1 when few groups have a sample."""
 
-    batch_id: str  # "b000007"
-    step: int  # version step that training on this batch produces
+    batch_id: str
+    step: int
     samples: tuple[Sample, ...]
     rollout_ids: tuple[str, ...]
-    num_loss_tokens: int  # divisor of the loss: sampled tokens of all valid rollouts, also of those without signal
-    lr_share: float = 1.0  # factor of the learning rate, 0 to 1: below 1 when few groups have a sample
+    num_loss_tokens: int
+    lr_share: float = 1.0
 
     @property
     def sampled(self) -> frozenset[str]:
@@ -76,39 +78,61 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of one `Learner.forward_backward`. r is the trainer's probability of a sampled token over the
-    sampler's."""
+    """Metrics of one `Learner.forward_backward`. r is the trainer's probability of a sampled token over the sampler's.
 
-    num_tokens: int  # all tokens forwarded
-    num_sampled: int  # tokens with loss
+    - `num_tokens`, `num_sampled`: all tokens that were forwarded, and those with loss.
+    - `entropy`: in nats, the mean over sampled tokens.
+    - `clip_share`: the share of sampled tokens whose ratio was clipped.
+    - `ratio_max`, `ratio_p99`: maximum and 99th percentile of |r - 1|. `k1`: mean of -log r. `k3`: mean of r - 1 - log
+      r.
+    - `fresh_ratio_max`: maximum of |r - 1| over samples of the learner's current version only; None without such
+      samples.
+    - `flipped_share`: the share of replayed (token, layer) pairs whose own top-k differs from the recorded experts.
+    - `replayed_share`: the share of tokens whose recorded routes were replayed; those of others are too old.
+    - `replaced_share`: the share of recorded experts that were replaced by the live choice as not plausible.
+    - `live_k3`, `live_ratio_max`: k3 and maximum of |r - 1| of a few tokens without replay; None if nothing was
+      replayed.
+    - `cut_share`: the share of the sum of importance weights that the off-policy correction removes.
+    - `dropped_share`: the share of sampled tokens whose weight the correction sets to 0.
+    - `effective_share`: the effective sample size of the corrected weights over the number of sampled tokens."""
+
+    num_tokens: int
+    num_sampled: int
     loss: float
-    entropy: float  # nats, mean over sampled tokens
-    clip_share: float  # share of sampled tokens whose ratio was clipped
-    ratio_max: float  # max |r - 1|
-    ratio_p99: float  # 99th percentile of |r - 1|
-    k1: float  # mean of -log r
-    k3: float  # mean of r - 1 - log r
-    fresh_ratio_max: float | None  # max |r - 1| over samples of the learner's current version only
-    flipped_share: float  # share of replayed (token, layer) pairs whose own top-k differs from the recorded experts
+    entropy: float
+    clip_share: float
+    ratio_max: float
+    ratio_p99: float
+    k1: float
+    k3: float
+    fresh_ratio_max: float | None
+    flipped_share: float
     balance_loss: float
     cpu_s: float
-    replayed_share: float = 0.0  # share of tokens whose recorded routes were replayed; others are too stale
-    replaced_share: float = 0.0  # share of recorded experts that were replaced by the live choice as not plausible
-    live_k3: float | None = None  # k3 of a few tokens without replay; None when nothing was replayed
-    live_ratio_max: float | None = None  # max |r - 1| of the same tokens
-    cut_share: float = 0.0  # share of the sum of importance weights that the correction removes
-    dropped_share: float = 0.0  # share of sampled tokens whose weight the correction sets to 0
-    effective_share: float = 1.0  # effective sample size of the corrected weights over the number of sampled tokens
+    replayed_share: float = 0.0
+    replaced_share: float = 0.0
+    live_k3: float | None = None
+    live_ratio_max: float | None = None
+    cut_share: float = 0.0
+    dropped_share: float = 0.0
+    effective_share: float = 1.0
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of `Learner.publish`."""
+    """The result of `Learner.publish`, which writes the weights of a new version for the engines.
+
+    `anchor`: whether a full snapshot was written, alone (for the first version) or beside the delta to the version
+    before. `object_bytes`: what an engine with the previous version fetches: the delta, or the first snapshot.
+    `snapshot_bytes`: the size of a full snapshot of this version. `bound_bytes`: the information-theoretic lower bound
+    of this delta's size; `snapshot_bytes` for a snapshot. `changed_share`: the share of the parameters whose published
+    value changed. `encode_s`: seconds of encoding. `anchor_bytes`: the size of the written snapshot, which only new or
+    late engines fetch."""
 
     version: Version
-    anchor: bool  # whether a full snapshot was written, alone (the first version) or beside the delta
-    object_bytes: int  # bytes that an engine with the previous version fetches: of the delta, or of the first anchor
-    snapshot_bytes: int  # bytes of a full snapshot of this version
-    bound_bytes: float  # information-theoretic lower bound of this delta's bytes; `snapshot_bytes` for an anchor
-    changed_share: float  # share of the parameters whose published value changed
+    anchor: bool
+    object_bytes: int
+    snapshot_bytes: int
+    bound_bytes: float
+    changed_share: float
     encode_s: float
-    anchor_bytes: int = 0  # bytes of the written snapshot; only new or late engines fetch it
+    anchor_bytes: int = 0

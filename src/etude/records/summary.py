@@ -1,4 +1,4 @@
-"""Summaries of finished rollouts without their tokens, and the plan of a batch in terms of summaries."""
+"""Summaries of finished rollouts without their tokens, and plans of batches made of summaries."""
 
 from __future__ import annotations
 
@@ -14,41 +14,51 @@ from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """Size and digest of the file of a stored rollout."""
+    """Size and SHA-256 digest (64 hex characters) of the file of a stored rollout."""
 
     num_bytes: int
     sha256: str  # 64 hex characters
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout without its tokens and files. The conductor and the ledger work with summaries; the complete
-    rollout is in the file that `stored` describes."""
+    """A finished rollout without its tokens and files, for the conductor and the ledger (the database of all rollouts).
+
+    The complete rollout is in the file that `stored` describes; None: it was not kept.
+
+    - `problem`: the id of the problem that the task is a variant of; else the task id.
+    - `num_sampled`, `num_prompt`: tokens that the policy sampled, and tokens that the agent program appended.
+    - `num_malformed`: tool calls that could not be parsed.
+    - `tool_s`: seconds of `wall_s` in tool calls.
+    - `engines`: names of the engines that served its turns, sorted. `num_moves`: turns served by another engine than
+      the turn before.
+    - `versions`: versions of the weights that sampled tokens, sorted. After a restart went back to a checkpoint, their
+      steps are relative to the weights that continue (`experience.lineage`).
+    - `sampled_by`: pairs (indices into `versions` that a token depends on, number of such tokens).
+    - `invalid`: set when the rollout failed outside the agent's reach."""
 
     rollout_id: str
     group_id: str
     attempt: int
     task_id: str
     family: str
-    problem: str  # id of the problem that the task is a variant of; else the task id
+    problem: str
     ending: Ending
     num_turns: int
-    num_sampled: int  # tokens that the policy sampled
-    num_prompt: int  # tokens that the harness appended
-    num_malformed: int  # tool calls that could not be parsed
+    num_sampled: int
+    num_prompt: int
+    num_malformed: int
     wall_s: float
     tool_s: float
-    engines: tuple[str, ...]  # names of the engines that served its turns, sorted
-    num_moves: int  # turns served by another engine than the previous turn
-    versions: tuple[Version, ...]  # versions that sampled tokens, sorted; steps relative to the current lineage
-    sampled_by: tuple[
-        tuple[tuple[int, ...], int], ...
-    ]  # (indices of the versions that a token depends on, number of tokens)
-    invalid: Invalid | None = None  # set when it failed outside the agent's reach
-    stored: StoredFile | None = None  # None: the file was not kept
+    engines: tuple[str, ...]
+    num_moves: int
+    versions: tuple[Version, ...]
+    sampled_by: tuple[tuple[tuple[int, ...], int], ...]
+    invalid: Invalid | None = None
+    stored: StoredFile | None = None
 
     @property
     def oldest_steps(self) -> dict[int, int]:
-        """Number of sampled tokens by the oldest version step that they depend on, ascending by step."""
+        """The number of sampled tokens by the oldest version step that they depend on, ascending by step."""
         steps: Counter[int] = Counter()
         for places, count in self.sampled_by:
             steps[min(self.versions[place].step for place in places)] += count
@@ -61,8 +71,7 @@ def _versions(trace: Trace) -> tuple[Version, ...]:
 
 
 def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int, ...]]:
-    """Number of tokens by the versions that they depend on: the version of their span, and those of earlier spans whose
-    keys they attend to."""
+    """Count tokens by the versions that they depend on: that of their span, and of keys that they attend to."""
     places, counts = {version: place for place, version in enumerate(versions)}, Counter[tuple[int, ...]]()
     for turn in trace.turns:
         behind: set[int] = set()
@@ -73,8 +82,10 @@ def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int,
 
 
 def with_versions_of(rollout: Rollout, summary: RolloutSummary) -> Rollout:
-    """Replace the versions in a stored rollout by those of its summary. After a lost lineage the summary's steps
-    differ."""
+    """Return the rollout with the versions of its summary in place of its own.
+
+    They differ after a restart went back to a checkpoint: then the ledger changes the steps in summaries, not in the
+    files."""
     versions = _versions(rollout.trace)
     if versions == summary.versions:
         return rollout
@@ -115,27 +126,36 @@ def summary_of(rollout: Rollout, stored: StoredFile | None = None) -> RolloutSum
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a step: outcome, reward and advantage."""
+    """One rollout of a planned batch: outcome, reward and advantage.
+
+    `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
+    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: 0.0 means that it is recorded
+    and not trained on. `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise one of them is an
+    error."""
 
     rollout_id: str
     group_id: str
-    outcome: Graded | Invalid | None = None  # None: cancelled or quarantined
-    summary: RolloutSummary | None = None  # None: cancelled, quarantined, or the process that ran it died
-    reward: Reward | None = None  # composed from the outcome's terms; None unless it was graded
-    advantage: float = 0.0  # 0.0: recorded and not trained on
-    masks_stale: bool = False  # whether tokens older than `max_lag` get no loss (by config, or for a lost lineage)
+    outcome: Graded | Invalid | None = None
+    summary: RolloutSummary | None = None
+    reward: Reward | None = None
+    advantage: float = 0.0
+    masks_stale: bool = False
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch of a step without its tokens: the rollouts and their advantages. The conductor makes the plan; the
-    learner reads the rollouts' files and builds the batch."""
+    """The batch of a step without its tokens: the rollouts and their advantages.
+
+    The conductor makes the plan. The learner reads the rollouts' files and builds the `Batch`. `members`: every rollout
+    that the step consumes, in order of rollout id. `max_lag`: the largest allowed age of a token in steps.
+    `num_loss_tokens`: the divisor of the loss: sampled tokens of all valid rollouts. `full_groups`: the number of
+    groups with a sample from which the full learning rate is used; 0: always."""
 
     batch_id: str  # "b000007"
     step: int  # version step that training on this batch produces
     max_lag: int
-    members: tuple[Member, ...]  # every rollout that the step consumes, in order of rollout id
-    num_loss_tokens: int  # divisor of the loss: sampled tokens of all valid rollouts
-    full_groups: int = 0  # number of groups with a sample from which the full learning rate is used; 0: always
+    members: tuple[Member, ...]
+    num_loss_tokens: int
+    full_groups: int = 0
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
@@ -144,7 +164,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judged(self) -> dict[str, list[tuple[RolloutSummary, Reward]]]:
-        """The graded members of each group, by group id. A group without graded members has an empty list."""
+        """The (summary, reward) pairs of each group's graded members, by group id. The list of a group may be empty."""
         found: dict[str, list[tuple[RolloutSummary, Reward]]] = {member.group_id: [] for member in self.members}
         for member in self.members:
             if member.summary is not None and member.reward is not None:
@@ -153,13 +173,18 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A reference to a batch that the learner has built, recorded in the trace of its step."""
+    """A reference to a batch that the learner has built from a `BatchPlan` and recorded in the trace file of its step.
+
+    `sampled`: ids of the rollouts with a sample. `num_trained`: the number of tokens with loss. `num_masked`: the
+    number of tokens with an advantage but without loss, because they are too old. `num_not_plain`: the same, because
+    they were not sampled plainly (`Sampling.plain`). `digest`: SHA-256 of everything in the batch that the learner
+    uses."""
 
     batch_id: str
     step: int
     rollout_ids: tuple[str, ...]
-    sampled: frozenset[str]  # ids of the rollouts with a sample
-    num_trained: int  # tokens with loss
-    num_masked: int  # tokens with an advantage but without loss, because they are too stale
-    digest: str  # SHA-256 of everything in the batch that the learner uses
-    num_not_plain: int = 0  # tokens with an advantage but without loss, because their sampling was not plain
+    sampled: frozenset[str]
+    num_trained: int
+    num_masked: int
+    digest: str
+    num_not_plain: int = 0

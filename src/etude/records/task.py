@@ -1,8 +1,7 @@
 """Tasks: what to do, on which files, and how the result is graded.
 
 A `Task` is public: every process may see it. Its `Answer` is hidden: only graders have it, in processes that agent code
-is never forked from.
-"""
+is never forked from."""
 
 from __future__ import annotations
 
@@ -19,18 +18,20 @@ CANARY = "canary"
 
 
 class Trust(enum.StrEnum):
-    """How far a reward can be trusted. The label is stored with the reward."""
+    """How far a reward can be trusted. The label is stored with the reward.
 
-    DATA = "data-graded"  # plain outputs are compared outside; agent code never runs in the grader's process
-    CODE = "code-graded"  # hidden tests import the agent's code; a hidden canary that must fail guards them
+    DATA: plain outputs are compared outside the machine, and agent code never runs in the grader's process. CODE:
+    hidden tests import the agent's code; a hidden test that must fail guards against tampering."""
+
+    DATA = "data-graded"
+    CODE = "code-graded"
 
 
 class Split(enum.StrEnum):
-    """The split of a task, chosen by hash of its content. Settings are tuned on VALIDATION only.
+    """The split of a task, chosen by a hash of its content. Settings are tuned on VALIDATION only.
 
     HELDOUT has new problems of the kinds that are trained on. TRANSFER has problems of kinds that no training text
-    shows. A source without kinds has no TRANSFER tasks unless they are marked.
-    """
+    shows. A source without kinds has no TRANSFER tasks unless they are marked."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -39,8 +40,19 @@ class Split(enum.StrEnum):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One task: instruction, prepared files, and what is graded. Made by a `TaskSource`. Raises `ValueError` for
-    `running` without `state` and code grading.
+    """One task: instruction, prepared files, and what is graded. Made by a `TaskSource`.
+
+    - `index`: position in (source, split); with the source's seed it determines the task and its answer.
+    - `family`: the kind of task, a label for reports.
+    - `problem`: an id that all variants of one problem share, since confidence intervals count problems. "": unique.
+    - `files`: path → text of the prepared working directory.
+    - `exports`: which files are graded: "calc.py", or folders as "logs/" (`records.exports`).
+    - `test_command`: what the agent's `test` tool runs in the machine.
+    - `image`: the root filesystem of the machine; None: the runtime's own.
+    - `state`: the machine's state is graded, in a fork of the frozen machine, instead of exported files only.
+    - `running`: with `state`, the fork also has the running processes, not only the files.
+
+    Raises `ValueError` for `running` without `state` and code grading.
 
     >>> t = Task(source="repair", split=Split.TRAIN, index=7, family="ak", instruction="fix the failing test",
     ...          files={"calc.py": "def f(n):\\n    return None\\n"}, exports=("calc.py",))
@@ -50,17 +62,17 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     split: Split
-    index: int  # position in (source, split); with the source's seed it determines the task and its answer
-    family: str  # kind of task, a label for reports
-    problem: str = ""  # id shared by all variants of one problem; confidence intervals count problems. "": unique
+    index: int
+    family: str
+    problem: str = ""
     instruction: str
-    files: dict[str, str]  # path -> text: the prepared working directory
-    exports: tuple[str, ...]  # what is graded: "calc.py", folders as "logs/" (`records.exports`)
-    test_command: tuple[str, ...] = ()  # what the `test` tool runs in the machine, e.g. ("python", "tests.py")
+    files: dict[str, str]
+    exports: tuple[str, ...]
+    test_command: tuple[str, ...] = ()
     trust: Trust = Trust.DATA
-    image: Image | None = None  # root filesystem of the machine; None: the runtime's own
-    state: bool = False  # graded by the machine's state, in a fork of the frozen machine
-    running: bool = False  # with `state`: the fork has the running processes too, not only the files
+    image: Image | None = None
+    state: bool = False
+    running: bool = False
 
     def __post_init__(self) -> None:
         if self.running and not (self.state and self.trust is Trust.CODE):
@@ -87,8 +99,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 class Case(msgspec.Struct, frozen=True):
     """One hidden test of a data-graded task: `module.function(*args)` must return `expected`.
 
-    Values are plain JSON data. They are compared by type and value, outside the machine.
-    """
+    Values are plain JSON data. They are compared by type and value, outside the machine."""
 
     module: str
     function: str
@@ -97,42 +108,53 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Runner(enum.StrEnum):
-    """The test runner of the machine that collects and runs hidden tests."""
+    """The test framework that collects and runs hidden tests in the machine."""
 
     PYTEST = "pytest"
     UNITTEST = "unittest"
 
 
 class HiddenTests(msgspec.Struct, frozen=True, kw_only=True):
-    """Hidden tests of a code-graded task: the exact set of tests that must pass. Each runs in a fresh process and
-    machine state. A test that is skipped, expected to fail, or not found has not passed."""
+    """The hidden tests of a code-graded task: exactly the tests that must pass.
+
+    Each test runs in a fresh process and machine state. A test that is skipped, expected to fail, or not found has not
+    passed. `files`: path → text, written over the task's and the agent's files. `names`: such as
+    "tests/test_a.py::test_b" (pytest) or "tests.test_a.Case.test_b" (unittest). `roots`: further folders of the import
+    path, such as "src". `deadline_s`: per test."""
 
     runner: Runner
-    files: dict[str, str]  # path -> text: written into the fresh machine, over the task's and the agent's files
-    names: tuple[str, ...]  # "tests/test_a.py::test_b" (pytest), "tests.test_a.Case.test_b" (unittest)
-    roots: tuple[str, ...] = ()  # further folders of the import path: "src"
-    deadline_s: float = 60.0  # per test
+    files: dict[str, str]
+    names: tuple[str, ...]
+    roots: tuple[str, ...] = ()
+    deadline_s: float = 60.0
 
 
 class Verifier(msgspec.Struct, frozen=True, kw_only=True):
     """A command that grades a machine by its exit code, or by a number that it writes.
 
-    The machine is a fresh one with the exports; for a task with `state` it is a fork of the frozen machine. For a task
-    with `running` the command runs as root in a folder that only root can enter; relative paths refer to it."""
+    The machine is a fresh one with the agent's exported files; for a task with `state` it is a fork of the frozen
+    machine. For a task with `running` the command runs as root in a folder that only root can enter, and relative paths
+    refer to that folder. `files`: path → text, written into the machine after the agent's files. `reward_path`: a file
+    with a number from 0 to 1; "": exit code 0 is grade 1, any other is 0."""
 
-    files: dict[str, str]  # path -> text: written into the machine after the agent's files
+    files: dict[str, str]
     argv: tuple[str, ...]
-    reward_path: str = ""  # file with a number from 0 to 1; "": exit code 0 is grade 1, any other is 0
+    reward_path: str = ""
     deadline_s: float = 600.0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The hidden part of a task. Exactly one of `cases` (data-graded), `test_code`, `tests` and `verifier` is set."""
+    """The hidden part of a task. Exactly one of `cases`, `test_code`, `tests` and `verifier` is set.
 
-    reference: dict[str, str]  # path -> text: files of the reference solution, which was checked to get grade 1
+    `reference`: path → text of the reference solution, which was checked to get grade 1. `cases`: for data grading.
+    `test_code`: Python source that defines `check(candidate)`, which fails by raising. `entry_point`: the
+    "module:function" that is passed to `check`. `reference_argv`: the reference solution as a command, when it is more
+    than files."""
+
+    reference: dict[str, str]
     cases: tuple[Case, ...] = ()
-    test_code: str = ""  # Python source that defines check(candidate) and fails by exception
-    entry_point: str = ""  # "module:function" passed to check
+    test_code: str = ""
+    entry_point: str = ""
     tests: HiddenTests | None = None
     verifier: Verifier | None = None
-    reference_argv: tuple[str, ...] = ()  # the reference solution as a command, when it is more than files
+    reference_argv: tuple[str, ...] = ()

@@ -1,8 +1,7 @@
 """Serialisation of records: msgpack between processes, JSON on disk, both validated by msgspec.
 
 An array is encoded as ``(dtype, shape, little-endian bytes)``, never as a list of numbers. Decoding checks the dtype
-against an allow-list and the number of bytes against the shape. Untrusted bytes give a valid record or `ValueError`.
-"""
+against an allow-list and the number of bytes against the shape. Untrusted bytes give a valid record or `ValueError`."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ _decoders: dict[tuple[str, Any], Any] = {}
 
 
 def pack(record: object) -> bytes:
-    """Encode a record as msgpack.
+    """Encode a record (a msgspec struct) as msgpack. Numpy arrays in it become (dtype, shape, bytes).
 
     >>> from etude.records import Version
     >>> v = Version(step=3, incarnation="0a1b2c3d", digest="ab" * 32)
@@ -75,7 +74,7 @@ def pack(record: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview, kind: type[T]) -> T:
-    """Decode a record of type `kind` from msgpack. Raises `ValueError` (also the base class of msgspec's errors)."""
+    """Decode a record of type `kind` from msgpack. Raises `ValueError` for anything but such a record."""
     decoder = _decoders.get(("pack", kind))
     if decoder is None:
         decoder = _decoders["pack", kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
@@ -89,7 +88,7 @@ def to_json(record: object) -> bytes:
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """Decode a record of type `kind` from JSON. Raises `ValueError`."""
+    """Decode a record of type `kind` from JSON. Raises `ValueError` for anything but such a record."""
     decoder = _decoders.get(("json", kind))
     if decoder is None:
         decoder = _decoders["json", kind] = msgspec.json.Decoder(kind, dec_hook=_decode_array)

@@ -1,7 +1,7 @@
 """Red-team attacks on etude's isolation and grading: real attempts to get an unearned reward.
 
 Only the command line (`etude machines check`, `etude machines parity`), tests and benchmarks import this package. The
-processes of a run do not; the cheat detector of a run is `etude.environments.grading.cheat_detector`.
+processes of a run do not; their cheat detector is `etude.environments.grading.cheat_detector`.
 """
 
 from etude.redteam.catalogue import CATALOGUE

@@ -1,8 +1,8 @@
-"""Virtual machines that boot normally, without snapshots: the reference of the parity probe for microVMs.
+"""Virtual machines that boot normally, without snapshots, for comparison with those of `MicroVMRuntime`.
 
-They have the same guest image, kernel and agent as those of `MicroVMRuntime`, run the same commands after the boot, and
-get an identity from the agent. So a difference between the two comes from forking. Each takes seconds; use them only
-for measurements.
+They have the same guest image, kernel and agent, run the same commands after the boot, and get an identity from the
+agent. So a difference that the parity probe finds between the two comes from forking. Each takes seconds to boot; use
+them only for measurements.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _ENVIRONMENT = {"LANG": "C.UTF-8"}
 
 
 class BootedRuntime:
-    """A `Runtime` whose machines boot. Raises `MachineError` where `MicroVMRuntime` does."""
+    """A `Runtime` whose virtual machines boot from the guest image in `folder` (None: the default one).
+
+    Raises `MachineError` if QEMU or the guest image is missing."""
 
     info = RuntimeInfo(name="booted", isolation="own kernel", users=users_of(None), notes=("boots for every machine",))
 
@@ -41,7 +43,9 @@ class BootedRuntime:
         self._machines: list[Machine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. Nothing boots yet."""
+        """Keep the files for `fork`, and return the id of the snapshot. Nothing boots yet.
+
+        Raises `MachineError` if an image is given."""
         if image is not None:
             raise MachineError("booted machines have only the guest image", hint="use a runtime with images")
         packed = tree(files)
@@ -49,7 +53,7 @@ class BootedRuntime:
         return name
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = BOOT_DEADLINE_S) -> list[Machine]:
-        """Boot machines one after another, and load their files."""
+        """Boot `n` machines one after another, each within `deadline_s` seconds, and load their files."""
         return [await self._booted(self._trees[snapshot], deadline_s) for _ in range(n)]
 
     async def _booted(self, packed: bytes, deadline_s: float) -> Machine:
@@ -85,7 +89,6 @@ class BootedRuntime:
         return machine
 
     async def close(self) -> None:
-        """See `Runtime.close`."""
         for machine in self._machines:
             await machine.close()
 

@@ -1,4 +1,4 @@
-"""The list of all cheats: files that are handed in, and the functions of `programs`, which run in a machine."""
+"""The list of all cheats: files that an agent hands in, and the functions of `programs`, which run in its machine."""
 
 from __future__ import annotations
 
@@ -45,13 +45,8 @@ _HARMLESS = {
     "export_a_link", "export_a_hard_link", "work_past_the_deadline", "change_control_groups",
 }  # fmt: skip
 _ALSO_ON_STATE_TASKS = {
-    "trojan_every_command",
-    "leave_a_shell_running",
-    "deep_folders",
-    "odd_names",
-    "kill_everything",
-    "a_full_disk",
-}
+    "trojan_every_command", "leave_a_shell_running", "deep_folders", "odd_names", "kill_everything", "a_full_disk",
+}  # fmt: skip
 _PARTNER_FUNCTIONS = {"hold", "touch", "marks", "able", "pids_after"}
 
 

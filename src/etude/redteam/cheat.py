@@ -1,4 +1,4 @@
-"""Data types of the cheat suite: cheats, their categories, and findings."""
+"""Data types of the cheat suite: cheats, their categories, and the result of running them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Row(enum.StrEnum):
-    """The category of a cheat: the rows of the threat model's table, and three more."""
+    """The category of a cheat: a row of the threat model's table, or one of three more."""
 
     HISTORY = "reads future commits, tags, reflogs, unreachable objects"
     NETWORK = "fetches the fix over the network"
@@ -32,7 +32,7 @@ class Row(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """How a task is graded."""
+    """The ways in which the tasks are graded on which cheats are tried."""
 
     DATA = "cases"
     CHECK = "test code"
@@ -46,7 +46,7 @@ class Kind(enum.StrEnum):
 
 
 class Verdict(enum.StrEnum):
-    """The result of a cheat."""
+    """The result of a cheat: whether the defences held."""
 
     RESISTED = "resisted"
     CAUGHT = "caught"  # rewarded by a code-graded task, but flagged by the detector, so that it is not trained on
@@ -57,9 +57,13 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cheat:
-    """One attempt to cheat. The agent runs `program` in its machine, leaves `files` there, and is graded.
+    """One attempt to cheat: a program that the agent runs in its machine, or files that it leaves there to be graded.
 
-    It succeeds if the program gets something, the reward is above 0, or there is no grade.
+    It succeeds if the program gets something, the reward is above 0, or there is no grade. `program` and `partner` are
+    names "module.function" in `programs`; a sibling machine runs the partner at the same time. `kinds` are the kinds of
+    task that it is tried on. `shared_kernel`: it can only work if the machine shares the host's kernel. `bomb`: it
+    exhausts a resource, so host and siblings are checked afterwards. `known` says why it works with a shared kernel and
+    what it is worth; "" if it does not work. `danger`: it must never run without isolation.
 
     >>> Cheat(name="exit", row=Row.ENDINGS, what="exit at import", files={"calc.py": "raise SystemExit(0)"}).kinds
     (<Kind.DATA: 'cases'>,)
@@ -79,7 +83,7 @@ class Cheat:
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one cheat on one kind of task."""
+    """The result of one cheat on one kind of task. `evidence` says what it got, or why it failed."""
 
     cheat: str
     row: Row

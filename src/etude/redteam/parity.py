@@ -3,9 +3,8 @@
 Machines of both kinds are made in random order, one at a time, and a program lists facts about each (`programs.look`).
 A classifier is trained and evaluated with k-fold cross-validation: AdaBoost over decision stumps, which is weak enough
 for twenty machines of each kind and shows which facts it used. The AUC is 0.5 if the kinds cannot be distinguished, and
-1.0 if they always can. An AUC is significant if it is outside of the interval of AUCs with permuted labels. The
-confidence interval of the AUC is Wilson's, with the number of machines of one kind as sample size, which is
-conservative.
+1.0 if they always can. It is significant if it is outside of the interval of AUCs with permuted labels. Its confidence
+interval is Wilson's, with the number of machines of one kind as sample size, which is conservative.
 
 A fact that is different in each machine (such as a boot id) cannot be learned. A number that only grows with time does
 not count either, since both kinds are made in random order.
@@ -32,7 +31,9 @@ _ROUNDS, _FOLDS = 8, 5
 
 
 class Giveaway(msgspec.Struct, frozen=True):
-    """A fact that distinguishes the two kinds alone. `auc`: of this fact alone, 0.5 to 1."""
+    """A fact that by itself distinguishes two kinds of machine, with an AUC from 0.5 to 1.
+
+    `of_a` and `of_b` are its most frequent value, or median, in machines of each kind."""
 
     fact: str
     auc: float
@@ -41,7 +42,10 @@ class Giveaway(msgspec.Struct, frozen=True):
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """How well two kinds of machine can be distinguished."""
+    """How well a program can distinguish the kinds of machine `a` and `b`; made by `compare`.
+
+    `auc` is that of a classifier on machines it was not trained on, and `interval` its 95 % confidence interval.
+    `chance` is the 95 % interval of AUCs with permuted labels. `num_machines` counts each kind."""
 
     a: str
     b: str
@@ -60,16 +64,17 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
 async def probe_parity(
     a: Runtime, b: Runtime, *, num_machines: int = 20, names: tuple[str, str] = ("", ""), seed: int = 0
 ) -> Parity:
-    """Make `num_machines` of each runtime in random order, and train and evaluate a classifier on them.
+    """Make `num_machines` of each runtime in random order, and measure how well their facts distinguish them.
 
-    `names`: names of the kinds in the result; default: those of the runtimes. Raises `MachineError`."""
+    `names` are those of the two kinds in the result; "" stands for the runtime's name. Raises `MachineError`."""
     seen = await observe((a, b), num_machines=num_machines, seed=seed)
     return compare(seen[0], seen[1], names=(names[0] or a.info.name, names[1] or b.info.name), seed=seed)
 
 
 async def observe(runtimes: Sequence[Runtime], *, num_machines: int, seed: int = 0) -> list[list[Facts]]:
-    """Make `num_machines` of each runtime, in random order. Returns the facts of each machine, one list for each
-    runtime. Raises `MachineError`."""
+    """Make `num_machines` of each runtime, in random order, and run a program in each that lists facts about it.
+
+    Returns one list for each runtime, with the facts of each machine. Raises `MachineError`."""
     seen: list[list[Facts]] = [[] for _ in runtimes]
     for kind in np.random.default_rng(seed).permutation([*range(len(runtimes))] * num_machines):
         seen[kind].append(await _look(runtimes[kind]))
@@ -77,7 +82,7 @@ async def observe(runtimes: Sequence[Runtime], *, num_machines: int, seed: int =
 
 
 def compare(a: Sequence[Facts], b: Sequence[Facts], *, names: tuple[str, str], seed: int = 0) -> Parity:
-    """Train and evaluate a classifier on the facts of two kinds of machine."""
+    """Measure how well a classifier distinguishes two kinds of machine, given the facts of several machines of each."""
     seen, labels = [*a, *b], np.array([0] * len(a) + [1] * len(b))
     table = Table.of(seen)
     auc, chance = cross_validated_auc(table.values, labels, seed=seed)
@@ -122,15 +127,16 @@ async def _look(runtime: Runtime) -> Facts:
 
 @dataclass(frozen=True)
 class Table:
-    """The facts of all machines as a numeric table. A text becomes one column for each value that two machines
-    share."""
+    """The facts of N machines as a numeric table: `columns` are the F names, `values` has the shape [N, F].
+
+    A fact that is text becomes one column for each of its values that two machines share, named "fact=value"."""
 
     columns: tuple[str, ...]  # [F] "uptime", "file.vendor=QEMU"
     values: npt.NDArray[np.float64]  # [N, F]
 
     @classmethod
     def of(cls, seen: Sequence[Facts]) -> Table:
-        """Make the table from the facts of each machine; absent ones get the text "absent".
+        """Build the table from the facts of each machine; a missing fact counts as the text "absent".
 
         >>> Table.of([{"os": "a", "n": 1}, {"os": "a", "n": 2}, {"os": "b", "n": 3}]).columns
         ('n', 'os=a', 'os=absent')
@@ -151,10 +157,9 @@ class Table:
 def cross_validated_auc(
     values: npt.NDArray[Any], labels: npt.NDArray[Any], *, seed: int = 0, num_permutations: int = 100
 ) -> tuple[float, tuple[float, float]]:
-    """Return the cross-validated AUC, and the 95 % interval of AUCs with permuted labels.
+    """Return the cross-validated AUC of a classifier, and the 95 % interval of AUCs with permuted labels.
 
-    values: [N, F] float. labels: [N], 0 or 1. `num_permutations`: number of permutations.
-    """
+    `values` has the shape [N, F] and `labels` [N], each 0 or 1. The labels are permuted `num_permutations` times."""
     rng = np.random.default_rng(seed)
     permuted = [_cross_validated(values, rng.permutation(labels), rng) for _ in range(num_permutations)]
     low, high = np.quantile(permuted, [0.025, 0.975])
@@ -176,7 +181,6 @@ def _cross_validated(values: npt.NDArray[Any], labels: npt.NDArray[Any], rng: np
 def _boosted(
     values: npt.NDArray[Any], labels: npt.NDArray[Any], test_values: npt.NDArray[Any]
 ) -> npt.NDArray[np.float64]:
-    """Train AdaBoost over decision stumps. Returns the scores of the rows in `test_values`."""
     signs = np.where(labels == 1, 1.0, -1.0)
     weights = np.full(len(labels), 1.0 / len(labels))
     scores = np.zeros(len(test_values))
@@ -210,7 +214,9 @@ def _stump(
 
 
 def auc_of(scores: npt.NDArray[Any], labels: npt.NDArray[Any]) -> float:
-    """Return the AUC: the probability that a sample of kind 1 scores above one of kind 0; ties count half.
+    """Return the AUC: the probability that a sample with label 1 has a higher score than one with label 0.
+
+    Ties count half. `scores` and `labels` (0 or 1) have the shape [N].
 
     >>> auc_of(np.array([0.1, 0.9, 0.8]), np.array([0, 1, 1])), auc_of(np.array([1.0, 1.0]), np.array([0, 1]))
     (1.0, 0.5)

@@ -27,7 +27,7 @@ from etude.seams import Machine, RuntimeInfo
 
 
 class PlainMachine:
-    """A `Machine` without isolation."""
+    """A folder of this host with the methods of `Machine`, without isolation. `PlainRuntime.fork` makes it."""
 
     def __init__(self, folder: Path, runtime: PlainRuntime) -> None:
         self._folder, self._runtime, self._groups = folder, runtime, list[int]()
@@ -36,7 +36,6 @@ class PlainMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`."""
         return await self._commands.run_once(self._run, argv, key=key, deadline_s=deadline_s, **options)
 
     async def _run(self, command: Command) -> ExecResult:
@@ -92,32 +91,29 @@ class PlainMachine:
             os.killpg(group, signal.SIGKILL)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`."""
         return (self._folder / path).read_bytes()[:max_bytes]
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`."""
         target = self._folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
 
     async def freeze(self) -> None:
-        """Does nothing: processes continue to run."""
+        """Do nothing: processes continue to run."""
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`. Copies the files."""
         files = {str(p.relative_to(self._folder)): p.read_bytes() for p in self._folder.rglob("*") if p.is_file()}
         return await self._runtime.prepare(files)
 
     async def close(self) -> None:
-        """Kill all processes and delete the files."""
+        """Kill all processes of the machine and delete its files."""
         for group in self._groups:
             self._end(group)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class PlainRuntime:
-    """A `Runtime` of `PlainMachine`s."""
+    """A `Runtime` whose machines are folders of this host, without isolation."""
 
     info = RuntimeInfo(name="plain", isolation="none", users=(), notes=("nothing is isolated",))
 
@@ -127,7 +123,7 @@ class PlainRuntime:
         self._machines: list[PlainMachine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`."""
+        """Keep the files for `fork`, and return the id of the snapshot. Raises `MachineError` if an image is given."""
         if image is not None:
             raise MachineError("plain machines have the root filesystem of the host", hint="use a runtime with images")
         digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
@@ -135,7 +131,6 @@ class PlainRuntime:
         return digest
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`."""
         machines = []
         for _ in range(n):
             folder = Path(self._folder.name) / str(len(self._machines))
@@ -148,7 +143,7 @@ class PlainRuntime:
         return list(machines)
 
     async def close(self) -> None:
-        """Kill all processes and delete the files."""
+        """Kill all processes of all machines and delete their files."""
         for machine in self._machines:
             await machine.close()
         self._folder.cleanup()

@@ -36,7 +36,10 @@ _ABLE_S, _LOOK_S = 30.0, 8.0
 
 @dataclass(frozen=True)
 class Stage:
-    """The test bed: runtime, grader, secrets and tasks."""
+    """What cheats run against: runtime, grader, secrets of the host, and a task of each kind with its answer.
+
+    `unusable` says why a kind of task cannot be used; "" if it can. `program_s` is the time limit in seconds of a
+    program, `play_s` that of a whole cheat; a longer one has hung the host."""
 
     runtime: Runtime
     grader: Grader
@@ -62,10 +65,9 @@ async def check(
 ) -> AsyncGenerator[Finding, None]:
     """Run all cheats on all their kinds of task, and yield the findings in order.
 
-    `grader`: must grade in machines of `runtime`. `at_once`: cheats at the same time. `program_s`: time limit of a
-    program. `play_s`: time limit of a cheat; a longer one counts as success, since it has hung the host.
-    Raises `MachineError` if no kind of task can be graded, before any cheat is run.
-    """
+    `grader` must grade in machines of `runtime`. `at_once` cheats run at the same time. `program_s` is the time limit
+    in seconds of a program; `play_s` that of a cheat, and a longer one counts as success, since it has hung the host.
+    Raises `MachineError` before any cheat is run, if no kind of task can be graded."""
     async with host_secrets() as secrets_of_host:
         wanted = {kind for cheat in cheats for kind in cheat.kinds}
         staged = {kind: problem for kind, problem in problems(EXPORTS).items() if kind in wanted}
@@ -90,7 +92,7 @@ async def check(
 
 
 async def play(cheat: Cheat, kind: Kind, stage: Stage) -> Finding:
-    """Run one cheat on one kind of task. Errors that a cheat can cause are findings and are not raised."""
+    """Run one cheat on one kind of task. Errors that the cheat can cause are part of the finding, not raised."""
     began = time.perf_counter()
     verdict, evidence = _skipped(cheat, kind, stage)
     if not evidence:
@@ -192,7 +194,6 @@ def _require_serializable(outcome: Graded | Invalid) -> None:
 
 
 def _run_detector(problem: Problem, exports: Mapping[str, bytes], outcome: Graded) -> list[CheatIndicator]:
-    """Run the cheat detector, as for every graded rollout."""
     began = time.process_time()
     found = find_cheating(problem.task, exports=exports, outcome=outcome)
     if (took_s := time.process_time() - began) > _LOOK_S:
@@ -279,7 +280,6 @@ def _parse_output(result: ExecResult) -> tuple[str, str]:
 
 
 def _equal_draws(first: str, second: str) -> str:
-    """Return which random values of two siblings are equal."""
     with contextlib.suppress(ValueError):
         mine, other = json.loads(first), json.loads(second)
         same = [name for name in mine if mine[name] and mine[name] == other.get(name)]

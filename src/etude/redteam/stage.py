@@ -1,8 +1,8 @@
-"""The test bed of the cheats: secrets on the host, and tasks that cannot be solved by chance.
+"""What the cheats run against: secrets on the host, and tasks that cannot be solved by chance.
 
 The secrets are a file, an environment variable, a TCP listener and an abstract socket of this host. The tasks ask for a
 polynomial whose random coefficients are only in the hidden answers. A kind of task is used only if its reference scores
-1 and its untouched state 0; else a grader that refuses everything would pass.
+1 and its unchanged files 0; else a grader that refuses everything would pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _FACTOR = 10**6
 
 @dataclass(frozen=True)
 class Secrets:
-    """Secrets of the host that a machine must not reach."""
+    """Secrets of the host that a machine must not reach; made by `host_secrets`.
+
+    `secret` is the text, which `file` has and which listeners at TCP `port` and at the `abstract` socket send.
+    `touched` lists the listeners that received a connection."""
 
     secret: str  # the secret text
     file: Path
@@ -45,24 +48,22 @@ class Secrets:
     touched: list[str] = field(default_factory=list)  # listeners of the host that received a connection
 
     def facts(self, runtime: Runtime, token: str) -> dict[str, Any]:
-        """Return what a program knows about the host: where the secrets are, but not the secrets."""
+        """Return what an attack program knows: where the secrets are, but not the secret itself.
+
+        `token` marks processes and files of a sibling machine."""
         own_kernel = runtime.info.isolation not in ("shared kernel", "none")
         return {
-            "token": token,
-            "secret_file": str(self.file),
-            "variable": VARIABLE,
-            "port": self.port,
-            "abstract": self.abstract,
-            "pid": os.getpid(),
-            "plain": runtime.info.isolation == "none",
-            "own_kernel": own_kernel,
-            "hold_s": 20.0,
-        }
+            "token": token, "secret_file": str(self.file), "variable": VARIABLE, "port": self.port,
+            "abstract": self.abstract, "pid": os.getpid(), "plain": runtime.info.isolation == "none",
+            "own_kernel": own_kernel, "hold_s": 20.0,
+        }  # fmt: skip
 
 
 @contextlib.asynccontextmanager
 async def host_secrets() -> AsyncIterator[Secrets]:
-    """Create secrets in a file, an environment variable, behind a TCP port on loopback and an abstract UNIX socket."""
+    """Publish a secret on this host during the `with` block, and yield where.
+
+    It is in a file, in an environment variable, behind a TCP port on loopback and behind an abstract UNIX socket."""
     secret, abstract = f"secret-{secrets.token_hex(8)}", f"etude-cheats-{secrets.token_hex(8)}"
     touched: list[str] = []
 
@@ -89,15 +90,15 @@ async def host_secrets() -> AsyncIterator[Secrets]:
 
 
 def programs() -> dict[str, bytes]:
-    """Return the attack programs, as files for a machine."""
+    """Return the attack programs as files for a machine, path -> content."""
     return {f"programs/{path.name}": path.read_bytes() for path in sorted(_PROGRAMS.glob("*.py"))}
 
 
 def repository(secret: str, *, rebuilt: bool = True) -> dict[str, bytes]:
-    """Return a git repository at a commit, as files below ``repo``, whose later commits, tags, stash and lost objects
-    have the secret `secret`.
+    """Return a git repository as files below ``repo``, path -> content; later commits than its HEAD have the secret.
 
-    `rebuilt`: exported for an image, without its future; False: the source itself. Raises `EtudeError` without git."""
+    So do a tag, a note, a stash and a lost object. With `rebuilt`, the repository was exported for an image, so none of
+    these may be left; False gives the original. Raises `EtudeError` without git."""
     with tempfile.TemporaryDirectory(prefix="etude-cheats-") as folder:
         source, to = Path(folder) / "source", Path(folder) / "repo"
         source.mkdir()
@@ -130,14 +131,14 @@ def repository(secret: str, *, rebuilt: bool = True) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A task of one kind, and its answer."""
+    """A task of one kind, and its hidden answer."""
 
     task: Task
     answer: Answer
 
 
 def problems(exports: tuple[str, ...]) -> dict[Kind, Problem]:
-    """Return a task of each kind, with new random coefficients. `exports`: the exports of the tasks."""
+    """Return a task of each kind, with new random coefficients. `exports` are the exports of all tasks."""
     a, b, c = (secrets.randbelow(_FACTOR) + _FACTOR for _ in range(3))
     values = {n: a * n * n + b * n + c for n in (3, 17, 1001)}
     reference = {"calc.py": f"def f(n):\n    return {a} * n * n + {b} * n + {c}\n"}
@@ -223,8 +224,9 @@ def _verifier(values: Mapping[int, int], path: str) -> Verifier:
 async def check_problems(
     runtime: Runtime, grader: Grader, problems: Mapping[Kind, Problem], *, at_once: int = 1
 ) -> dict[Kind, str]:
-    """Check each kind of task. Returns why it cannot be used; "" if its reference scores 1 and its untouched state
-    0."""
+    """Check each kind of task, at most `at_once` at a time, and return why it cannot be used; "" if it can.
+
+    It can be used if its reference scores 1 and its unchanged files score 0."""
     slots = asyncio.Semaphore(at_once)
 
     async def one(problem: Problem) -> str:

@@ -1,8 +1,9 @@
-"""Rewards: terms are measured once and stored; a reward is composed from them when it is needed.
+"""Measure the parts of a rollout's reward, and compose the reward from them.
 
-Graders, the check of submission, the cheating detector and the user's own terms each produce `Term`s: a name, a
-version, a value or unknown, and evidence. Only `Composition` makes a reward of them, so credit can be computed again
-from stored terms. Usable alone; knows nothing of ledgers and training.
+A part is a `Term`: a name, a version, a value or None for unknown, and evidence. Terms come from graders, from the
+check whether the agent submitted, from the cheating detector, and from the user's own code. They are measured once and
+stored. Only `Composition` computes a reward from them, so rewards can be computed again later with other settings. The
+package can be used alone, without the training loop.
 
 >>> from etude.records import Graded
 >>> from etude.records.reward import SUBMITTED, Term

@@ -1,4 +1,4 @@
-"""Composes rewards from terms. Pure: the same terms and settings give the same bits."""
+"""Compose rewards from terms. The same terms and settings always give the same bits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from etude.records.rollout import Graded
 class Composition:
     """The settings for composing a reward.
 
-    The reward is the grade plus the weighted terms. A closed gate sets a positive reward to 0 and leaves a negative
-    one, so that neither stopping early nor cheating pays. Then the penalty kl · k1 is subtracted, where k1 estimates
-    KL(policy ‖ reference) from the sampled tokens. As part of the reward its gradient is correct in expectation; as a
-    loss, k1 has no gradient in expectation. A term that was not measured neither closes a gate nor adds a penalty.
+    The reward is the grade plus the terms weighted by `weights` (by name). A gate is a term that can remove a reward:
+    whether the agent submitted (counts if `require_submit`), and whether it cheated (counts if `quarantine`). A closed
+    gate sets a positive reward to 0 and leaves a negative one, so that neither stopping early nor cheating pays.
+
+    Then the penalty kl · k1 is subtracted, where k1 estimates KL(policy ‖ reference) from the sampled tokens. As part
+    of the reward its gradient is correct in expectation; as a loss, k1 has no gradient in expectation. A term that was
+    not measured neither closes a gate nor adds a penalty.
 
     Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022 (arXiv 2203.02155,
-    eq. 2).
-    """
+    eq. 2)."""
 
     require_submit: bool = True  # whether the gate `SUBMITTED` counts
     quarantine: bool = True  # whether the gates `SIGNS` and `SIGNS_IF_REWARDED` count
@@ -30,18 +32,19 @@ class Composition:
     weights: Mapping[str, float] = field(default_factory=dict)  # of the terms other than the grade, by name
 
     def of(self, graded: Graded) -> Reward:
-        """The reward of a single rollout."""
+        """Return the reward of one graded rollout."""
         return self.rewards([graded.terms])[0]
 
     @property
     def without_weights(self) -> Composition:
-        """The grade with gates, without weighted terms and penalty: what evaluations use."""
+        """Copy without weighted terms and penalty, for evaluations: the reward is the grade with its gates."""
         return replace(self, weights={}, kl=0.0)
 
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
-        """The rewards of a group's graded rollouts, from the terms of each. A weighted term counts only if every
-        sibling has a known value of the same version; otherwise it counts for none, and `Reward.missing` names it.
-        Raises `EtudeError` when a reward is not finite.
+        """Return the rewards of the rollouts of one group, given the terms of each rollout.
+
+        A weighted term counts only if every rollout of the group has a known value of the same version. Otherwise it
+        counts for none, and `Reward.missing` names it. Raises `EtudeError` if a reward is not finite.
 
         >>> first = [Term(name="grade", value=1.0), Term(name="brief", value=0.5, version="1")]
         >>> second = [Term(name="grade", value=0.0), Term(name="brief", value=None, evidence="no answer")]
@@ -84,7 +87,6 @@ def _comparable(terms: Sequence[Term | None]) -> bool:
 
 
 def _sign(terms: Mapping[str, Term], *, rewarded: bool) -> str | None:
-    """The evidence of the most serious sign of cheating; None without a sign."""
     for name in (SIGNS_IF_REWARDED, SIGNS) if rewarded else (SIGNS,):
         if (found := terms.get(name)) is not None and found.value:
             return found.evidence

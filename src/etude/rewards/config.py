@@ -12,7 +12,10 @@ from etude.records.reward import BUILT_IN
 
 @dataclass(frozen=True)
 class TermConfig:
-    """A `[[rewards.terms]]` table: a reward term of the user's own."""
+    """A `[[rewards.terms]]` table of the config file: a reward term from the user's own code.
+
+    `name` is that of the stored term. `kind` is "my_package.module:Name", or a table with `kind` and the plug-in's
+    settings. `weight` multiplies the term's value in the reward; with 0.0 the term is only measured and stored."""
 
     name: str  # name of the stored term
     kind: Plugin  # "my_package.module:Name", or a table with `kind` and the plug-in's settings
@@ -21,7 +24,7 @@ class TermConfig:
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """The `[rewards]` section."""
+    """The `[rewards]` section of the config file. Raises `ValueError` if two terms have the same name."""
 
     terms: tuple[TermConfig, ...] = ()
 
@@ -34,5 +37,5 @@ class RewardsConfig:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weights of the terms that are not 0, by name."""
+        """Weights that are not 0, by name of the term."""
         return {term.name: term.weight for term in self.terms if term.weight}

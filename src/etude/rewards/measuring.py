@@ -1,4 +1,4 @@
-"""Measures reward terms of finished rollouts, with a deadline. Errors name the term."""
+"""Measure the user's reward terms of finished rollouts, with a deadline. Errors name the term."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ EVIDENCE_CHARS = 2_000
 
 @dataclass(frozen=True)
 class NamedTerm:
-    """A reward term of a run, with the name under which its values are stored."""
+    """A reward term of a run, with the name under which its values are stored.
+
+    `code` is a digest of the term's code and settings, which becomes part of `version`; "" if unknown."""
 
     name: str
     term: RewardTerm
@@ -26,7 +28,7 @@ class NamedTerm:
 
     @property
     def version(self) -> str:
-        """The version stored with the values."""
+        """Version that is stored with the values: that of the term, and the start of `code`."""
         return f"{self.term.version}+{self.code[:12]}" if self.code else self.term.version
 
     def __str__(self) -> str:
@@ -37,8 +39,10 @@ class NamedTerm:
 async def measure(
     terms: Sequence[NamedTerm], rollout: Rollout, graded: Graded, *, deadline_s: float = DEADLINE_S
 ) -> Graded:
-    """Measure all terms of a graded rollout concurrently. Returns the verdict with these terms. Raises `PluginError`
-    for a term that raises, exceeds the deadline, or returns anything but a `Score` with a finite number or None."""
+    """Measure all terms of a graded rollout at the same time, and return `graded` with their values added.
+
+    Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns anything but a
+    `Score` whose value is a finite number or None."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_measured(one, rollout, graded, deadline_s)) for one in terms]
@@ -48,7 +52,6 @@ async def measure(
 
 
 async def _measured(one: NamedTerm, rollout: Rollout, graded: Graded, deadline_s: float) -> Term:
-    """Measure one term of one rollout."""
     at = f"rollout {rollout.rollout_id}"
     hint = "fix the term, then resume the run: graded rollouts are not lost"
     try:

@@ -1,4 +1,5 @@
-"""Runs rollouts: each is one attempt at a task, with a policy, a machine and the harness. The result is a record.
+"""Run rollouts: one rollout is one attempt at a task by a policy, in a machine, with the harness. The result is a
+record.
 
 Baselines run through the same code, with a script in place of the policy:
 

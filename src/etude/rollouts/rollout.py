@@ -1,9 +1,9 @@
-"""Runs one rollout: forks a machine from the task's files, runs the agent, freezes the machine and reads the exports.
+"""Run one rollout: fork a machine with the task's files, run the agent, freeze the machine, read the exported files.
 
 This module decides whether a rollout can be graded or is invalid. Everything that the agent can cause leads to exports
 that are graded; files that were deleted, are too large or became links are not exported. An invalid rollout needs
-evidence from outside the machine: an `EngineError` (no engine answered) or a `MachineError` (the machine could not be
-made, or died; runtimes raise it only for causes outside the agent's reach).
+evidence from outside the machine: an `EngineError` (no inference engine answered) or a `MachineError` (the machine
+could not be made, or died; runtimes raise it only for causes outside the agent's reach).
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ async def run_rollout(
     harness: HarnessConfig,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rollout:
-    """Run one rollout to its end and return the record.
+    """Run one rollout to its end and return its record.
 
-    Failures of machines and engines are not raised: they make the rollout invalid (`Rollout.invalid`). Raises only
-    `EngineBehind`, when no engine reached the version that the rollout needs; run it again later."""
+    `chat` converts messages to token ids, and `clock` returns seconds. Failures of machines and engines are not raised:
+    they make the rollout invalid (`Rollout.invalid`). Raises only `EngineBehind`, if no engine has the policy version
+    that the rollout needs; run it again later."""
     began = clock()
     try:
         snapshot = await prepare(runtime, spec.task)
@@ -60,7 +61,9 @@ async def run_on_machine(
     clock: Callable[[], float],
     began: float,
 ) -> Rollout:
-    """Run a rollout on a machine that was forked for it, then close the machine. Otherwise as `run_rollout`."""
+    """Run one rollout on a machine that was forked for it, then close the machine.
+
+    `began` is the start of the rollout by `clock`. The other arguments are those of `run_rollout`."""
     try:
         episode = Episode(
             spec.task,
@@ -99,14 +102,15 @@ async def run_on_machine(
 
 
 def submitted(rollout: Rollout | RolloutSummary) -> Term:
-    """The reward term `SUBMITTED`: 1.0 when the agent submitted, else 0.0. Without it a policy would not learn to stop:
-    it could idle until a limit ends the rollout."""
+    """Return the reward term `SUBMITTED`: 1.0 if the agent submitted, 0.0 if a limit ended the rollout.
+
+    Without this term a policy would not learn to stop."""
     value = float(rollout.ending is Ending.SUBMITTED)
     return Term(name=SUBMITTED, value=value, version=__version__, evidence=rollout.ending.value)
 
 
 def session_of(spec: RolloutSpec) -> str:
-    """The session id of a rollout's requests to engines: "rollout_id/attempt"."""
+    """Return the session id that a rollout's requests to engines have: "rollout_id/attempt"."""
     return f"{spec.rollout_id}/{spec.attempt}"
 
 
@@ -141,5 +145,7 @@ def _invalid(
 
 
 def not_run(spec: RolloutSpec, boundary: Boundary, error: EtudeError, *, wall_s: float = 0.0) -> Rollout:
-    """Make the record of a rollout that could not start: no machine could be made, or no engine reached its version."""
+    """Return the record of a rollout that could not start, because there was no machine or no engine.
+
+    `boundary` says which part failed, `error` how, `wall_s` the seconds spent on it."""
     return _invalid(spec, boundary, error, wall_s=wall_s)

@@ -1,9 +1,9 @@
-"""Scripts in place of the policy: for baselines and for demonstrations.
+"""Scripts in place of a policy, for baselines and demonstrations.
 
 A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``.
-`ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent runs in place of a model.
-`demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, for mid-training
-documents.
+`ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent can run in place of a model.
+`demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, to get documents for
+mid-training.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _DEADLINE_S = 10.0
 
 
 class ScriptedPolicy:
-    """A `Policy` that plays one script in one session.
+    """A `Policy` that plays one script in one rollout.
 
-    It reads the tool's last output from the prompt, as a model does. Its completions have log-probability 0, no routes,
-    and a version with the requested step. It ignores `max_tokens`. When the script ends without submitting, the policy
-    submits.
-    """
+    It reads the tool's last output from the prompt, as a model does. Its completions have log-probability 0 and no
+    expert routes, and they claim the policy version that was requested. It ignores `max_tokens`. If the script ends
+    without submitting, the policy submits."""
 
     def __init__(self, script: Script, chat: ChatFormat) -> None:
         self._script, self._chat = script, chat
@@ -60,11 +59,10 @@ class ScriptedPolicy:
 def demonstrate(
     task: Task, script: Script, tools: ToolSet, machine: Machine, *, output_chars: int = HarnessConfig.output_chars
 ) -> list[Message]:
-    """Run a script on a machine in memory. Returns the conversation, for `ChatFormat.encode_conversation`.
+    """Run a script on a machine in memory and return the conversation, for `ChatFormat.encode_conversation`.
 
-    Only for machines whose coroutines never suspend (`etude.environments.memory`): thousands of tasks a second. Raises
-    `RuntimeError` for another machine, and `MachineError`.
-    """
+    Each tool output has at most `output_chars` characters. Works only for machines whose coroutines never suspend
+    (`etude.environments.memory`), at thousands of tasks a second. Raises `RuntimeError` for others."""
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
     output: str | None = None

@@ -1,6 +1,7 @@
 """Blob stores: immutable objects under keys, and pointers that move by compare-and-swap. Usable alone.
 
-etude publishes weights through one of these stores. Every store passes the contract tests in
+etude publishes weights through one of these stores. A key is a relative path; a pointer is a small value, such as the
+key of the newest object, that is replaced atomically. Every store passes the contract tests in
 `tests/contracts/test_blob_store.py`.
 
 >>> store = MemoryStore()

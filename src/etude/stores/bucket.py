@@ -1,16 +1,15 @@
 """A blob store in a bucket: S3 and compatible servers, Google Cloud Storage, Azure Blob Storage.
 
-Objects: created with ``If-None-Match: *``, so that one of two writers wins. An object larger than `part_bytes` is
+An object is created with ``If-None-Match: *``, so that one of two writers wins. An object larger than `part_bytes` is
 uploaded in parts to a temporary key under ``.tmp/`` and then copied inside the store, if the target does not exist. So
 a large object is complete or absent, too. Large objects are downloaded in parallel parts.
 
-Pointers: read with their ETag (or generation), compared in this process, and written with ``If-Match``. The server must
-make such writes exclude each other. A compare-and-swap is sent once; if its response is lost, `StoreError` is raised
-and the caller must read the pointer back.
+A pointer is read with its ETag (or generation), compared in this process, and written with ``If-Match``. The server
+must make such writes exclude each other. A compare-and-swap is sent once. If its response is lost, `StoreError` is
+raised and the caller must read the pointer again.
 
-Transfers are checked by TLS and by length; on S3, uploads are signed with the SHA-256 of their body. The caller must
-check digests end to end.
-"""
+Transfers are checked by TLS and by length. On S3, uploads are signed with the SHA-256 of their body. The caller must
+check digests end to end."""
 
 from __future__ import annotations
 
@@ -54,13 +53,13 @@ class BucketStore:
     """A `BlobStore` in a bucket, at a URL such as ``s3://bucket/prefix``.
 
     Thread-safe. It can be pickled: a copy has no connections and no credentials, and each process reads its own
-    environment.
+    environment. Raises `StoreError` if the URL is invalid or obstore is not installed, `ValueError` for invalid limits.
 
-    `deadline_s`: no attempt of a request starts later. `silence_s`: the longest wait for the next bytes of a response.
-    `attempt_s`: time limit of one attempt, including its body. `max_requests`: requests in flight at once.
-    `part_bytes`: larger objects are transferred in parts; at least 5 MiB.
-    Raises `StoreError` if the URL is invalid or obstore is not installed, `ValueError` for invalid limits.
-    """
+    - `deadline_s`: seconds after which no further attempt of a request starts.
+    - `silence_s`: the longest wait for the next bytes of a response, in seconds.
+    - `attempt_s`: the longest time of one attempt, including its body, in seconds.
+    - `max_requests`: the most requests in flight at once.
+    - `part_bytes`: larger objects are transferred in parts of this size; at least 5 MiB."""
 
     def __init__(
         self,
@@ -90,11 +89,10 @@ class BucketStore:
         return (partial(BucketStore, **asdict(limits)), (str(self.location),))
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an immutable object; it is durable when this returns.
+        """Write an immutable object. It is durable when this returns.
 
-        Raises `StoreError` if the key exists with different bytes, the object is over 5 GiB, or there is no response
-        in time.
-        """
+        Raises `StoreError` if the key exists with different bytes, the object is over 5 GiB, or there is no response in
+        time."""
         check_key(key)
         what = f"object {key!r} cannot be written to {self.location}"
         if len(data) > MAX_OBJECT_BYTES:
@@ -102,7 +100,7 @@ class BucketStore:
                 what, f"it has {len(data)} bytes", hint=f"split it into objects of at most {MAX_OBJECT_BYTES} bytes"
             )
         if len(data) <= self._limits.part_bytes:
-            create = partial(self._create, what, key, data)
+            create = partial(self._write, what, key, data, "create", expected=(ConditionFailed,), idempotent=True)
         else:
             if self._exists(key, data):
                 return
@@ -115,10 +113,9 @@ class BucketStore:
                 return
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read the bytes [start, stop), fewer at the end of the object.
+        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
 
-        Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time.
-        """
+        Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time."""
         check_range(start, stop)
         check_key(key)
         try:
@@ -137,7 +134,9 @@ class BucketStore:
             raise KeyError(key) from None
 
     def list(self, prefix: str) -> list[str]:
-        """Return the sorted keys that start with `prefix`. Lists only the directory that the prefix ends in."""
+        """Return the sorted keys that start with `prefix`.
+
+        Requests only the directory that the prefix ends in. Raises `StoreError` if there is no response in time."""
         import obstore
 
         folder = check_prefix(prefix).rpartition("/")[0]
@@ -151,15 +150,14 @@ class BucketStore:
         )
 
     def delete(self, key: str) -> None:
-        """Delete an object. Does nothing if it does not exist. Raises `StoreError` if there is no response in time."""
+        """Delete an object. Do nothing if it does not exist. Raises `StoreError` if there is no response in time."""
         self._delete(check_key(key))
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace the bytes of a pointer if they equal `expected` (None: the pointer does not exist).
+        """Atomically replace the bytes of a pointer by `data` if they equal `expected`, and return whether they did.
 
-        Returns whether it did. The server must implement ``If-Match``. Raises `StoreError`, also if the response was
-        lost: then read the pointer to find out whether it was replaced.
-        """
+        With `expected` None the pointer must not exist, and is created. The server must implement ``If-Match``. Raises
+        `StoreError`, also if the response was lost: then read the pointer to find out whether it was replaced."""
         check_key(key)
         what = f"pointer {key!r} in {self.location} cannot be moved"
         if len(data) > self._limits.part_bytes:
@@ -184,9 +182,6 @@ class BucketStore:
                 )
                 return True
         raise AssertionError("unreachable")
-
-    def _create(self, what: str, key: str, data: bytes) -> None:
-        self._write(what, key, data, "create", expected=(ConditionFailed,), idempotent=True)
 
     def _create_large(self, what: str, key: str, data: bytes) -> None:
         import obstore
@@ -227,7 +222,7 @@ class BucketStore:
         )
 
     def _part(self, key: str, start: int, stop: int) -> _Part:
-        """Read a range in one request; it is empty if the object ends before `start`. Raises `NotFound`."""
+        """Read a range in one request. It is empty if the object ends before `start`. Raises `NotFound`."""
         import obstore
 
         client = self._transport.quick
@@ -252,7 +247,7 @@ class BucketStore:
         return None
 
     def _exists(self, key: str, data: bytes) -> bool:
-        """Whether the object exists with these bytes. Raises `StoreError` if it exists with different ones."""
+        """Return whether the object exists with these bytes. Raises `StoreError` if it exists with different ones."""
         step = self._limits.part_bytes
         try:
             size = self._part(key, 0, 1).size
@@ -301,7 +296,7 @@ class BucketStore:
         raise StoreError(what, facts, hint="use fewer writers for this pointer")
 
     def _until(self, start: int, stop: int | None) -> int:
-        """The end of the first part of [start, stop)."""
+        """Return the end of the first part of [start, stop)."""
         end = start + self._limits.part_bytes
         return end if stop is None else min(stop, end)
 
@@ -310,7 +305,7 @@ class BucketStore:
 
 
 def _state(meta: ObjectMeta) -> UpdateVersion:
-    """The state that a conditional write compares: an ETag on S3 and Azure, a generation on Google."""
+    """Return the state that a conditional write compares: an ETag on S3 and Azure, a generation on Google."""
     state: UpdateVersion = {}
     if meta["e_tag"] is not None:
         state["e_tag"] = meta["e_tag"]

@@ -1,11 +1,10 @@
 """A blob store with a local disk cache, so that the engines of a region download each object once.
 
 Only immutable objects are cached. Pointers are always read from the source store. If several processes need the same
-object, one downloads it and the others wait for its copy. If that process is killed, the next one downloads; if the
+object, one downloads it and the others wait for its copy. If that process is killed, the next one downloads. If the
 download fails, all waiting processes get its error. If the cache fails in any way (disk full, gone, flipped bits), the
 object is read from the source store. A key whose last part starts with 64 hex digits is checked against this SHA-256
-before it is cached.
-"""
+before it is cached."""
 
 from __future__ import annotations
 
@@ -31,13 +30,15 @@ class CachedStore:
     """A `BlobStore` that reads `source` through a disk cache in `directory`. Writes go to `source`.
 
     Any number of stores and processes can share the directory. An object is downloaded in full even if only a part of
-    it is read.
+    it is read. A copy whose key has no SHA-256 expires after ten minutes, so that a damaged manifest is read again
+    after its repair.
 
-    `source_id`: identifies `source` in a shared directory, for example its URL. `limit_bytes`: size limit of the cache;
-    the least recently used copies are deleted. `object_bytes`: larger objects, and those over an eighth of the limit,
-    are not cached. `immutable_prefixes`: the prefixes of keys that are cached. `lock_timeout_s`: the longest wait for
-    another process's download; after it the object is read from `source`. A copy whose key has no SHA-256 expires after
-    ten minutes, so that a damaged manifest is read again after its repair.
+    - `source_id`: identifies `source` in a shared directory, for example its URL.
+    - `limit_bytes`: the size limit of the cache. The least recently used copies are deleted.
+    - `object_bytes`: larger objects, and those over an eighth of the limit, are not cached.
+    - `immutable_prefixes`: only keys that start with one of these are cached.
+    - `lock_timeout_s`: the longest wait for another process's download, in seconds. After it the object is read from
+      `source`.
 
     >>> import tempfile
     >>> from etude.stores import MemoryStore
@@ -73,10 +74,9 @@ class CachedStore:
         return f"CachedStore({self._source!r}, {str(self._disk.root)!r})"
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read the bytes [start, stop), fewer at the end of the object.
+        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
 
-        Raises `KeyError` if the key does not exist, and the `StoreError` of the source store.
-        """
+        Raises `KeyError` if the key does not exist, and the `StoreError` of the source store."""
         check_range(start, stop)
         if not check_key(key).startswith(self._immutable_prefixes):
             return self._source.get(key, start, stop)
@@ -122,7 +122,9 @@ class CachedStore:
             ) from error
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace the bytes of a pointer in the source store if they equal `expected`."""
+        """Atomically replace the bytes of a pointer in the source store if they equal `expected`.
+
+        Returns whether they were replaced. With `expected` None the pointer must not exist."""
         return self._source.compare_and_swap(key, expected, data)
 
     def _name(self, key: str) -> str:
@@ -147,6 +149,6 @@ class CachedStore:
 
 
 def _sha256_of(key: str) -> str:
-    """The SHA-256 in the last part of a key; empty if there is none."""
+    """Return the SHA-256 in the last part of a key, or "" if there is none."""
     found = _SHA256.match(key.rpartition("/")[2])
     return found[0] if found else ""

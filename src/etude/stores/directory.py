@@ -3,8 +3,7 @@
 An object is written to a temporary file in ``.tmp``, synced, and renamed into place under the lock of the store. So an
 object is complete or absent. After a crash at most a temporary file is left, which a later start deletes. A pointer is
 replaced in the same way, after its old bytes were compared under the same lock. Readers need no lock, since a rename is
-atomic. obstore's LocalStore is not used because it has no conditional update.
-"""
+atomic. obstore's LocalStore is not used because it has no conditional update."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ _HINTS = {
 class DirectoryStore:
     """A `BlobStore` in the directory `root`. Safe for many threads and processes at once.
 
-    The directory is created if it does not exist. `readonly`: `root` must exist, and nothing is created or written.
-    Raises `StoreError` if it cannot be opened.
+    The directory is created if it does not exist. With `readonly` it must exist, and nothing is created or written in
+    it. Raises `StoreError` if it cannot be opened.
 
     `root` can be a symbolic link. Links below it are never followed and are not listed, so no key leads out of `root`.
 
@@ -68,10 +67,9 @@ class DirectoryStore:
             self._sweep()
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an immutable object; it is on disk when this returns.
+        """Write an immutable object. It is on disk when this returns.
 
-        Raises `StoreError` if the key exists with different bytes, the disk is full, or access is denied.
-        """
+        Raises `StoreError` if the key exists with different bytes, the disk is full, or access is denied."""
         self._require_writable()
         check_key(key)
         with _as_store_error(f"object {key!r} cannot be written"):
@@ -93,10 +91,9 @@ class DirectoryStore:
         )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read the bytes [start, stop), fewer at the end of the object.
+        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
 
-        Raises `KeyError` if the key does not exist, `StoreError` if the disk fails or the directory is gone.
-        """
+        Raises `KeyError` if the key does not exist, `StoreError` if the disk fails or the directory is gone."""
         check_range(start, stop)
         check_key(key)
         with _as_store_error(f"object {key!r} cannot be read"):
@@ -107,8 +104,10 @@ class DirectoryStore:
         return found
 
     def list(self, prefix: str) -> list[str]:
-        """Return the sorted keys that start with `prefix`. Walks only the directory that the prefix ends in. Raises
-        `StoreError` if the prefix is invalid, the disk fails or the directory is gone."""
+        """Return the sorted keys that start with `prefix`.
+
+        Reads only the directory that the prefix ends in, and those below it. Raises `StoreError` if the prefix is
+        invalid, the disk fails or the directory is gone."""
         check_prefix(prefix)
         keys: list[str] = []
         with (
@@ -122,7 +121,7 @@ class DirectoryStore:
         return keys
 
     def delete(self, key: str) -> None:
-        """Delete an object. Does nothing if it does not exist. Raises `StoreError` if the disk refuses."""
+        """Delete an object. Do nothing if it does not exist. Raises `StoreError` if the disk refuses."""
         self._require_writable()
         check_key(key)
         with (
@@ -134,10 +133,9 @@ class DirectoryStore:
             os.fsync(folder)
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace the bytes of a pointer if they equal `expected` (None: the pointer does not exist).
+        """Atomically replace the bytes of a pointer by `data` if they equal `expected`, and return whether they did.
 
-        Returns whether it did. Raises `StoreError` if the disk refuses.
-        """
+        With `expected` None the pointer must not exist, and is created. Raises `StoreError` if the disk refuses."""
         self._require_writable()
         check_key(key)
         with _as_store_error(f"pointer {key!r} cannot be moved"):

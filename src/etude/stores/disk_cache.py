@@ -5,8 +5,7 @@ The least recently used copies are deleted to free space. While a process downlo
 it, which is released when the process ends in any way.
 
 File format of a copy: the bytes of the object; the CRC-32 of each MiB of them (u32); the tail `_TAIL`. All numbers are
-little endian.
-"""
+little endian."""
 
 from __future__ import annotations
 
@@ -28,17 +27,19 @@ _POLL_S = 0.01
 
 
 class DiskCache:
-    """Copies under `root`, `limit_bytes` at most. The name of a copy is a string of hex digits.
+    """A cache of objects as files under `root`, `limit_bytes` at most. `CachedStore` has one.
 
-    Each method can raise `OSError`; the caller then reads without the cache. Safe for many threads and processes. It
-    can be pickled."""
+    The name of a copy is a string of hex digits. Each method can raise `OSError`; the caller then reads without the
+    cache. Safe for many threads and processes. It can be pickled."""
 
     def __init__(self, root: Path | str, limit_bytes: int) -> None:
         self.root, self.limit_bytes = Path(root), limit_bytes
 
     def read(self, name: str, start: int, stop: int | None, max_age_s: float) -> bytes | None:
-        """Read the bytes [start, stop) of a copy; None if it does not exist, is damaged, or is older than
-        `max_age_s`."""
+        """Return the bytes [start, stop) of a copy; `stop` None means its end.
+
+        Returns None if the copy does not exist, is damaged (it is then deleted), or was written more than `max_age_s`
+        seconds ago."""
         path = self._path(name)
         try:
             with path.open("rb") as file:
@@ -77,7 +78,9 @@ class DiskCache:
         self._path(name).unlink(missing_ok=True)
 
     def lock(self, name: str, timeout_s: float) -> CopyLock:
-        """Acquire the lock of a name. Raises `TimeoutError` (an `OSError`) after `timeout_s`."""
+        """Acquire the lock of a name, and return it as a context manager that releases it at exit.
+
+        Raises `TimeoutError` (an `OSError`) after `timeout_s` seconds."""
         return CopyLock(self.root / "turns" / name[:3], name, timeout_s)
 
     def _path(self, name: str) -> Path:
@@ -103,9 +106,10 @@ class DiskCache:
 
 
 class CopyLock:
-    """The file lock of a name, found from construction to the end of the `with` block. Several names can share a file.
+    """A file lock of a copy's name, held from construction to the end of the `with` block.
 
-    `error`: the error of the previous holder, if this one waited for it; else None."""
+    `DiskCache.lock` makes one. Several names can share the file `path`. `error` is what the previous holder passed to
+    `share_error` if this one waited for it, else None. Raises `TimeoutError` after `timeout_s` seconds."""
 
     def __init__(self, path: Path, name: str, timeout_s: float) -> None:
         self._name = name

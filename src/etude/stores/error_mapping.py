@@ -1,9 +1,8 @@
-"""Map exceptions of the object store client (obstore) to outcomes that the caller can act on.
+"""Maps exceptions of the object store client (obstore) to outcomes that the caller can act on.
 
 The client's error text contains the request URL, the server's response, signatures and key ids, so it is never quoted.
 Only the HTTP status, the server's error code and a few known words are taken from it. Where obstore has no exception
-class for an error, status and code decide.
-"""
+class for an error, status and code decide."""
 
 from __future__ import annotations
 
@@ -14,33 +13,38 @@ from etude.errors import StoreError
 
 
 class NotFound(Exception):
-    """The object does not exist."""
+    """Raised when the object does not exist."""
 
 
 class ConditionFailed(Exception):
-    """The condition of a write failed: the object exists, has changed, or is being written by another client."""
+    """Raised when the condition of a write failed: the object exists, has changed, or is being written."""
 
 
 class RangeBeyondEnd(Exception):
-    """The byte range starts at or after the object's end."""
+    """Raised when the byte range starts at or after the object's end."""
 
 
 class WrongLength(Exception):
-    """The response has fewer or more bytes than requested."""
+    """Raised when the response has fewer or more bytes than requested."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that failed for a reason outside of the store protocol."""
+    """A request that failed for another reason than a missing object, a condition or a range. `classify` makes one.
+
+    - `facts`, `hint`: the texts of the `StoreError` to raise.
+    - `retryable`: another attempt can succeed.
+    - `not_executed`: the server says that it did not execute the request."""
 
     facts: str
     hint: str
-    retryable: bool  # another attempt can succeed
-    not_executed: bool  # the server says that it did not execute the request
+    retryable: bool
+    not_executed: bool
 
     def error(self, what: str, also: str = "") -> StoreError:
-        """Return the exception to raise for this failure. `what`: the failed request; begins the message.
-        `also`: appended to `facts`."""
+        """Return the exception to raise for this failure.
+
+        `what` names the failed request and begins the message. `also` is appended to `facts`."""
         return StoreError(what, f"{self.facts}{'; ' if also else ''}{also}", hint=self.hint)
 
 
@@ -79,12 +83,12 @@ _KNOWN_CAUSES = {  # word in the client's text of an error without a status -> o
 
 
 def environment_hint(scheme: str) -> str:
-    """The hint that names the environment variables which give access to a bucket."""
+    """Return the hint that names the environment variables which give access to a bucket. `scheme`: s3, gs or az."""
     return f"give {_ENVIRONMENT[scheme]} (or the machine's role) read and write access to the bucket"
 
 
 def classify(error: Exception, scheme: str) -> Outcome:
-    """Map an exception of the client to an outcome. `scheme`: s3, gs or az, for the hint."""
+    """Map an exception of the client to an outcome. `scheme` is "s3", "gs" or "az", and chooses the hint."""
     text = str(error)
     status = int(found[1]) if (found := _STATUS.search(text)) else None
     code = found[1] if (found := _CODE.search(text)) else ""
@@ -114,7 +118,7 @@ def classify(error: Exception, scheme: str) -> Outcome:
 
 
 def unexpected(outcome: NotFound | ConditionFailed | RangeBeyondEnd) -> Failure:
-    """The failure for an outcome that makes no sense for this request."""
+    """Return the failure for an outcome that makes no sense for the request that was sent."""
     text = {NotFound: "not found", ConditionFailed: "a condition failed", RangeBeyondEnd: "no such range"}[
         type(outcome)
     ]

@@ -1,8 +1,7 @@
 """A read-only blob store that reads from a relay (`etude.stores.relay`) over HTTP.
 
 If a response breaks off after more bytes than any pointer has, only the rest is requested again: objects never change.
-A shorter one is read again from its start, since it could be a pointer.
-"""
+A shorter one is read again from its start, since it could be a pointer."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from urllib.parse import quote, urlsplit
 
 from etude.errors import StoreError
@@ -32,11 +32,10 @@ class HttpStore:
     """A read-only `BlobStore` served by `etude weights relay` at ``http://host:port``.
 
     Sends ETUDE_TOKEN from the environment as bearer token if it is set. Thread-safe. It can be pickled; a copy has no
-    connections and no token.
+    connections and no token. Raises `StoreError` if the URL is invalid.
 
-    `silence_s`: the longest wait for a connection or for the next bytes; the relay can be downloading meanwhile.
-    `deadline_s`: no retry starts after so long without a new byte. Raises `StoreError` if the URL is invalid.
-    """
+    `silence_s` is the longest wait for a connection or for the next bytes, in seconds; the relay can be downloading
+    meanwhile. No retry starts later than `deadline_s` seconds after the last new byte."""
 
     def __init__(self, url: str, *, silence_s: float = 30.0, deadline_s: float = 60.0) -> None:
         self._scheme, self._host, self._port = _parse_url(url)
@@ -48,13 +47,12 @@ class HttpStore:
         return f"HttpStore({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_unpickle, (self.url, self._silence_s, self.deadline_s))
+        return (partial(HttpStore, silence_s=self._silence_s, deadline_s=self.deadline_s), (self.url,))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read the bytes [start, stop), fewer at the end of the object.
+        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
 
-        Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time.
-        """
+        Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time."""
         check_range(start, stop)
         data = self._request(f"object {key!r} cannot be read", f"/{check_key(key)}", start, stop)
         if data is None:
@@ -62,8 +60,9 @@ class HttpStore:
         return data
 
     def list(self, prefix: str) -> list[str]:
-        """Return the sorted keys that start with `prefix`. Raises `StoreError` if there is no valid response in
-        time."""
+        """Return the sorted keys that start with `prefix`.
+
+        Raises `StoreError` if there is no valid response in time."""
         check_prefix(prefix)
         what = f"keys under {prefix!r} cannot be listed"
         data = self._request(what, f"/?prefix={quote(prefix, safe='')}", 0, _MAX_LISTING, may_resume=False)
@@ -80,20 +79,21 @@ class HttpStore:
         )
 
     def put(self, key: str, data: bytes) -> None:
-        """Always raises `StoreError`: a relay is read-only."""
+        """Raise `StoreError`: a relay is read-only."""
         raise self._read_only(check_key(key))
 
     def delete(self, key: str) -> None:
-        """Always raises `StoreError`: a relay is read-only."""
+        """Raise `StoreError`: a relay is read-only."""
         raise self._read_only(check_key(key))
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Always raises `StoreError`: a relay is read-only."""
+        """Raise `StoreError`: a relay is read-only."""
         raise self._read_only(check_key(key))
 
     def _request(self, what: str, path: str, start: int, stop: int | None, *, may_resume: bool = True) -> bytes | None:
-        """Request a path with retries. Returns the body of a 200, None for a 404. Raises `StoreError` at the
-        deadline."""
+        """Request a path with retries.
+
+        Returns the body of a 200, None for a 404. Raises `StoreError` at the deadline."""
         got, attempts, pause_s = bytearray(), 0, _FIRST_PAUSE_S
         deadline = time.monotonic() + self.deadline_s
         while True:
@@ -166,8 +166,6 @@ class HttpStore:
 
 
 class _Failure:
-    """Why an attempt failed."""
-
     def __init__(self, facts: str, hint: str, retryable: bool, status: int = 0) -> None:
         self.facts, self.hint, self.retryable, self.status = facts, hint, retryable, status
 
@@ -197,7 +195,3 @@ def _parse_url(url: str) -> tuple[str, str, int]:
 def _close(idle: deque[http.client.HTTPConnection]) -> None:
     while idle:
         idle.pop().close()
-
-
-def _unpickle(url: str, silence_s: float, deadline_s: float) -> HttpStore:
-    return HttpStore(url, silence_s=silence_s, deadline_s=deadline_s)

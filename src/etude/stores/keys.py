@@ -51,18 +51,18 @@ def check_prefix(prefix: str) -> str:
 
 
 def is_prefix(prefix: str) -> bool:
-    """Whether a valid key can start with this prefix. See `check_prefix`."""
+    """Return whether a valid key can start with this prefix. `check_prefix` raises an error instead."""
     return is_key(prefix.removesuffix("/")) or prefix == ""
 
 
 def is_key(key: str) -> bool:
-    """Whether the key is valid. See `check_key`."""
+    """Return whether the key is valid by the rules in `check_key`, which raises an error instead."""
     return len(key) <= MAX_KEY_CHARACTERS and all(
         len(part) <= MAX_PART_CHARACTERS and _PART.fullmatch(part) for part in key.split("/")
     )
 
 
 def check_range(start: int, stop: int | None) -> None:
-    """Raise `ValueError` for a negative start, or a stop below the start."""
+    """Raise `ValueError` for a byte range with a negative start, or a stop below the start."""
     if start < 0 or (stop is not None and stop < start):
         raise ValueError(f"byte range [{start}, {stop}) is not allowed")

@@ -19,7 +19,9 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 @dataclass(frozen=True)
 class BucketLocation:
-    """A bucket and a prefix in it. `str` returns the URL.
+    """A bucket and a prefix in it. `parse_bucket_url` makes one; `str` returns the URL.
+
+    `scheme` is "s3", "gs" or "az". `prefix` has no slash at its start and end; "" is the full bucket.
 
     >>> parse_bucket_url("s3://models/a/b/")
     BucketLocation(scheme='s3', bucket='models', prefix='a/b')
@@ -27,16 +29,16 @@ class BucketLocation:
     'gs://models'
     """
 
-    scheme: str  # a key of PROVIDERS
+    scheme: str
     bucket: str
-    prefix: str  # without leading or trailing slashes; "" for the full bucket
+    prefix: str
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}{'/' if self.prefix else ''}{self.prefix}"
 
 
 def parse_bucket_url(url: str) -> BucketLocation:
-    """Parse the URL of a bucket. Raises `StoreError` if it is invalid; the error never quotes possible secrets."""
+    """Parse the URL of a bucket. Raises `StoreError` if it is invalid. The error never quotes possible secrets."""
     scheme, is_url, _ = url.partition("://")
     scheme = scheme.lower()
     if not is_url:

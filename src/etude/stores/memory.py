@@ -34,7 +34,9 @@ class MemoryStore:
                 )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read the bytes [start, stop), fewer at the end of the object. Raises `KeyError` if the key does not exist."""
+        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
+
+        Raises `KeyError` if the key does not exist."""
         check_range(start, stop)
         return self._blobs[check_key(key)][start:stop]
 
@@ -45,13 +47,14 @@ class MemoryStore:
             return sorted(key for key in self._blobs if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        """Delete an object or a pointer. Does nothing if it does not exist."""
+        """Delete an object or a pointer. Do nothing if it does not exist."""
         with self._lock:
             self._blobs.pop(check_key(key), None)
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace the bytes of a pointer if they equal `expected` (None: the pointer does not exist).
-        Returns whether it did."""
+        """Atomically replace the bytes of a pointer by `data` if they equal `expected`, and return whether they did.
+
+        With `expected` None the pointer must not exist, and is created."""
         with self._lock:
             if self._blobs.get(check_key(key)) != expected:
                 return False

@@ -1,4 +1,4 @@
-"""Open a blob store of any kind from its URL or path."""
+"""Opens a blob store of any kind from its URL or path."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from etude.stores.memory import MemoryStore
 def open_store(url: str | Path, *, cache: str | Path | None = None, readonly: bool = False) -> BlobStore:
     """Open the blob store at a path or URL.
 
-    `url`: a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``,
-    ``http://host:port`` (a relay, read-only), or ``memory://`` (a new store in this process). Buckets need
-    ``pip install 'etude[buckets]'`` and read their credentials from the environment. No network request is made here.
-    `cache`: a local directory for copies of immutable objects, see `CachedStore`. It must be writable now; if its disk
-    fails later, objects are read without the cache.
-    `readonly`: applies to directories. The directory must exist, and nothing is created or written in it.
-    Raises `StoreError`: the URL is invalid, obstore is not installed, the cache cannot be written, or a directory
+    `url` is a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``,
+    ``http://host:port`` (a relay, read-only), or ``memory://`` (a new store in this process). Buckets need ``pip
+    install 'etude[buckets]'`` and read their credentials from the environment. No network request is made here.
+
+    `cache` is a local directory for copies of immutable objects (`CachedStore`). It must be writable now. If its disk
+    fails later, objects are read without the cache. With `readonly`, a directory must exist, and nothing is created or
+    written in it; other stores ignore it.
+
+    Raises `StoreError` if the URL is invalid, obstore is not installed, the cache cannot be written, or a directory
     cannot be opened.
 
     >>> import tempfile

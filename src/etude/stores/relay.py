@@ -32,12 +32,11 @@ _RANGE = re.compile(r"(\d{1,18})-(\d{0,18})")
 def build_relay(
     store: BlobStore, *, token: str | None = None, at_once: int = AT_ONCE, send_s: float = SEND_S
 ) -> Starlette:
-    """Build the ASGI application of a relay for `store`.
+    """Return the ASGI app of a relay, which serves `store` read-only over HTTP.
 
-    `token`: the bearer token that each request needs; None: no check, for a relay that listens on loopback only.
-    `at_once`: the most responses held in memory; further requests wait. `send_s`: a client that takes no bytes for so
-    long is disconnected.
-    """
+    - `token`: the bearer token that each request needs. None: no check, for a relay that listens on loopback only.
+    - `at_once`: the most responses that are held in memory. Further requests wait.
+    - `send_s`: a client that takes no bytes for so many seconds is disconnected."""
     free = asyncio.Semaphore(at_once)
 
     async def serve(request: Request) -> Response:

@@ -1,10 +1,9 @@
-"""Send requests to a bucket through obstore, with a limit of requests in flight, deadlines and retries.
+"""Sends requests to a bucket through obstore, with a limit of requests in flight, deadlines and retries.
 
 obstore (Rust's object_store) signs requests and pools connections. Retries are done here and not by obstore, for two
 reasons: an error names the deadline and the operation, and a compare-and-swap is sent only once. (A successful one that
 is sent again would seem to have lost against another writer.) obstore itself retries only the parts of multipart
-uploads.
-"""
+uploads."""
 
 from __future__ import annotations
 
@@ -37,13 +36,22 @@ _runtime_pid: int | None = None  # the process in which obstore started its thre
 
 @dataclass(frozen=True)
 class Limits:
-    """Time and size limits of requests. The slowest usable link has `part_bytes` / `attempt_s`: 70 kB/s by default."""
+    """Time and size limits of requests to a bucket.
 
-    deadline_s: float = 20.0  # no attempt of a request starts later
-    silence_s: float = 10.0  # the longest wait for the next bytes of a response
-    attempt_s: float = 120.0  # the time limit of one attempt, including its body
-    max_requests: int = 16  # in flight at once
-    part_bytes: int = 8 << 20  # the largest body of one request
+    - `deadline_s`: seconds after which no further attempt of a request starts.
+    - `silence_s`: the longest wait for the next bytes of a response, in seconds.
+    - `attempt_s`: the longest time of one attempt, including its body, in seconds.
+    - `max_requests`: the most requests in flight at once.
+    - `part_bytes`: the largest body of one request.
+
+    The slowest usable link has `part_bytes` / `attempt_s`, by default 70 kB/s. Raises `ValueError` for invalid limits.
+    """
+
+    deadline_s: float = 20.0
+    silence_s: float = 10.0
+    attempt_s: float = 120.0
+    max_requests: int = 16
+    part_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
         shortest = min(self.deadline_s, self.silence_s, self.attempt_s)
@@ -52,12 +60,15 @@ class Limits:
 
 
 class Transport:
-    """Runs obstore calls against one bucket, with retries and a limit of requests in flight. Thread-safe."""
+    """Runs obstore calls against one bucket, with retries and a limit of requests in flight. Thread-safe.
+
+    It has three obstore clients to make the calls with. `quick` is for calls that get bytes, `slow` for uploads (which
+    count as silence to the client), and `in_parts` for multipart uploads."""
 
     def __init__(self, location: BucketLocation, limits: Limits) -> None:
         self.location, self.limits = location, limits
         self.quick = _client(location, limits, silence_s=limits.silence_s)
-        self.slow = _client(location, limits)  # for uploads: the client counts an upload as silence
+        self.slow = _client(location, limits)
         self.in_parts = _client(location, limits, max_retries=8)
         self._free = limits.max_requests
         self._changed = threading.Condition()
@@ -73,10 +84,12 @@ class Transport:
     ) -> T:
         """Run `call` with retries until the deadline, and return its result.
 
-        `what`: the start of the error message. `expected`: outcomes of `NotFound`, `ConditionFailed` and
-        `RangeBeyondEnd` that are raised to the caller. `idempotent`: retry even if the last attempt expected have been
-        executed. `width`: number of requests that `call` has in flight. Raises `StoreError` for all other failures.
-        """
+        - `what`: the failed operation, with which the error message begins.
+        - `expected`: those of `NotFound`, `ConditionFailed` and `RangeBeyondEnd` that are raised to the caller.
+        - `idempotent`: retry even if the server may have executed the last attempt.
+        - `width`: the number of requests that `call` has in flight.
+
+        Raises `StoreError` for all other failures, and at the deadline."""
         deadline = time.monotonic() + self.limits.deadline_s
         for attempts in itertools.count(1):
             with self._in_flight(what, width, deadline):
@@ -97,7 +110,10 @@ class Transport:
         raise AssertionError("unreachable")
 
     def pause(self, attempts: int, deadline: float) -> bool:
-        """Sleep before the next attempt, with exponential backoff and jitter. False if the deadline comes first."""
+        """Sleep before the next attempt, with exponential backoff and jitter.
+
+        `attempts` is the number of attempts so far, and `deadline` a time of `time.monotonic`. Returns False, without a
+        sleep, if the deadline comes first."""
         longest = min(_FIRST_PAUSE_S * 2**attempts, _LONGEST_PAUSE_S)
         pause = longest * (0.5 + secrets.randbelow(1000) / 2000)
         if time.monotonic() + pause >= deadline:
@@ -188,6 +204,6 @@ def _client(
 
 
 def _endpoint() -> str:
-    """The configured S3 endpoint, from the variables that obstore reads; empty for the default."""
+    """Return the configured S3 endpoint from the variables that obstore reads, or "" for the default."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     return next((os.environ[name] for name in names if os.environ.get(name)), "")

@@ -1,7 +1,7 @@
-"""Task sources with random access, their validation, and the corpus for mid-training.
+"""Task sources with random access, their validation, and documents for mid-training.
 
-`open_source` opens a source by name or path. The position in a source is one integer per split, so every run can
-resume. A hash of its content assigns each task to the training, validation or held-out split.
+`open_source` opens a source by name or path. A task's position is a split and an index, so every run can resume. A hash
+of its content assigns each task to the training, validation or held-out split.
 
 >>> from etude.records.task import Split
 >>> source = open_source("repair", seed=0)
@@ -30,21 +30,9 @@ from etude.tasks.swe import SweSource
 from etude.tasks.verifiers import VerifiersSource, interpreter
 
 __all__ = [
-    "CorpusConfig",
-    "DirectorySource",
-    "HumanEvalSource",
-    "Proof",
-    "RepairSource",
-    "Script",
-    "TasksConfig",
-    "assert_no_heldout",
-    "check",
-    "code_documents",
-    "library_documents",
-    "open_source",
-    "show",
-    "write_reference",
-]
+    "CorpusConfig", "DirectorySource", "HumanEvalSource", "Proof", "RepairSource", "Script", "TasksConfig",
+    "assert_no_heldout", "check", "code_documents", "library_documents", "open_source", "show", "write_reference",
+]  # fmt: skip
 
 
 _BY_PATH: dict[str, Callable[[str], TaskSource]] = {
@@ -56,12 +44,11 @@ _BY_PATH: dict[str, Callable[[str], TaskSource]] = {
 
 
 def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_per_file: int = 1) -> TaskSource:
-    """Open a task source: "repair", "humaneval:PATH", "swe:PATH" (JSON lines), "harbor:PATH" (folders),
-    "verifiers:NAME", a directory of task folders, or a plug-in. Raises `NoSource`, `PluginRefused`, and `TaskError` for
-    a damaged source.
+    """Open a task source by its name or path.
 
-    Only the generated source "repair" uses `seed`, `files` and `functions_per_file`.
-    """
+    `source` is "repair" (generated tasks), "humaneval:PATH" or "swe:PATH" (JSON lines), "harbor:PATH" (task folders),
+    "verifiers:NAME", a directory of task folders, or a plug-in. Only "repair" uses `seed`, `files` and
+    `functions_per_file`. Raises `NoSource` if there is none, `PluginRefused`, and `TaskError` for a damaged source."""
     source = named(source, SOURCES)
     if isinstance(source, Plugin):
         return PluginSource(source)

@@ -17,8 +17,10 @@ from etude.seams import TaskSource
 
 
 class WithCanaries:
-    """A `TaskSource` that turns a share of the training tasks of another source into canaries. Tasks that are graded by
-    hidden test files or a verifier are not changed.
+    """A `TaskSource` that turns a share of the training tasks of another source into canaries.
+
+    A canary cannot be solved honestly: its hidden tests expect a random word that is in no file. `share` is from 0 to
+    1, and `seed` decides which tasks. Tasks that are graded by hidden test files or a verifier are not changed.
 
     >>> from etude.tasks import RepairSource
     >>> source = WithCanaries(RepairSource(seed=0), share=0.5, seed=0)
@@ -43,7 +45,7 @@ class WithCanaries:
         return msgspec.structs.replace(task, family=f"{CANARY} {task.family}")
 
     def answer(self, task: Task) -> Answer:
-        """The answer of a task. Raises `TaskError` for a task that the source did not make."""
+        """Return the hidden answer of a task. Raises `TaskError` for a task of another source."""
         if not task.family.startswith(CANARY):
             return self._source.answer(task)
         known = msgspec.structs.replace(task, family=task.family.removeprefix(f"{CANARY} "))

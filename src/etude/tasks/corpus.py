@@ -25,7 +25,7 @@ DOCUMENT_S, MAX_DOCUMENT_CHARS, MAX_CHARS = 600.0, 4_000_000, 1_000_000_000
 
 @runtime_checkable
 class CorpusSource(Protocol):
-    """A source of documents for mid-training: the protocol of plug-ins of the kind "corpus source"."""
+    """A source of documents for mid-training, implemented by a plug-in of the kind "corpus source"."""
 
     def documents(self, seed: int) -> Iterable[str]:
         """Yield all documents to train on. The same seed must give the same documents."""
@@ -33,7 +33,9 @@ class CorpusSource(Protocol):
 
 
 def code_documents(*, count: int, seed: int) -> Iterator[str]:
-    """Yield `count` modules of one to four functions of the training split, with docstring and correct body.
+    """Yield `count` Python modules of one to four generated functions, each with docstring and correct body.
+
+    All functions are of the training split.
 
     >>> text = next(code_documents(count=1, seed=0))
     >>> assert_no_heldout([text]) >= 1
@@ -50,12 +52,11 @@ def code_documents(*, count: int, seed: int) -> Iterator[str]:
 def library_documents(
     *, budget_chars: int, seed: int, piece_chars: int = 1_200, root: Path | None = None
 ) -> Iterator[str]:
-    """Yield pieces of ASCII modules of the standard library, cut between lines, with `budget_chars` characters in
-    total.
+    """Yield pieces of Python standard-library modules, with at most `budget_chars` characters in total.
 
-    Every module gives at most ten pieces, so that many modules are used. The same interpreter gives the same documents.
-    `root`: a folder instead of the standard library. Raises `TaskError` if it has no Python source.
-    """
+    A piece is cut between lines and has at most `piece_chars` characters. Each module gives at most ten pieces, so that
+    many modules are used; only ASCII modules are used. The same interpreter and seed give the same documents. `root` is
+    a folder to use in place of the standard library. Raises `TaskError` if it has no Python source."""
     folder = root or Path(os.__file__).parent
     paths = sorted(folder.glob("*.py"))
     random.Random(f"library {seed}").shuffle(paths)
@@ -87,8 +88,9 @@ def _pieces(text: str, piece_chars: int) -> list[str]:
 
 
 def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
-    """Yield the documents of a plug-in, with a deadline of `DOCUMENT_S` for each. Raises `PluginError`,
-    `PluginRefused`."""
+    """Yield the documents of a corpus plug-in; it may take `DOCUMENT_S` seconds for each.
+
+    Raises `PluginError` if it fails or yields something else, and `PluginRefused` if it cannot be used."""
     source: CorpusSource = make(Kind.CORPUS, plugin)
     texts = bounded(Kind.CORPUS, plugin, "documents", lambda: iter(source.documents(seed)), deadline_s=DOCUMENT_S)
     count = chars = 0
@@ -109,11 +111,10 @@ def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
 
 
 def assert_no_heldout(texts: Iterable[str]) -> int:
-    """Check that texts contain no validation, held-out or transfer function. Returns the number of functions found.
-    Raises `TaskError`.
+    """Check that all generated functions in texts are of the training split, and return their number.
 
-    Reads code and the numbered lines of tool outputs, so complete demonstrations can be checked.
-    """
+    The texts can be code or the numbered lines of tool outputs, so complete demonstrations can be checked. Raises
+    `TaskError` for a validation, held-out or transfer function."""
     checked = 0
     for text in texts:
         for key in keys_in(text):

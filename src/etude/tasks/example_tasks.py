@@ -15,8 +15,9 @@ COUNTS = {Split.TRAIN: 48, Split.VALIDATION: 8, Split.HELDOUT: 16}
 
 
 def write_examples(root: Path, *, seed: int = 0) -> int:
-    """Write example task folders for three splits under `root`. Returns their number. The format is in
-    docs/guides/your-tasks.md."""
+    """Write example task folders for three splits under `root`, and return their number.
+
+    The format is that of docs/guides/your-tasks.md."""
     source = RepairSource(seed)
     for split, count in COUNTS.items():
         for index in range(count):

@@ -40,7 +40,9 @@ BASES = ".bases"
 
 @dataclass(frozen=True)
 class ImageFile:
-    """The section ``[image]`` of ``task.toml``: see `etude.records.image.Image`; each item of `env` is "NAME=value"."""
+    """The section ``[image]`` of ``task.toml``: the fields of `etude.records.image.Image`.
+
+    `digest` names the image, and each item of `env` is "NAME=value"."""
 
     digest: str
     workdir: str = "/workspace"
@@ -50,8 +52,11 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """The content of ``task.toml``. `trust` is optional and must match the kind of the answer. `base` names a set of
-    files in ``.bases/``, to which ``files/`` adds or replaces files."""
+    """The content of ``task.toml``, with the fields of `Task`.
+
+    `trust` is optional and must match the kind of the answer. `entry_point` is the function to grade,
+    "module:function". `base` names a set of files in ``.bases/``, to which ``files/`` adds or replaces files. Raises
+    `ValueError` for fields that contradict each other."""
 
     instruction: str
     exports: tuple[str, ...] = ()
@@ -87,8 +92,9 @@ def _range(size: int) -> str:
 
 
 class DirectorySource:
-    """A `TaskSource` over the task folders of a directory, in the order of their names. Raises `NoSource` if there are
-    none, and `TaskError` for a folder that is not a valid task."""
+    """A `TaskSource` over the task folders of a directory, in the order of their names.
+
+    Raises `NoSource` if there are none, and `TaskError` for a folder that is not a valid task."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -119,7 +125,7 @@ class DirectorySource:
         return read_answer(folder, _read_toml(folder).entry_point)
 
     def folder(self, split: Split, index: int) -> Path:
-        """The folder that a task was read from."""
+        """Return the folder that a task was read from. Raises `KeyError` if there is no such task."""
         return self._folders[split, index]
 
     def _listed(self) -> list[Path]:
@@ -195,12 +201,11 @@ def _image(image: ImageFile | None) -> Image | None:
 
 
 def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[str, str] | None = None) -> Path:
-    """Write a task with hidden tests or a verifier to the folder ``root/name/``, and return that folder. ``task.toml``
-    is written last: a folder that has it is complete.
+    """Write a task to the folder ``root/name/`` and return that folder.
 
-    `base`: files that several tasks share, path -> content; `task.files` must have all of these paths. They are written
-    once, under the hash of their content; the task's folder gets only the files that differ.
-    """
+    `answer` must have hidden tests or a verifier. `base` are files (path -> content) that several tasks share, and
+    `task.files` must have all of these paths; they are written once, under the hash of their content, and the task's
+    folder gets only the files that differ. ``task.toml`` is written last: a folder that has it is complete."""
     folder = root / name
     base_name = _write_base(root, base) if base else ""
     own = {path: text for path, text in task.files.items() if (base or {}).get(path) != text}

@@ -1,6 +1,6 @@
 """Read and write the hidden answer of a task folder: ``answer/`` (docs/formats/tasks.md).
 
-The file in it determines how the task is graded, and so how trustworthy its reward is. The answer is read only when a
+One file in it determines how the task is graded, and so how trustworthy its reward is. The answer is read only when a
 grader needs it, never together with the task.
 """
 
@@ -24,7 +24,7 @@ R = TypeVar("R", HiddenTests, Verifier)
 
 
 class Kind(enum.StrEnum):
-    """How a task is graded; the value is the name of the file that defines it."""
+    """How a task is graded; the value is the name of the file in ``answer/`` that defines it."""
 
     CASES = "cases.json"
     CHECK = "check.py"
@@ -41,7 +41,7 @@ _FOLDERS = {Kind.TESTS: "hidden", Kind.VERIFIER: "verifier"}
 
 
 def kind_of(folder: Path) -> Kind:
-    """How the task in a folder is graded. Raises `TaskError` unless exactly one of the files exists."""
+    """Return how the task in a folder is graded. Raises `TaskError` unless exactly one of the files exists."""
     refuse_link(folder / "answer")
     found = [kind for kind in Kind if (folder / "answer" / kind).is_file()]
     if len(found) != 1:
@@ -52,7 +52,9 @@ def kind_of(folder: Path) -> Kind:
 
 
 def read_answer(folder: Path, entry_point: str) -> Answer:
-    """Read the answer of a task folder. Raises `TaskError` if it is invalid."""
+    """Read the hidden answer of a task folder. Raises `TaskError` if it is invalid.
+
+    `entry_point` is the function to grade, "module:function"; only answers of the kind `CHECK` use it."""
     hidden, kind = folder / "answer", kind_of(folder)
     command = hidden / "reference.json"
     argv = tuple(_decoded(command, _Command).argv) if command.is_file() else ()
@@ -142,8 +144,9 @@ def _cases(path: Path) -> tuple[Case, ...]:
 
 
 def write_answer(folder: Path, answer: Answer) -> None:
-    """Write the answer of a task with hidden tests or a verifier, in the format of `read_answer`. Raises `ValueError`
-    for other answers."""
+    """Write an answer to ``answer/`` of a task folder, in the format of `read_answer`.
+
+    Raises `ValueError` unless the answer has hidden tests or a verifier."""
     hidden = folder / "answer"
     kind, record = (Kind.TESTS, answer.tests) if answer.tests is not None else (Kind.VERIFIER, answer.verifier)
     if record is None:

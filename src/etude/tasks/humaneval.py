@@ -1,11 +1,12 @@
-"""`HumanEvalSource`: tasks from HumanEval-style JSON lines (Chen et al. 2021, "Evaluating Large Language Models
-Trained on Code"), plain or gzipped.
+"""`HumanEvalSource`: tasks from JSON lines in the format of HumanEval, plain or gzipped.
 
 Each line has ``task_id``, ``prompt`` (a stub: signature and docstring), ``entry_point``, ``canonical_solution`` and
 ``test`` (source that defines ``check(candidate)``). The stub becomes ``solution.py``. Examples in the docstring that
 are one call with literals become visible tests. Hidden tests can use the imports and helpers of the prompt by name, as
 in the original; they get those of the prompt, never the agent's, so that an agent cannot change a helper to pass. No
 code of the file is executed in this process.
+
+Chen et al. 2021, "Evaluating Large Language Models Trained on Code".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 from etude.errors import TaskError
 from etude.records.task import Answer, Split, Task, Trust
 from etude.syntax import literal, parse
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.text_files import read_lines
 from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
 
@@ -41,9 +42,10 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class HumanEvalSource:
-    """A `TaskSource` over a JSON-lines file. A hash of the prompt decides the split; the order in a split is that of
-    the file. Code-graded: hidden tests import the agent's code. Raises `TaskError` with the number of an invalid line.
-    """
+    """A `TaskSource` over a JSON-lines file in the format of HumanEval.
+
+    A hash of the prompt decides the split; the order in a split is that of the file. Hidden tests import the agent's
+    code. Raises `TaskError` with the number of an invalid line."""
 
     name = "humaneval"
 
@@ -92,12 +94,7 @@ class HumanEvalSource:
         )
 
     def _line(self, split: Split, index: int) -> _Line:
-        lines = self._lines[split]
-        if not 0 <= index < len(lines):
-            raise TaskError(
-                f"no task {index} in {split}", f"{self.path} has {len(lines)} in that split", hint="indices start at 0"
-            )
-        return lines[index]
+        return row_at(self._lines[split], split, index, self.path)
 
 
 def _parse(raw: bytes, place: str) -> _Line:
@@ -118,7 +115,6 @@ def _parse(raw: bytes, place: str) -> _Line:
 
 
 def _defined(source: str, place: str) -> list[str]:
-    """Names of the functions that a source defines at the top level."""
     try:
         tree = parse(source)
     except SyntaxError as error:

@@ -15,7 +15,7 @@ from etude.errors import StoreError
 
 
 class Keyed(Protocol):
-    """A dataclass whose `key` identifies an attempt and its settings."""
+    """A dataclass whose `key` identifies an attempt of a search and its settings."""
 
     @property
     def key(self) -> str: ...
@@ -25,7 +25,9 @@ K = TypeVar("K", bound=Keyed)
 
 
 class Journal(Generic[K]):
-    """The entries of a journal file, by key. Raises `StoreError`."""
+    """The results of a search, kept in a file: `entries` has them by key.
+
+    `kind` is the dataclass of an entry. Raises `StoreError` if the file's folder cannot be used."""
 
     def __init__(self, path: Path, kind: type[K]) -> None:
         self.path = path
@@ -45,7 +47,7 @@ class Journal(Generic[K]):
             self.entries[entry.key] = entry
 
     def add(self, entry: K) -> None:
-        """Append an entry and sync the file to disk."""
+        """Append an entry and sync the file to disk. Raises `StoreError` if this fails."""
         self.entries[entry.key] = entry
         try:
             with self.path.open("ab") as file:

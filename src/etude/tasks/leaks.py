@@ -1,4 +1,4 @@
-"""Find leaked answers: does an agent find the reference solution in the task's files, in a library, or in Git objects?
+"""Find leaked answers: reference solutions that an agent can read in the task's files, in a library or in git objects.
 
 The scan compares hashes, so the answer never enters a machine. It hashes every run of three lines of the reference that
 is not in the task's files, ignoring spaces. Since short idioms recur, a place counts as a leak if it has at least half
@@ -28,18 +28,19 @@ _OUTPUT_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """A place that contains at least half of a reference solution."""
+    """A place that contains at least half of a reference solution.
+
+    `place` is a path, "the instruction" or "git object ID"; `share` is the fraction of the reference found there."""
 
     place: str  # "pkg/old.py", "the instruction", "/usr/lib/python3/x.py", "git object 3f.."
     share: float  # of the hashed pieces
 
 
 def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
-    """Return the hashed pieces of the reference solution, without those that the task's version of the same file has.
+    """Return the hashed pieces of a reference solution, without those in the task's version of the same file.
 
     A piece is a run of `LINES` lines with at least `CHARS` characters. It is returned as "length hash": its number of
-    characters and 16 hex digits of its SHA-256.
-    """
+    characters, and 16 hex digits of its SHA-256."""
     before = unmodified(task)
     own: set[str] = set()
     for path, text in answer.reference.items():
@@ -48,15 +49,16 @@ def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
 
 
 def leaks_in_task(task: Task, answer: Answer) -> list[Leak]:
-    """Find leaks in the files and the instruction of a task. Sorted, the largest share first."""
+    """Return the places in a task's files and instruction that contain its solution, largest share first."""
     places = {**task.files, "the instruction": task.instruction}
     wanted = answer_pieces(task, answer)
     return _leaks(wanted, {place: set(pieces(text, LINES, CHARS)) for place, text in places.items()}) if wanted else []
 
 
 async def leaks_in_machines(runtime: Runtime, pairs: Iterable[tuple[Task, Answer]]) -> dict[str, list[Leak]]:
-    """Find leaks in the images of the tasks' machines. Scans each image once. Returns task id -> leaks, only for tasks
-    that have some. Raises `TaskError` if a scan fails."""
+    """Find reference solutions in the images of the tasks' machines, scanning each image once.
+
+    Returns the leaks by task id, only for tasks that have some. Raises `TaskError` if a scan fails."""
     by_image: dict[str, tuple[Image | None, dict[str, frozenset[str]]]] = {}
     for task, answer in pairs:
         _, wanted = by_image.setdefault(task.image.digest if task.image else "", (task.image, {}))

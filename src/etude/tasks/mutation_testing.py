@@ -1,8 +1,9 @@
-"""Mutation testing of tasks: find tasks whose hidden tests accept wrong patches.
+"""Find tasks whose hidden tests accept wrong patches, by mutation testing.
 
-Small errors are inserted into the reference solution, in the lines that it changes, and each mutant is graded like a
-submission. A single survivor may be equivalent to the reference; a larger share of survivors means that the tests are
-weak. The reference is graded several times: a grade that changes adds noise to every baseline.
+Small errors are inserted into the reference solution, in the lines that it changes. Each such mutant is graded like a
+submission; one that scores 1 is a survivor. A single survivor may behave like the reference, but a large share means
+that the tests are weak. The reference itself is graded several times, since a grade that changes adds noise to every
+baseline.
 
 Mutants may loop. So the reference is graded first, and each hidden test of a mutant gets `TIMEOUT_FACTOR` times the
 time that grading the reference took.
@@ -31,7 +32,7 @@ TIMEOUT_FACTOR, MIN_TIMEOUT_S = 3.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A mutant that scores 1."""
+    """A mutant of a reference solution that scores 1: its file, the kind of its error, and the diff."""
 
     path: str
     kind: str
@@ -40,7 +41,10 @@ class Survivor:
 
 @dataclass(frozen=True, slots=True)
 class MutationResult:
-    """The result for one task."""
+    """The result of mutation testing for one task.
+
+    `num_ungraded` mutants could not be graded. `rewards` are those of the reference, graded several times; None means
+    not graded. `key` is a hash of the task, its answer and the settings. `wall_s` is the duration in seconds."""
 
     split: Split
     index: int
@@ -78,12 +82,12 @@ async def run_mutants(
     export: Export | None = None,
     on_result: Callable[[MutationResult], None] = lambda _: None,
 ) -> list[MutationResult]:
-    """Grade `num_mutants` mutants of each reference solution, and the reference `repeats` times.
+    """Grade `num_mutants` mutants of each task's reference solution, and the reference itself `repeats` times.
 
-    `n`, `deadline_s` and `export` as in `check`. `concurrency`: gradings at once. `until`: a time of `time.monotonic`
-    after which no further task is started; such tasks have no result. `journal`: results of tasks that it has are
-    reused, and new results are added. `on_result` is called after each task. The choice of mutants is deterministic. A
-    mutant whose command fails scores 0. Raises `TaskError` as `check` does."""
+    `n`, `deadline_s` and `export` are those of `check`. `concurrency` limits the gradings at once. After the time
+    `until` (of `time.monotonic`) no further task is started, and such tasks have no result. Results in `journal` are
+    reused, and new ones are added to it. `on_result` is called after each task. The choice of mutants is deterministic.
+    A mutant whose command fails scores 0. Raises `TaskError` if the split has no task."""
     count = num_tasks(source, source.size(split), n, split)
     runner = _MutantRunner(grader, num_mutants, repeats, asyncio.Semaphore(concurrency), deadline_s, export)
 
@@ -165,8 +169,7 @@ def _with_short_timeout(answer: Answer, reference_s: float) -> Answer:
 def mutants_of(task: Task, answer: Answer, num: int) -> list[Mutant]:
     """Create at most `num` mutants of the reference solution, one from each of its files in turn.
 
-    Only lines in which a file differs from the task's version of it are mutated; in files that the task lacks, all.
-    """
+    Only lines in which a file differs from the task's version of it are mutated."""
     before = unmodified(task)
     rows = []
     for path, text in sorted(answer.reference.items()):

@@ -28,8 +28,9 @@ class _File:
 
 
 def patched(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
-    """Apply a patch to files. Returns path -> new text for the changed paths only; None for a deleted file. Raises
-    `TaskError` if the patch does not apply.
+    """Apply a unified diff to files, and return the new text of each changed path; None for a deleted file.
+
+    `files` maps paths to texts and is not changed. Raises `TaskError` if the patch does not apply.
 
     >>> patched({"a": "1\\n2\\n"}, "--- a/a\\n+++ b/a\\n@@ -1,2 +1,2 @@\\n 1\\n-2\\n+3\\n")
     {'a': '1\\n3\\n'}

@@ -19,8 +19,10 @@ T = TypeVar("T")
 
 
 class PluginSource:
-    """A `TaskSource` that calls a plug-in, including its optional methods. Every method raises `PluginError` if the
-    plug-in fails, hangs, or returns a wrong type."""
+    """A `TaskSource` that calls a plug-in, including the optional methods that it has.
+
+    Every method raises `PluginError` if the plug-in fails, takes longer than `CALL_S` seconds, or returns a wrong type.
+    Raises `PluginRefused` if its name is that of a built-in source."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin

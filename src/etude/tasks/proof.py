@@ -1,6 +1,6 @@
 """Validate tasks before use: the reference solution must score 1, and the unmodified task must score 0.
 
-A task that fails either check gives a wrong training signal. Grading is done by a `Grader` that is passed in.
+A task that fails either check gives a wrong training signal. The `Grader` is an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tests = Callable[[Task, Answer], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that failed validation."""
+    """A task that failed validation, and why."""
 
     index: int
     task_id: str
@@ -32,7 +32,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of `check`."""
+    """The result of `check` for one split of a source.
+
+    `num_tasks` counts the tasks that were checked, `failures` has those that are not valid, `wall_s` are the seconds it
+    took."""
 
     source: str
     split: Split
@@ -45,8 +48,10 @@ class Proof:
         return self.num_tasks - len(self.failures)
 
     def require(self, place: str = "", *, listed: bool = False) -> None:
-        """Raise `TaskError` unless every task is valid. The error has the first failure, unless all failures were
-        already `listed`. `place`: the source in the message, by default its name."""
+        """Raise `TaskError` unless every task is valid.
+
+        The error describes the first failure, unless `listed` says that all were printed already. `place` is the source
+        in the message; "" stands for its name."""
         if self.failures:
             first, place = self.failures[0], place or self.source
             raise TaskError(
@@ -68,13 +73,12 @@ async def check(
     tests: Tests | None = None,
     on_task: Callable[[], None] = lambda: None,
 ) -> Proof:
-    """Grade the reference solution and the unmodified files of the first `n` tasks of a split (default: all, or 100 of
-    an infinite source).
+    """Check that in the first `n` tasks of a split the reference solution scores 1 and the unmodified files score 0.
 
-    `deadline_s`: for each grading; a timeout is a failure of that task. `export`: runs solutions that are commands, and
-    tasks that grade the state of a machine. `tests`: checks that the command of the `test` tool can start. `on_task` is
-    called after each task. Raises `TaskError` if the split has no task, and any error of the source or the grader.
-    """
+    Without `n`, all tasks are checked, or 100 of an infinite source. `deadline_s` limits each grading; a timeout is a
+    failure of that task. `export` runs solutions that are commands, and tasks that grade the state of a machine.
+    `tests`, if given, checks that the command of the `test` tool can start. `on_task` is called after each task. Raises
+    `TaskError` if the split has no task, and any error of the source or the grader."""
     count = num_tasks(source, source.size(split), n, split)
     started = time.perf_counter()
 
@@ -98,7 +102,10 @@ async def check(
 
 
 async def fault(grader: Grader, task: Task, answer: Answer, deadline_s: float, export: Export | None = None) -> str:
-    """Why a task is not valid; "" if it is."""
+    """Return why a task is not valid; "" if it is.
+
+    Grades the reference solution and the unmodified task, each for at most `deadline_s` seconds. `export` runs a
+    solution that is a command; None: such a task cannot be validated."""
     is_declared = covering(task.exports)
     undeclared = sorted(path for path in answer.reference if not is_declared(path))
     if undeclared and not answer.reference_argv:
@@ -124,8 +131,10 @@ async def fault(grader: Grader, task: Task, answer: Answer, deadline_s: float, e
 async def exported(
     task: Task, files: Mapping[str, str], argv: Sequence[str], export: Export | None
 ) -> Mapping[str, str | bytes]:
-    """The exports of a solution that writes `files` and runs `argv`. Uses a machine only if the command or the state of
-    the machine matters. Raises `TaskError` if the command fails."""
+    """Return the files that a solution would hand in: it writes `files` and runs the command `argv`.
+
+    A machine is used, through `export`, only if the command or the state of the machine matters. Raises `TaskError` if
+    it fails."""
     if export is None or not (argv or task.state):
         return unmodified(task) | dict(files)
     return await export(task, {path: text.encode() for path, text in files.items()}, argv)
@@ -148,7 +157,7 @@ async def _fault(
 
 
 def show(task: Task) -> str:
-    """A task as text for a terminal: instruction and files, without the hidden answer."""
+    """Return a task as text for a terminal: instruction and files, without the hidden answer."""
     head = (
         ("task", f"{task.task_id} ({task.source}, {task.split} {task.index})"),
         ("family", task.family),

@@ -1,5 +1,7 @@
-"""The report of `etude tasks check`: for each task whether it is valid, and whether it is weak, with evidence. The same
-records are printed as a table and written as JSON."""
+"""The report of `etude tasks check`: for each task whether it is valid and whether it is weak, with evidence.
+
+The same records are printed as a table and written as JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ WEAK_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """The results of all checks of one task."""
+    """The results of all checks of one task.
+
+    `folder` is that of the task, if each task has its own. `failure` says why the task is not valid; "" if it is.
+    `survivors` are mutants of the reference that scored 1, and `num_ungraded` mutants could not be graded. `rewards`
+    are those of the reference, graded several times. `leaks` are places that contain the answer."""
 
     split: Split
     index: int
@@ -39,7 +45,7 @@ class TaskReport:
 
     @property
     def weaknesses(self) -> tuple[str, ...]:
-        """The weaknesses of the task, each in a few words."""
+        """Weaknesses of the task, each in a few words."""
         flaky = len(set(self.rewards)) > 1
         found = (
             (bool(self.failure), "not valid"),
@@ -57,7 +63,9 @@ def reports(
     task_ids: dict[tuple[Split, int], str],
     folder_of: Callable[[Split, int], object] = lambda split, index: "",
 ) -> list[TaskReport]:
-    """One report for each checked task, in the order of split and index."""
+    """Combine the results of all checks into one report for each checked task, in the order of split and index.
+
+    `leaks` has the leaks by task id. `folder_of` returns the folder of a task, or ""."""
     failures = {(proof.split, f.index): f.reason for proof in proofs for f in proof.failures}
     by_position = {(result.split, result.index): result for result in results}
     made = []
@@ -82,7 +90,9 @@ def reports(
 
 
 def as_json(source: str, tasks: Sequence[TaskReport], wall_s: float) -> dict[str, Any]:
-    """The report as plain data: a summary, then every task, with the diffs of survivors."""
+    """Return the report as plain data: a summary, then every task, with the diffs of survivors.
+
+    `wall_s` is the duration of all checks in seconds."""
     kinds: Counter[str] = Counter(kind for task in tasks for kind in (s.kind for s in task.survivors))
     num_mutants = sum(task.num_mutants for task in tasks)
     num_graded = num_mutants - sum(task.num_ungraded for task in tasks)

@@ -22,7 +22,7 @@ Script = Generator[Call, str, None]
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A task and a script for it. The script can be run once."""
+    """A task, and a script for it that can be run once."""
 
     task: Task
     script: Script
@@ -30,31 +30,34 @@ class Demonstration:
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """Optional method of a `TaskSource`: demonstrations of its tasks, on which mid-training trains. The scripts run on
-    machines in memory, in the calling process, so the scripts and the files of the tasks must be trusted code."""
+    """Optional method of a `TaskSource`: demonstrations of its tasks for mid-training.
+
+    The scripts run on machines in memory, in the calling process, so scripts and tasks must be trusted."""
 
     def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
-        """A demonstration for task `index` of a split, deterministic in its arguments. `right`: probability from 0 to 1
-        that its decisive edit is correct (`corpus.right_body`)."""
+        """Return a task and a script for it; the same arguments give the same demonstration.
+
+        `right` is the probability, from 0 to 1, that the script's decisive edit is correct (`corpus.right_body`)."""
         ...
 
 
 @runtime_checkable
 class WithBaselines(Protocol):
-    """Optional method of a `TaskSource`: scripted agents as baselines for the solve rate of a run."""
+    """Optional method of a `TaskSource`: scripted agents, whose solve rates are compared with that of a model."""
 
     def baseline(self, task: Task, kind: str, *, seed: int) -> Script:
-        """A script of kind "oracle", which knows the answer, or "random", which makes random valid edits."""
+        """Return a script of kind "oracle", which knows the answer, or "random", which makes random valid edits."""
         ...
 
 
 @runtime_checkable
 class WithCopyProbe(Protocol):
-    """Optional method of a `TaskSource`: texts whose last words a model can only predict by copying from the context,
-    for a metric of mid-training. The scripts run like demonstrations."""
+    """Optional method of a `TaskSource`: texts whose last words a model can predict only by copying from the context.
+
+    They are for a metric of mid-training. The scripts run like demonstrations."""
 
     def copy_probe(self, index: int) -> tuple[Task, Script, str]:
-        """(training task, a script that ends with the call to copy, the last words of that call)."""
+        """Return a training task, a script that ends with the call to copy, and the last words of that call."""
         ...
 
 
@@ -67,16 +70,18 @@ def demonstrations(
     first: int = 1_000_000,
     split: Split = Split.TRAIN,
 ) -> Iterator[Demonstration]:
-    """Yield `count` demonstrations for tasks from index `first`, which rollouts never reach.
+    """Yield `count` demonstrations for the tasks of a split from index `first` on, which rollouts never reach.
 
-    Train only on the training split; demonstrations of another split are for measuring a loss.
-    """
+    `right_body` is the fraction of correct edits. Train only on the training split; those of another split are for
+    measuring a loss."""
     for index in range(first, first + count):
         yield source.demonstration(split, index, seed=seed, right=right_body)
 
 
 def write_reference(task: Task, answer: Answer) -> Script:
-    """The oracle for any source: write the files of the reference solution, run its command if any, and submit."""
+    """Yield the calls of an agent that writes the reference solution, runs its command if it has one, and submits.
+
+    It works for tasks of any source."""
     is_declared = covering(task.exports)
     for path, text in answer.reference.items():
         if answer.reference_argv or is_declared(path):

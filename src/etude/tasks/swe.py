@@ -1,11 +1,12 @@
-"""`SweSource`: tasks from SWE-bench-style rows (Jimenez et al. 2024), JSON lines, plain or gzipped.
+"""`SweSource`: tasks from JSON lines in the format of SWE-bench (Jimenez et al. 2024), plain or gzipped.
 
 A row has a repository and a commit, two patches (the solution and its tests), the text of the issue, and the names of
 tests that fail before the solution and of tests that always pass. The agent gets the files of the base commit, without
-history. Hidden are the patched test files and the test names. `repo_path` in a row is the path of the repository
-relative to the file: a working directory, a bare repository or a bundle. Without it, the repository is expected at
-``repos/owner__name`` next to the file, optionally with ``.git`` or ``.bundle``. With ``image`` the files are in the
-image, and the task has no files. Unknown fields are ignored.
+history. Hidden are the patched test files and the test names.
+
+`repo_path` in a row is the path of the repository relative to the file: a working directory, a bare repository or a
+bundle. Without it, the repository is expected at ``repos/owner__name`` next to the file, optionally with ``.git`` or
+``.bundle``. With ``image`` the files are in the image, and the task has no files. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
 from etude.tasks.mining.testing import data_named_by_tests, helpers_of_tests, imports_in, is_test, source_roots
 from etude.tasks.patches import patched
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.text_files import read_lines
 
 MAX_BYTES = 1 << 30
@@ -55,10 +56,10 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class SweSource:
-    """A `TaskSource` over rows. A hash of the problem decides the split; the order in a split is that of the file.
+    """A `TaskSource` over the rows of a JSON-lines file in the format of SWE-bench.
 
-    Rows are validated when the source is opened, repositories when one of their tasks is requested. Code-graded.
-    """
+    A hash of the problem decides the split; the order in a split is that of the file. Rows are validated when the
+    source is opened, repositories when one of their tasks is requested. Raises `TaskError` for an invalid row."""
 
     name = "swe"
 
@@ -176,11 +177,7 @@ class SweSource:
         return target
 
     def _row(self, split: Split, index: int) -> _Row:
-        rows = self._rows[split]
-        if not 0 <= index < len(rows):
-            facts = f"{self.path} has {len(rows)} in that split"
-            raise TaskError(f"no task {index} in {split}", facts, hint="indices start at 0")
-        return rows[index]
+        return row_at(self._rows[split], split, index, self.path)
 
 
 def _key(row: _Row) -> str:
@@ -188,10 +185,11 @@ def _key(row: _Row) -> str:
 
 
 def exact_names(names: Sequence[str], files: Mapping[str, str], of: str) -> tuple[Runner, tuple[str, ...]]:
-    """The test runner for the test names of a row, and the names in the format of `HiddenTests`.
+    """Return the test runner for the test names of a row, and the names in the format of `HiddenTests`.
 
-    Supported: ``path.py::test`` (pytest), ``test (module.Class)`` and ``module.Class.test`` (unittest), and a bare
-    ``test``, which must be in exactly one of the patched files. Raises `TaskError` for other forms and for a mixture.
+    Supported are ``path.py::test`` (pytest), ``test (module.Class)`` and ``module.Class.test`` (unittest), and a bare
+    ``test``, which must be in exactly one of the patched `files` (path -> text). `of` is the row's id, for errors.
+    Raises `TaskError` for other forms and for a mixture.
 
     >>> exact_names(["test_a (pkg.tests.T)"], {}, "row")
     (<Runner.UNITTEST: 'unittest'>, ('pkg.tests.T.test_a',))

@@ -1,5 +1,8 @@
-"""Read and write the text files of tasks, with size limits. Symbolic links are refused, because a task may come from an
-untrusted place and a link could lead to any file of this host. Errors are `TaskError`."""
+"""Read and write the text files of tasks, with size limits.
+
+Symbolic links are refused, because a task may come from an untrusted place and a link could lead to any file of this
+host. Errors are `TaskError`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> dict[str, str]:
-    """Read all files below `root`: relative POSIX path -> text. Raises `TaskError`; `owner` is the folder in its
-    message."""
+    """Read all files below `root`; return their texts by relative POSIX path.
+
+    `owner` is the folder that errors name. Raises `TaskError` for links, large files and text that is not UTF-8, and
+    unless `may_be_empty` if there is no file."""
     if not root.is_dir() or root.is_symlink():
         raise TaskError(f"{owner} has no {root.name}/", hint=f"put at least one file into {root}")
     texts: dict[str, str] = {}
@@ -39,7 +44,7 @@ def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> d
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file without changing line ends. Raises `TaskError`, also for a link or anything but a file."""
+    """Read a UTF-8 file without changing line ends. Raises `TaskError`, also for a link or a folder."""
     try:
         with open(path, "rb", opener=open_no_link) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -55,9 +60,10 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path, what: str, *, max_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Yield (location, line) for each line of a file that is not blank. The file may be gzipped. `what` names the
-    content in hints. Raises `NoSource` if the file does not exist, and `TaskError` if it is unreadable or has more than
-    `max_bytes` uncompressed."""
+    """Yield (location, line) for each line of a file that is not blank. The file may be gzipped.
+
+    A location is "PATH, line 3", for errors. `what` names the content in hints. Raises `NoSource` if the file does not
+    exist, and `TaskError` if it is unreadable or has more than `max_bytes` uncompressed."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
@@ -73,8 +79,9 @@ def read_lines(path: Path, what: str, *, max_bytes: int) -> Iterator[tuple[str, 
 
 
 def write_tree(root: Path, files: Mapping[str, str]) -> None:
-    """Write files below `root`, which is created. Raises `ValueError` for a path that is not plain and relative, and
-    `TaskError` if the root or a part of a path is a link."""
+    """Write files (path -> text) below `root`, which is created if it does not exist.
+
+    Raises `ValueError` for a path that is not plain and relative, and `TaskError` for a link on the way."""
     root.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         if not is_plain(path):
@@ -94,7 +101,7 @@ def refuse_link(path: Path) -> None:
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """An `opener` for `open` that does not follow links and does not block on a named pipe."""
+    """Open a file as `os.open` does, but refuse links and do not block on a named pipe. An `opener` for `open`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

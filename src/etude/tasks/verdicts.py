@@ -1,5 +1,4 @@
-"""Grade files of a task with a deadline: shared by validation, mutation testing and mining. Grading is done by a
-`Grader` that is passed in."""
+"""Grade files of a task with a deadline, for validation, mutation testing and mining. The `Grader` is an argument."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ DEFAULT_TASKS = 100
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A reward and its reason, or the reason why grading failed."""
+    """The reward of graded files and its reason; the reward is None if grading failed."""
 
     reward: float | None  # None: not graded
     reason: str
 
 
 def unmodified(task: Task) -> dict[str, str]:
-    """The exports of a machine in which nothing was changed: path -> text."""
+    """Return the files that a machine would hand in if nothing was changed: path -> text."""
     is_declared = covering(task.exports)
     return {path: text for path, text in task.files.items() if is_declared(path)}
 
@@ -37,7 +36,9 @@ def unmodified(task: Task) -> dict[str, str]:
 async def verdict(
     grader: Grader, task: Task, answer: Answer, files: Mapping[str, str | bytes], deadline_s: float
 ) -> Verdict:
-    """Grade exports. The reward is None if the grader reaches the deadline or returns `Invalid`."""
+    """Grade files as if a rollout had handed them in.
+
+    The reward is None if the grader takes longer than `deadline_s` seconds or returns `Invalid`."""
     exports = {path: _bytes(content) for path, content in files.items()}
     try:
         async with asyncio.timeout(deadline_s):
@@ -59,8 +60,9 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def num_tasks(source: TaskSource, size: int | None, n: int | None, what: Split) -> int:
-    """The number of tasks to check in a split: at most `n`, or all, or 100 of an infinite source. Raises `TaskError` if
-    there is none."""
+    """Return how many tasks of a split to check: at most `n`, or all, or 100 of an infinite source.
+
+    `size` is the size of the split `what` (None: infinite). Raises `TaskError` if there is no task."""
     count = min(x for x in (n, size) if x is not None) if (n, size) != (None, None) else DEFAULT_TASKS
     if count < 1:
         sizes = {split: source.size(split) for split in Split}
@@ -74,8 +76,9 @@ def num_tasks(source: TaskSource, size: int | None, n: int | None, what: Split) 
 
 
 async def in_parallel(items: Iterable[T], work: Callable[[T], Awaitable[R]], concurrency: int) -> list[R]:
-    """Run `work` for each item, at most `concurrency` at once. Returns the results in the order of the items. The first
-    error cancels the rest and is raised."""
+    """Await `work` for each item, at most `concurrency` at once, and return the results in the order of the items.
+
+    The first error cancels the rest and is raised."""
     numbered, results = enumerate(items), dict[int, R]()
 
     async def worker() -> None:

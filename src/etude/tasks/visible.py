@@ -38,7 +38,7 @@ sys.exit(passed < len(CASES))
 
 
 def call_text(function: str, args: Iterable[Any]) -> str:
-    """A call as source text.
+    """Return a call of a function as source text.
 
     >>> call_text("price", [3, "ab"])
     "price(3, 'ab')"
@@ -47,11 +47,10 @@ def call_text(function: str, args: Iterable[Any]) -> str:
 
 
 def visible_tests(cases: Iterable[tuple[str, str, Any]]) -> str:
-    """The text of ``tests.py`` for (module, call text, expected plain value) triples.
+    """Return the text of ``tests.py`` for test cases: (module, call as text, expected plain value).
 
     Example output if the first of two cases fails::
 
         FAIL calc.py price(3) got 4 want 5
-        1 of 2 passed
-    """
+        1 of 2 passed"""
     return _SCRIPT.format(cases="\n".join(f"    {case!r}," for case in cases))

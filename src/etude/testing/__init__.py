@@ -1,10 +1,8 @@
-"""Fakes for every protocol in `etude.seams`, for tests, demonstrations and your own harness; and contract suites.
+"""Fakes for every protocol in `etude.seams`, and contract suites: the tests for a plug-in of your own.
 
 A fake implements the full contract of its protocol, including errors, without processes, files or weights. Its
 docstring lists its limitations. **There is no isolation**: `MemoryMachine` and `FakeGrader` run code in the current
-process, so use them only with trusted code. `contracts`, `rewards` and `model_family` have the contract suites for
-plug-ins.
-"""
+process, so use them only with trusted code. `contracts`, `rewards` and `model_family` have the contract suites."""
 
 from etude.environments.memory import MemoryMachine, MemoryRuntime, run_python
 from etude.testing.learning import (
@@ -16,8 +14,7 @@ from etude.testing.learning import (
     StreamingPolicy,
     make_version,
 )
-from etude.testing.machines import FakeGrader, ListSource
-from etude.testing.run_processes import FakeRunProcesses
+from etude.testing.machines import FakeGrader, FakeRunProcesses, ListSource
 
 __all__ = [
     "EnginePolicy",

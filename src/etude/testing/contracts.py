@@ -47,7 +47,9 @@ TEST_S = 60.0
 
 
 class Contract:
-    """A contract suite: each method with a name that begins with ``test_`` is one test."""
+    """The base class of contract suites: the tests of one kind of plug-in.
+
+    Each method with a name that begins with ``test_`` is one test."""
 
     def make(self) -> Any:
         """Return a new plug-in to test."""
@@ -55,14 +57,16 @@ class Contract:
 
     @property
     def name(self) -> Plugin:
-        """The name of the plug-in in errors."""
+        """The plug-in as errors name it."""
         made = type(self.make())
         return Plugin(f"{made.__module__}:{made.__qualname__}")
 
 
 def results(suite: type[Contract], make: Callable[[], Any], *, deadline_s: float = TEST_S) -> Iterator[tuple[str, str]]:
-    """Run a suite on a plug-in. Yields (name of the test as text, why it failed or ""). Works only in the main thread,
-    because a signal ends a test that hangs."""
+    """Run a suite on a plug-in, which `make` constructs. Yields (test name as text, failure) for each test.
+
+    The failure is "" if the test passed. A test fails when it takes longer than `deadline_s` seconds. Works only in the
+    main thread, because a signal ends a test that hangs."""
 
     def late(_: int, __: FrameType | None) -> None:
         raise DeadlineExceeded("the test did not end", f"within {deadline_s:g} s", hint="check what it waits for")
@@ -96,7 +100,8 @@ class PolicyLossContract(Contract):
         return call_loss(self.name, self.make(), tokens)
 
     def gradient(self, tokens: SampledTokens) -> torch.Tensor:
-        """Gradient of the loss with respect to the learner's log-probabilities, [R]."""
+        """Compute the gradient of the loss with respect to the learner's log-probabilities: one number per sampled
+        token."""
         import torch
 
         (gradient_R,) = torch.autograd.grad(self.loss(tokens).loss, tokens.logprobs_R)
@@ -194,8 +199,10 @@ def _task_error(work: Callable[[], object]) -> str:
 def sampled_tokens(
     *, lengths: tuple[int, ...] = (5, 2, 4), staleness: float = 0.0, normaliser: float = 11.0
 ) -> SampledTokens:
-    """Sampled tokens of sequences with these lengths, with positive and negative advantages. `staleness`: mean
-    difference of the learner's and the sampler's log-probabilities, in nats."""
+    """Make sampled tokens of sequences with these lengths, with positive and negative advantages.
+
+    `staleness` is the mean difference between the learner's and the sampler's log-probabilities, in nats. `normaliser`
+    is the number by which the loss is divided."""
     import torch
 
     from etude.training.losses import SampledTokens
@@ -233,7 +240,7 @@ class TrackerContract(Contract):
 
     @contextlib.contextmanager
     def started(self, **changes: Any) -> Iterator[Any]:
-        """A started tracker, for a run in a temporary folder."""
+        """Yield a started tracker, for a run in a temporary folder. `changes` replace fields of its `TrackedRun`."""
         with tempfile.TemporaryDirectory() as folder:
             config = {"seed": 0, "rl": {"steps": 3}, "harness": {"tools": ["ls"]}}
             run = {"name": "try", "run_id": "try-1", "folder": folder, "resumed": False, "config": config, "facts": {}}
@@ -308,18 +315,20 @@ class CorpusSourceContract(Contract):
 
 
 class ToolContract(Contract):
-    """Tests what the agent loop relies on in a tool (`etude.harness.tools.ToolLike`)."""
+    """Tests what the agent loop relies on in a tool (`etude.harness.tools.ToolLike`).
+
+    `FILES` are the files of the machine on which the tool is called."""
 
     FILES: Mapping[str, bytes] = {"calc.py": b"def add(a, b):\n    return a - b\n", "notes/todo.txt": b"mend add\n"}
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a valid call on `FILES`. Override it if the defaults are not valid."""
+        """Return the arguments of a valid call on `FILES`. Override it if the defaults are not valid for your tool."""
         values = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
         parameters = self.make().signature.parameters
         return {p.name: "calc.py" if "path" in p.name else values.get(p.kind, "add") for p in parameters if p.required}
 
     def answered(self, arguments: Mapping[str, Any]) -> str:
-        """The output of a call, as in the agent loop."""
+        """Call the tool with these arguments as the agent loop does, and return its output."""
         from etude.environments.memory import MemoryMachine
         from etude.harness.commands import Call
         from etude.harness.tools import ToolSet, Workbench, plugin_tool
@@ -350,8 +359,10 @@ class ToolContract(Contract):
 
 
 class TaskSourceContract(Contract):
-    """Tests what a run relies on in a task source (`etude.seams.TaskSource`). To check in machines that tasks can be
-    solved and are not solved already: `etude tasks check my_package.module:Name`."""
+    """Tests what a run relies on in a task source (`etude.seams.TaskSource`).
+
+    `etude tasks check my_package.module:Name` checks in addition, on machines, that the tasks can be solved and are not
+    solved already."""
 
     def some(self, source: TaskSource, split: Split) -> list[Task]:
         size = source.size(split)
@@ -427,7 +438,9 @@ class TaskSourceContract(Contract):
 
 
 class HarnessContract(Contract):
-    """Tests what a rollout relies on in an agent program (`etude.harness.programs.Harness`). Needs `etude[train]`."""
+    """Tests what a rollout relies on in an agent program (`etude.harness.programs.Harness`). Needs `etude[train]`.
+
+    `TASK` is the task that the program gets."""
 
     TASK = Task(
         source="contract",
@@ -440,7 +453,8 @@ class HarnessContract(Contract):
     )
 
     def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
-        """Run the program with a script instead of a model; None: with an engine that fails."""
+        """Run the program once and return its result. `script` takes the place of the model; None: every request
+        fails."""
         from etude.environments.memory import MemoryMachine
         from etude.harness import ChatFormat, Episode, HarnessConfig, RequestOptions, chat_template, standard_tools
         from etude.harness.chat import SPECIAL_TOKENS
@@ -482,8 +496,6 @@ class HarnessContract(Contract):
 
 
 class _NoEngine:
-    """A policy without working engines."""
-
     async def complete(self, request: CompletionRequest) -> Completion:
         raise EngineError("no engine answers", hint="this is a test")
 

@@ -19,7 +19,7 @@ from etude.seams import Engine, EngineInfo, TrackedRun
 
 
 def make_version(step: int, content: str = "") -> Version:
-    """A version whose digest is a hash of step and content.
+    """Make a version of weights for tests. Its digest is a hash of `step` and `content`.
 
     >>> make_version(3).step
     3
@@ -28,11 +28,11 @@ def make_version(step: int, content: str = "") -> Version:
 
 
 class ScriptedEngine:
-    """An `Engine` that returns the given token lists, one per request, as full completions.
+    """A fake `Engine` that answers its requests with the given lists of token ids, in order.
 
-    Every token has log-probability -0.5 and experts ``position % 4`` in each of `num_layers` layers. A list is cut
-    after a stop token and at `max_tokens`. When all lists are used, a request raises `EngineError`.
-    """
+    Every token has log-probability -0.5, and `top_k` times the expert ``position % 4`` in each of `num_layers` layers.
+    A list is cut after a stop token and at `max_tokens`. When all lists are used, a request raises `EngineError`.
+    `step` is that of its weights. `requests` lists the served requests."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class EnginePolicy:
 
 
 class StreamingPolicy(EnginePolicy):
-    """A `Policy` that also streams: one token per part, then the completion."""
+    """A `Policy` that calls one engine and also streams: it yields one token at a time, then the completion."""
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         completion = await self.engine.generate(request)
@@ -145,7 +145,9 @@ class StreamingPolicy(EnginePolicy):
 
 
 class FakeLearner:
-    """A `Learner` without a model: every optimizer step makes a new version. Records its batches and versions."""
+    """A fake `Learner` without a model, which begins at `step`.
+
+    Every optimizer step makes a new version. `batches` and `published` list what it was given and what it published."""
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.batches, self.published = step, list[Batch](), list[Published]()
@@ -195,8 +197,10 @@ class FakeLearner:
 
 
 class MemoryExperience:
-    """An `ExperienceStore` in memory. `allowed`: state -> allowed next states, "" for a new rollout; without it every
-    transition is allowed."""
+    """An `ExperienceStore` in memory.
+
+    `allowed` maps a state to the states that may follow it, and "" to those of a new rollout. None allows every change.
+    """
 
     def __init__(self, allowed: Mapping[str, Iterable[str]] | None = None) -> None:
         self._allowed = None if allowed is None else {state: set(after) for state, after in allowed.items()}
@@ -233,7 +237,7 @@ class MemoryExperience:
 
 
 class MemoryTracker:
-    """A `Tracker` that records what it receives."""
+    """A `Tracker` that keeps what it receives in the attributes `run`, `rows` (step, metrics) and `outcome`."""
 
     def __init__(self) -> None:
         self.run: TrackedRun | None = None

@@ -1,19 +1,22 @@
-"""A task source in memory and a grader that runs in the current process, for trusted code only."""
+"""Fakes without processes: a task source in memory, a grader for trusted code only, and a run's workers and graders."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from etude.environments.memory import run_python
 from etude.errors import TaskError
-from etude.records.rollout import Graded, Invalid
+from etude.records.rollout import Graded, Invalid, Outcome, RolloutSpec
 from etude.records.task import Answer, Split, Task, Trust
 
 
 class ListSource:
-    """A `TaskSource` over (task, answer) pairs. The `source` and `index` of each task are set by its position."""
+    """A `TaskSource` of the given (task, answer) pairs.
+
+    It replaces `source` and `index` of each task: `index` is the position among the tasks of the same split."""
 
     name = "list"
 
@@ -42,8 +45,9 @@ def _replace(task: Task, **changes: Any) -> Task:
 
 
 class FakeGrader:
-    """A `Grader` that runs the hidden tests in the current process, so only for trusted code. `outcome`: a function
-    that replaces grading."""
+    """A `Grader` that runs the hidden tests in the current process, so use it only with trusted code.
+
+    If `outcome` is given, its result is the grade of a task and no test is run."""
 
     def __init__(self, outcome: Callable[[Task], Graded | Invalid] | None = None) -> None:
         self._outcome = outcome
@@ -81,3 +85,29 @@ for module, function, args in CASES:
     except Exception:
         print("[]")
 """
+
+
+class FakeRunProcesses:
+    """A fake of a run's workers and graders, in this process.
+
+    A rollout takes `takes_s(spec)` seconds and is `play(spec)`; a grade is `judge(rollout)`. `config` is the config of
+    a run, and `max_running` the `Limit` of concurrent rollouts."""
+
+    def __init__(
+        self,
+        config: Any,
+        max_running: Any,
+        *,
+        play: Callable[[RolloutSpec], Any],
+        judge: Callable[[Any], Outcome],
+        takes_s: Callable[[RolloutSpec], float] = lambda _: 0.0,
+    ) -> None:
+        self.config, self.max_running = config, max_running
+        self._play, self._judge, self._takes_s = play, judge, takes_s
+
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Any:
+        await asyncio.sleep(self._takes_s(spec))
+        return self._play(spec)
+
+    async def grade(self, rollout: Any) -> Outcome:
+        return self._judge(rollout)

@@ -141,7 +141,7 @@ class ModelFamilyContract(Contract):
 
 @torch.no_grad()
 def random_model(c: ModelConfig, seed: int = 0) -> Transformer:
-    """A model in which every weight matters: large matrices, norms that are not one, biases that are not zero."""
+    """Make a model of random weights of which each affects the result: norms differ from 1, and biases from 0."""
     model, generator = Transformer(c, seed=seed).eval(), torch.Generator().manual_seed(seed)
     for name, view in views(model).items():
         drawn = torch.randn(view.shape, generator=generator)
@@ -153,12 +153,12 @@ def random_model(c: ModelConfig, seed: int = 0) -> Transformer:
 
 
 def tokens(c: ModelConfig) -> torch.Tensor:
-    """Random tokens, int64 [NUM_TOKENS]."""
+    """Draw `NUM_TOKENS` random token ids of the model's vocabulary: int64 [NUM_TOKENS], the same at each call."""
     return torch.randint(0, c.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
 
 
 def unknown_to_transformers(family: ModelFamily) -> str:
-    """Why a comparison with transformers is not possible; "" if it is."""
+    """Return why a family cannot be compared with transformers; "" if it can."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
@@ -179,7 +179,7 @@ def loaded_by_transformers(folder: Path) -> Any:
 
 @torch.no_grad()
 def compare(model: Transformer, reference: Any) -> None:
-    """Raise `AssertionError` unless both models compute the same logits with the same experts."""
+    """Raise `AssertionError` unless both models compute the same logits and choose the same experts."""
     chosen: list[torch.Tensor] = []
     routers = [layer.mlp.gate for layer in reference.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [one.register_forward_hook(lambda _module, _inputs, outputs: chosen.append(outputs[2])) for one in routers]

@@ -37,14 +37,14 @@ GROUPS: tuple[tuple[float, ...], ...] = (
 
 
 class CreditSchemeContract(Contract):
-    """Tests what a batch relies on in a credit scheme (`etude.seams.CreditScheme`)."""
+    """Tests what training relies on in a credit scheme (`etude.seams.CreditScheme`)."""
 
     def make(self) -> CreditScheme:
         """Return a new scheme to test."""
         raise NotImplementedError("override make() to return your scheme")
 
     def given(self, values: Sequence[float]) -> list[float]:
-        """The advantages of the scheme for these rewards."""
+        """Compute the scheme's advantages for a group with these rewards."""
         return advantages([Reward(value=value, raw=value, reason="") for value in values], self.make())
 
     def test_every_reward_has_one_finite_advantage(self) -> None:
@@ -88,7 +88,7 @@ class RewardTermContract(Contract):
         raise NotImplementedError("override make() to return your term")
 
     def rollouts(self) -> Sequence[tuple[Rollout, Graded]]:
-        """Graded rollouts to test with. Override it for a term that only supports certain tasks."""
+        """Return graded rollouts to test with. Override it for a term that supports only certain tasks."""
         solved = Graded.of(1.0, {"tests": 1.0}, trust=Trust.DATA, reason="all 3 hidden tests pass")
         failed = Graded.of(0.0, {"tests": 0.0}, trust=Trust.DATA, reason="0 of 3 hidden tests pass")
         return (
@@ -98,7 +98,7 @@ class RewardTermContract(Contract):
         )
 
     def measured(self, term: RewardTerm, rollout: Rollout, graded: Graded) -> Term:
-        """The value of the term for a rollout, as a run stores it."""
+        """Compute the value of the term for a rollout, in the form in which a run stores it."""
         return asyncio.run(measure([NamedTerm("yours", term)], rollout, graded, deadline_s=30.0)).terms[-1]
 
     def test_every_rollout_has_a_finite_value_or_an_unknown_one_with_the_reason(self) -> None:
@@ -125,7 +125,9 @@ class RewardTermContract(Contract):
 
 
 def finished(*, num_turns: int, ending: Ending = Ending.SUBMITTED, exports: dict[str, bytes] | None = None) -> Rollout:
-    """A finished linear rollout with four sampled tokens per turn and one exported file."""
+    """Make a finished rollout of `num_turns` turns in one context, with four sampled tokens each.
+
+    `exports` are its exported files (path → content); None: one file."""
     turns = [
         Turn(
             parent=i - 1 if i else None,

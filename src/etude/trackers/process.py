@@ -1,9 +1,9 @@
 """Runs a tracker in its own process, and talks to it.
 
 A library may hang, raise, exit, keep threads alive, block at interpreter exit until a server answers, or handle
-signals. In its own process it can do none of this to the conductor: metrics wait in a bounded queue, and a process that
-has not finished by the deadline is killed. Ctrl-C and SIGTERM do not reach the process; it finishes when the conductor
-tells it to, or when the conductor is gone.
+signals. In its own process it can do none of this to the conductor, the main process of a run: metrics wait in a
+bounded queue, and a process that has not finished by the deadline is killed. Ctrl-C and SIGTERM do not reach the
+process; it finishes when the conductor tells it to, or when the conductor is gone.
 
 Messages are lines of JSON. To the process: ``{"kind", "settings", "digest", "run", "conductor"}`` first, then
 ``{"step", "values"}`` for metrics, and ``{"outcome"}`` last. From the process: ``{"failed": what a call raised}``,
@@ -44,7 +44,10 @@ Report = Callable[[Plugin, PluginError], None]
 
 
 class TrackerProcess:
-    """The conductor's side: starts the process of one tracker and never waits for it, but in `join`."""
+    """The process of one tracker, seen from the conductor. Only `finish` and `join` wait for it.
+
+    It starts when the object is created. `report` is called with the plug-in and an error for each failure of the
+    tracker. `logs` is the folder of its log file."""
 
     def __init__(self, plugin: Plugin, run: TrackedRun, report: Report, *, logs: Path) -> None:
         self._plugin, self._report_error = plugin, report
@@ -70,7 +73,8 @@ class TrackerProcess:
             thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the metrics of a step. They are dropped when the queue is full or the process has died."""
+        """Queue the metrics of a step for the tracker. They are dropped when the queue is full or the process has
+        ended."""
         try:
             if self._is_gone:
                 self._num_dropped += 1
@@ -82,14 +86,17 @@ class TrackerProcess:
             self._num_dropped += 1
 
     def finish(self, outcome: str, end: float) -> None:
-        """Tell the tracker how the run ended. `end`: until when to wait for room in its queue (`time.monotonic`)."""
+        """Tell the tracker how the run ended: "finished", "stopped" or "failed".
+
+        While its queue is full this waits, until the time `end` of `time.monotonic`."""
         for message in ({"outcome": outcome}, None):
             with contextlib.suppress(queue.Full):  # it hangs, which `join` reports
                 self._waiting.put(message, timeout=max(0.0, end - time.monotonic()))
 
     def join(self, end: float, deadline: str) -> None:
-        """Wait until the process has ended, and kill it at `end` (`time.monotonic`). Reports what the tracker missed.
-        `deadline`: as text, for the report."""
+        """Wait until the process has ended, and kill it at the time `end` of `time.monotonic`. Reports dropped calls.
+
+        `deadline` is the time limit as text, such as "30 s", for the report."""
         try:
             self._process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -21,7 +21,9 @@ from etude.trackers.support import load_library, split_name
 
 @dataclass(eq=False)  # a registry needs a hash
 class Prometheus:
-    """Serves a run's metrics to Prometheus. `listen`: "HOST:PORT"; port 0 takes a free one, which the log has."""
+    """Serves the metrics of a run to Prometheus over HTTP.
+
+    `listen` is "HOST:PORT". Port 0 takes a free port, which is written to the tracker's log file."""
 
     listen: str = "127.0.0.1:8791"
 
@@ -66,7 +68,7 @@ class Prometheus:
         self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """Called by prometheus_client at every scrape: a gauge for every metric."""
+        """Yield one gauge per metric. prometheus_client calls this at every scrape."""
         with self._lock:
             values = {name: dict(samples) for name, samples in self._values.items()}
         for name, samples in values.items():
@@ -82,7 +84,7 @@ class Prometheus:
 
 
 def gauge_name(part: str, field: str) -> str:
-    """The name of a gauge: letters, digits and underscores.
+    """Return a gauge name of letters, digits and underscores, for a metric's prefix (`part`) and the rest (`field`).
 
     >>> gauge_name("mid-training", "tokens_per_s")
     'etude_mid_training_tokens_per_s'

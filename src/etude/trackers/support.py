@@ -1,4 +1,4 @@
-"""Helpers of the built-in trackers: libraries, parts of metric names, configs without secrets, final results."""
+"""Helpers of the built-in trackers: import of libraries, metric names, configs without secrets, final results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrackerWarning(UserWarning):
 
 
 def load_library(module: str, tracker: str) -> Any:
-    """Import a module of the library of a built-in tracker. Raises `PluginRefused` when it cannot be imported."""
+    """Import and return `module`, which the built-in tracker `tracker` needs. Raises `PluginRefused` when it cannot."""
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a library may raise anything when it is imported
@@ -45,7 +45,7 @@ def load_library(module: str, tracker: str) -> Any:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a metric name into the part of the run that counts the steps, and the rest. Each evaluation is a part.
+    """Split a metric name into (part, rest). Each part of a run, such as each evaluation, counts its own steps.
 
     >>> split_name("rl/lag/0"), split_name("eval/during/rate")
     (('rl', 'lag/0'), ('eval/during', 'rate'))
@@ -56,7 +56,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def by_part(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group metrics by the part of the run in their names.
+    """Group metrics by the part of the run in their names, which is defined by `split_name`.
 
     >>> by_part({"rl/loss": 0.5, "eval/during/rate": 1.0})
     {'rl': {'rl/loss': 0.5}, 'eval/during': {'eval/during/rate': 1.0}}
@@ -68,7 +68,7 @@ def by_part(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def without_secrets(config: Any, name: str = "") -> Any:
-    """Copy a config (plain data) with its secrets replaced by ``***``.
+    """Return a copy of a config, which is plain data, with its secrets replaced by ``***``. `name` is its own key.
 
     Secrets are strings under a key whose name ends in "password", "token", "api_key" and the like, the password of a
     URL, ``password=...`` within a string, and the value after an option such as "--api-key" in a list of arguments.
@@ -93,8 +93,9 @@ def without_secrets(config: Any, name: str = "") -> Any:
 
 
 def final_results(folder: Path | str) -> dict[str, float]:
-    """Read the final results of a finished run from its summary.json, by names such as "result/heldout/after/rate".
-    Empty for a run that has not finished."""
+    """Read the final results of a run from its summary.json, by names such as "result/heldout/after/rate".
+
+    Returns {} for a run that has not finished."""
     try:
         summary = json.loads((Path(folder) / "summary.json").read_text())
     except (OSError, ValueError):
@@ -106,7 +107,9 @@ def final_results(folder: Path | str) -> dict[str, float]:
 
 
 def numbers(values: Mapping[str, Any], where: str) -> Iterator[tuple[str, float]]:
-    """Yield every number in nested mappings with its path. Lists, strings and booleans are left out.
+    """Yield (path, number) for every number in nested mappings. `where` is the prefix of all paths.
+
+    Lists, strings and booleans are left out.
 
     >>> dict(numbers({"loss": 0.5, "reward": {"mean": 1}, "kind": "x"}, "rl"))
     {'rl/loss': 0.5, 'rl/reward/mean': 1.0}

@@ -2,9 +2,8 @@
 
 Every part of the run (`rl`, `mid-training`, `eval/during`, ...) is a TensorBoard run of its own, in its own folder,
 since parts count their steps separately and TensorBoard purges steps by folder. When a step is trained again, after a
-restart or a lost learner, a session-start event makes TensorBoard forget that step and the steps after it.
-The folder above has the config as text, and hyperparameters: the settings that the user gave, and the final results.
-"""
+restart or a lost learner, a session-start event makes TensorBoard forget that step and the steps after it. The parent
+folder has the config as text, and hyperparameters: the settings that the user gave, and the final results."""
 
 from __future__ import annotations
 
@@ -24,7 +23,9 @@ from etude.trackers.support import by_part, final_results, load_library
 
 @dataclass
 class TensorBoard:
-    """Writes TensorBoard event files. `folder`: where, as a folder per run; "": trackers/tensorboard of the run."""
+    """Writes the metrics of a run to TensorBoard event files.
+
+    `folder` is a directory that gets one subdirectory per run; "" stands for trackers/tensorboard in the run folder."""
 
     folder: str = ""
 
@@ -95,7 +96,6 @@ class _EventFile:
         self._writer.close()
 
     def _start_session(self, step: int) -> None:
-        """Make TensorBoard forget this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._write(step=step, session_log=SessionLog(status=SessionLog.START))
@@ -119,7 +119,6 @@ def _config_summary(run: TrackedRun) -> Any:
 
 
 def _hparams_start(run: TrackedRun) -> Any:
-    """The settings that the user gave, as hyperparameters."""
     from google.protobuf.struct_pb2 import Value
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 

@@ -35,11 +35,11 @@ _NOT_METRICS = ("t", "kind", "step", "name", "process")
 async def tracked(
     run: RunFolder, trackers: Sequence[Plugin], config: Mapping[str, Any], telemetry: Telemetry
 ) -> AsyncIterator[None]:
-    """Pass the metrics of a run to its trackers while the block runs, then finish the trackers within `FINISH_S`.
+    """Pass the metrics of a run to its trackers while the block runs. Then finish the trackers within `FINISH_S`
+    seconds.
 
-    `config`: the effective settings as plain data; trackers get them without secrets. A tracker that fails is reported
-    as a `tracker` event and raises nothing here.
-    """
+    `config` has the effective settings as nested dicts; trackers get them without secrets. A tracker that fails is
+    reported as a `tracker` event and raises nothing here."""
     if not trackers:
         yield
         return
@@ -92,7 +92,6 @@ def _pass_on(metrics: MetricReader, processes: list[TrackerProcess]) -> None:
 
 
 def _finish(processes: list[TrackerProcess], outcome: str) -> None:
-    """Finish all trackers, within `FINISH_S` together."""
     end = time.monotonic() + FINISH_S
     for process in processes:
         process.finish(outcome, end)
@@ -101,14 +100,14 @@ def _finish(processes: list[TrackerProcess], outcome: str) -> None:
 
 
 class MetricReader:
-    """Reads the metrics that a run's processes write to their event files from now on."""
+    """Reads the metrics that the processes of a run append to their event files after it is created."""
 
     def __init__(self, events: Path) -> None:
         self._events = events
         self._offsets = {path: path.stat().st_size for path in events.glob("*.jsonl")}
 
     def read_new(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield what was written since the last call: steps, and the values of a step by metric name."""
+        """Yield (step, metrics by name) for each event with metrics that was written since the last call."""
         for path in sorted(self._events.glob("*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
@@ -121,7 +120,7 @@ class MetricReader:
 
 
 def metrics_of(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Step and metrics of an event, NaN and Inf included; None for an event without metrics.
+    """Return (step, metrics by name) of a line of an event file, NaN and Inf included; None if it has no metrics.
 
     >>> metrics_of(b'{"t": 1.0, "kind": "rl.step", "step": 3, "loss": 0.5, "reward": {"mean": 0.25}}')
     (3, {'rl/loss': 0.5, 'rl/reward/mean': 0.25})

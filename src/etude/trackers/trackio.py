@@ -1,8 +1,7 @@
-"""Trackio, Hugging Face's local tracker: a SQLite file a project, which `trackio show` displays.
+"""Trackio, Hugging Face's local tracker: one SQLite file per project, which `trackio show` displays.
 
-The name of the Trackio run is etude's run id, by which a resumed run continues it. Trackio cannot remove points, so a
-step that is trained again has a second point.
-"""
+The name of the Trackio run is etude's run id, so a resumed run continues it. Trackio cannot remove points, so a step
+that is trained again has a second point."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ from etude.trackers.support import final_results, load_library
 
 @dataclass
 class Trackio:
-    """Records a run in Trackio. `folder`: of Trackio's data; "": TRACKIO_DIR, else Trackio's folder in the home
-    directory. `system_metrics`: whether Trackio also records CPU, memory and GPUs of the conductor's machine."""
+    """Records the metrics of a run in Trackio.
+
+    `folder` is where Trackio keeps its data; "" stands for TRACKIO_DIR, or else Trackio's folder in the home directory.
+    With `system_metrics` Trackio also records CPU, memory and GPUs of the machine that the conductor runs on."""
 
     project: str = "etude"
     group: str = ""

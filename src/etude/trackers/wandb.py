@@ -29,7 +29,7 @@ EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 255}
 
 
 class Mode(enum.StrEnum):
-    """Where metrics go."""
+    """How W&B records a run: on its server, in local files, or not at all."""
 
     ONLINE = "online"
     OFFLINE = "offline"
@@ -38,11 +38,11 @@ class Mode(enum.StrEnum):
 
 @dataclass
 class Wandb:
-    """Records a run in W&B.
+    """Records the metrics of a run in W&B.
 
-    `name`: of the W&B run; "": the run's. `start_s`: how long to try to reach the server; after that the run is
-    recorded offline. `system_metrics`: whether W&B also records CPU, memory and GPUs of the conductor's machine.
-    """
+    `name` is the name of the W&B run; "" takes that of the run folder. The server is tried for `start_s` seconds; after
+    that the run is recorded offline. With `system_metrics` W&B also records CPU, memory and GPUs of the machine that
+    the conductor runs on."""
 
     project: str = "etude"
     entity: str = ""
@@ -122,7 +122,7 @@ def _connect(url: str, deadline_s: float) -> None:
 
 
 def run_key(run_id: str) -> str:
-    """The id of the W&B run of an etude run: W&B accepts 64 characters at most, and not all.
+    """Return the id of the W&B run of an etude run: at most 64 characters that W&B accepts.
 
     >>> run_key("try 1/größe-0a1b2c3d")
     'try-1-gr-e-0a1b2c3d'

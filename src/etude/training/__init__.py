@@ -21,23 +21,14 @@ if TYPE_CHECKING:
     from etude.training.tokenizer import train_tokenizer
 
 __all__ = [
-    "LearnerConfig",
-    "LiveWeights",
-    "MidTrained",
-    "MidTrainingConfig",
-    "TorchLearner",
-    "mid_train",
-    "read_corpus",
-    "train_tokenizer",
-    "write_corpus",
-]
+    "LearnerConfig", "LiveWeights", "MidTrained", "MidTrainingConfig", "TorchLearner", "mid_train", "read_corpus",
+    "train_tokenizer", "write_corpus",
+]  # fmt: skip
 
 _HOME = {
-    "MidTrained": "mid_training",
-    "TorchLearner": "learner",
-    "mid_train": "mid_training",
+    "MidTrained": "mid_training", "TorchLearner": "learner", "mid_train": "mid_training",
     "train_tokenizer": "tokenizer",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,7 @@ DeepSeek-V3, arXiv 2412.19437). Gradients do not change.
 Loads are counted from the live choice, whether experts are replayed or not: the bias steers what the router will
 choose, and recorded routes may come from an older bias.
 
-Shapes: N tokens, L layers with experts, K experts per token, E experts.
-"""
+Shapes: N tokens, L layers with experts, K experts per token, E experts."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from etude.models.transformer import Block, Transformer
 
 
 def expert_loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Number of tokens that chose each expert, int64 [L, E].
+    """Count the tokens that chose each expert, int64 [L, E].
 
     >>> expert_loads(torch.tensor([[[0, 2]], [[2, 1]]], dtype=torch.uint8), 4)
     tensor([[1, 1, 2, 0]])
@@ -29,7 +28,7 @@ def expert_loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def balance_bias_update(bias_E: torch.Tensor, load_E: torch.Tensor, *, speed: float) -> torch.Tensor:
-    """The bias after a step: `speed` higher for experts with less than the mean load, lower for those with more.
+    """Return the bias after a step: `speed` higher for experts with less than the mean load, lower for those with more.
 
     >>> balance_bias_update(torch.zeros(4), torch.tensor([1, 2, 2, 3]), speed=0.5)
     tensor([ 0.5000,  0.0000,  0.0000, -0.5000])
@@ -41,8 +40,7 @@ def balance_bias_update(bias_E: torch.Tensor, load_E: torch.Tensor, *, speed: fl
 class ExpertBalancer:
     """Updates a model's router biases from the expert loads since the last update.
 
-    Does nothing for a model without biases, or with speed 0.
-    """
+    It does nothing for a model without biases, or with speed 0, the amount that a bias changes per step."""
 
     def __init__(self, model: Transformer, *, speed: float) -> None:
         self._biases = router_biases(model) if speed else []
@@ -52,7 +50,7 @@ class ExpertBalancer:
         )
 
     def count(self, live_NLK: torch.Tensor) -> None:
-        """Add the choices of one forward pass."""
+        """Add the routers' own choices in one forward pass to the loads."""
         if self._biases:
             self.load_LE += expert_loads(live_NLK, self._num_experts)
 
@@ -69,7 +67,7 @@ class ExpertBalancer:
 
 
 def router_biases(model: Transformer) -> list[torch.Tensor]:
-    """The bias of each layer with experts, float32 [E]; empty for families without biases."""
+    """Return the bias of each layer with experts, float32 [E]; empty for families without biases."""
     found = []
     for block in model.blocks:
         assert isinstance(block, Block)

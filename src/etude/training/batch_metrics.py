@@ -16,19 +16,24 @@ from etude.training.losses import PolicyLoss, k1, k3
 
 @dataclass
 class BatchMetrics:
-    """Accumulated metrics of one batch. `report` returns the result."""
+    """Metrics of one batch while they are summed over its forward passes. `report` returns the result.
+
+    `balance`: weighted by number of tokens. `num_routed`: (token, layer) pairs with a replayed route; `num_slots`: all
+    experts in them; `num_replaced`: those that were implausible and replaced. `num_flipped`: pairs whose own choice
+    differs. `num_replayed`: tokens with replayed routes. `live`: log-ratios of a few tokens, without replay. `fresh`:
+    the largest |ratio - 1| of each forward pass with tokens of the live weights."""
 
     num_tokens: int = 0
     loss: float = 0.0
-    balance: float = 0.0  # weighted by number of tokens
+    balance: float = 0.0
     num_clipped: int = 0
     entropy: float = 0.0
     num_flipped: int = 0
-    num_routed: int = 0  # (token, layer) pairs with a replayed route
-    num_replaced: int = 0  # experts in them that were implausible and replaced
-    num_slots: int = 0  # all experts in them
-    num_replayed: int = 0  # tokens with replayed routes
-    live: list[torch.Tensor] = field(default_factory=list)  # log-ratios of a few tokens, without replay
+    num_routed: int = 0
+    num_replaced: int = 0
+    num_slots: int = 0
+    num_replayed: int = 0
+    live: list[torch.Tensor] = field(default_factory=list)
     fresh: list[float] = field(default_factory=list)
     log_ratios: list[torch.Tensor] = field(default_factory=list)
     corrected: list[Corrected] = field(default_factory=list)
@@ -44,7 +49,10 @@ class BatchMetrics:
         loss: torch.Tensor,
         fresh: float | None,
     ) -> None:
-        """Add one microbatch."""
+        """Add one forward pass.
+
+        `rows`: its input. `done`: its results. `policy`, `corrected`: the loss and the importance weights. `fresh`: the
+        largest |ratio - 1| of tokens that the live weights sampled; None without such tokens."""
         n = rows.num_tokens
         if not n:  # forwarded only because other ranks wait for this one
             return
@@ -69,7 +77,9 @@ class BatchMetrics:
         self.num_replayed += len(routes)
 
     def report(self, *, cpu_s: float) -> StepReport:
-        """The metrics of the batch. A batch without samples has a loss of 0 and ratios of 1."""
+        """Return the metrics of the batch. A batch without samples has a loss of 0 and ratios of 1.
+
+        `cpu_s`: CPU time in seconds, to pass on."""
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()
         live = torch.cat(self.live) if self.live else torch.zeros(0)
@@ -101,7 +111,7 @@ class BatchMetrics:
 
 
 def merge_metrics(tallies: Sequence[BatchMetrics]) -> BatchMetrics:
-    """Merge the metrics of several shares, in their order."""
+    """Merge the metrics of several data-parallel shares, in their order."""
     merged = BatchMetrics()
     for one in tallies:
         for each in fields(BatchMetrics):

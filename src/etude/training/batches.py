@@ -2,8 +2,7 @@
 
 Pure and seeded: the plan is the same in every process and after every restart, and does not depend on the number of
 ranks. Each document is its own sequence; longer ones are split. A batch is a number of full documents up to a token
-budget, without padding.
-"""
+budget, without padding."""
 
 from __future__ import annotations
 
@@ -22,9 +21,10 @@ Spans = npt.NDArray[np.int64]
 def plan_batches(
     documents: Documents, *, num_tokens: int, batch_tokens: int, document_tokens: int, seed: int
 ) -> list[Spans]:
-    """Plan batches until they hold `num_tokens`. The corpus is reshuffled for each epoch.
+    """Plan the batches of a training run until they hold `num_tokens`. The corpus is reshuffled for each epoch.
 
-    Raises `TaskError` when no document has two tokens.
+    `batch_tokens`: the most tokens in a batch. `document_tokens`: longer documents are split. Raises `TaskError` when
+    no document has two tokens.
 
     >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
     >>> [b.tolist() for b in plan_batches(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
@@ -49,8 +49,9 @@ def plan_batches(
 
 
 def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
-    """Split documents into pieces of at most `document_tokens`. Pieces of one token are dropped: they predict
-    nothing."""
+    """Split documents into pieces of at most `document_tokens`.
+
+    Pieces of one token are dropped, since they predict nothing."""
     cut = [
         (at, min(at + document_tokens, int(stop)))
         for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
@@ -60,7 +61,9 @@ def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
 
 
 def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:
-    """A rank's part of a batch: from the longest document on, each goes to the rank with the fewest tokens so far."""
+    """Return a rank's part of a batch.
+
+    From the longest document on, each goes to the rank with the fewest tokens so far."""
     lengths = spans[:, 1] - spans[:, 0]
     load = [0] * ranks
     mine = []
@@ -73,7 +76,7 @@ def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:
 
 
 def group_by_budget(lengths: Sequence[int], budget: int) -> Iterator[slice]:
-    """Slices of consecutive items with a total of at most `budget`. A longer item is alone.
+    """Yield slices of consecutive items with a total length of at most `budget`. A longer item is alone.
 
     >>> list(group_by_budget([3, 3, 9, 1], 6))
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]

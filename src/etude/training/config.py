@@ -11,17 +11,21 @@ from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
-    """Precision of the learner's live weights. They are always stored as float32 tensors."""
+    """Precision of the learner's live weights. They are always stored as float32 tensors.
 
-    BF16 = "bf16"  # the optimiser's float32 master weights rounded to bf16: exactly the published bytes
+    BF16: the optimiser's float32 weights rounded to bf16, which are exactly the published bytes."""
+
+    BF16 = "bf16"
     F32 = "f32"
 
 
 class OptimizerKind(enum.StrEnum):
-    """The built-in optimisers."""
+    """The built-in optimisers.
+
+    MUON updates matrices; embedding, head, norms and routers still use AdamW (`training.muon`)."""
 
     ADAMW = "adamw"
-    MUON = "muon"  # for matrices; AdamW for embedding, head, norms, routers (`training.muon`)
+    MUON = "muon"
 
 
 class PolicyLossKind(enum.StrEnum):
@@ -32,8 +36,7 @@ class PolicyLossKind(enum.StrEnum):
 
 
 class CorrectionKind(enum.StrEnum):
-    """The built-in corrections of importance ratios for engines that are not exact, described in
-    `training.corrections`."""
+    """The built-in corrections of importance ratios for engines that are not exact (`training.corrections`)."""
 
     NONE = "none"
     TRUNCATED = "truncated"
@@ -43,11 +46,14 @@ class CorrectionKind(enum.StrEnum):
 
 
 class LoraOn(enum.StrEnum):
-    """Which matrices have LoRA adapters. The router, embedding, head and norms never have."""
+    """Which matrices have LoRA adapters. The router, embedding, head and norms never have.
 
-    ALL = "all"  # attention and MLP: fewer matrices learn less (Thinking Machines, "LoRA Without Regret", 2025)
+    MLP: experts, shared experts, and dense layers. ALL: these and attention, since fewer matrices learn less (Thinking
+    Machines, "LoRA Without Regret", 2025)."""
+
+    ALL = "all"
     ATTENTION = "attention"
-    MLP = "mlp"  # experts, shared experts, and dense layers
+    MLP = "mlp"
 
 
 _BOUNDS: dict[
@@ -63,37 +69,58 @@ _BOUNDS: dict[
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """The `[learner]` section. The defaults are the laptop example's, chosen on validation tasks."""
+    """The `[learner]` section of a run's config.
 
-    lr: float = ranged(5e-4, low=0.0)  # constant, then linear decay to a tenth over the last 40 % of the steps
+    The defaults are those of the laptop example, chosen on validation tasks.
+
+    - `lr`: constant, then linear decay to a tenth over the last 40 % of the steps.
+    - `grad_clip`: the largest norm of the full gradient.
+    - `ratio_cap`: the largest importance ratio of a token; None: 2 for cispo, 3 for others.
+    - `clip_low`, `clip_high`: the range of the ratio in PPO.
+    - `budget_tokens`: tokens of one forward pass; it bounds memory and changes nothing else.
+    - `replay_routes`: use the experts that engines recorded; None: in native mode only, since in exact mode both
+      sides choose the same experts. Routes more than `replay_max_lag` versions old are not replayed, nor experts
+      whose score is below `replay_plausible` times that of the live k-th expert.
+    - `balance`: the coefficient of the routers' load-balancing loss. `balance_bias`: the update step of the router
+      bias, in families with one (published: 1e-3).
+    - `kl`: the coefficient of the k2 estimate of the KL to the starting checkpoint in the loss (`experience.kl`: in
+      the reward).
+    - `correction`: of importance ratios, with its bounds `correction_low` and `correction_high`; None: its
+      defaults.
+    - `dtype`: of activations; gradients accumulate in float32.
+    - `ranks`: processes that share the weights and the work. Of these, `expert_parallel` neighbours share the
+      experts, and `context_parallel` neighbours share each text.
+    - `recompute`: activation checkpointing, which takes less memory and a third more compute.
+    - `lora_rank`: 0: train all weights; else adapters, at 4 to 10 times the lr, whose output is multiplied by
+      `lora_alpha` / rank."""
+
+    lr: float = ranged(5e-4, low=0.0)
     warmup_steps: int = ranged(0, low=0)
-    grad_clip: float = ranged(1.0, low=0.0)  # largest norm of the full gradient
+    grad_clip: float = ranged(1.0, low=0.0)
     policy_loss: PolicyLossKind | Plugin = PolicyLossKind.PPO  # cispo collapsed at lag 4: docs/lab/LOG.md
-    ratio_cap: float | None = ranged(
-        None, low=1.0
-    )  # largest importance ratio of a token; none: 2 for cispo, 3 for others
-    clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
-    clip_high: float = ranged(1.28, low=1.0)  # ppo
-    budget_tokens: int = ranged(8192, low=1)  # tokens of one forward pass; bounds memory, changes nothing else
-    replay_routes: bool | None = None  # none: in native mode only; in exact mode both sides choose the same experts
-    replay_max_lag: int = ranged(1, low=0)  # routes of older versions are not replayed
-    replay_plausible: float = ranged(0.5, low=0.0, high=1.0)  # lowest score of a replayed expert over the live k-th's
-    balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, per forward pass
-    balance_bias: float = ranged(0.0, low=0.0)  # update step of the router bias, in families with one (published: 1e-3)
-    kl: float = ranged(0.0, low=0.0)  # coefficient of k2 to the starting checkpoint in the loss (experience.kl: reward)
-    correction: CorrectionKind | Plugin = CorrectionKind.NONE  # for engines that are not exact
-    correction_low: float | None = ranged(None, low=0.0, high=1.0)  # none: the correction's default
-    correction_high: float | None = ranged(None, low=1.0)  # none: the correction's default; also the cap of truncation
+    ratio_cap: float | None = ranged(None, low=1.0)
+    clip_low: float = ranged(0.8, low=0.0, high=1.0)
+    clip_high: float = ranged(1.28, low=1.0)
+    budget_tokens: int = ranged(8192, low=1)
+    replay_routes: bool | None = None
+    replay_max_lag: int = ranged(1, low=0)
+    replay_plausible: float = ranged(0.5, low=0.0, high=1.0)
+    balance: float = ranged(0.0, low=0.0)
+    balance_bias: float = ranged(0.0, low=0.0)
+    kl: float = ranged(0.0, low=0.0)
+    correction: CorrectionKind | Plugin = CorrectionKind.NONE
+    correction_low: float | None = ranged(None, low=0.0, high=1.0)
+    correction_high: float | None = ranged(None, low=1.0)
     weights: LiveWeights = LiveWeights.BF16
-    dtype: ComputeDtype = ComputeDtype.FLOAT32  # of activations; gradients accumulate in float32
+    dtype: ComputeDtype = ComputeDtype.FLOAT32
     optimizer: OptimizerKind = OptimizerKind.ADAMW
-    ranks: int = ranged(1, low=1, high=65_536)  # processes that share the weights and the work
-    expert_parallel: int = ranged(1, low=1)  # neighbouring ranks that share the experts
-    context_parallel: int = ranged(1, low=1)  # neighbouring ranks that share each text
+    ranks: int = ranged(1, low=1, high=65_536)
+    expert_parallel: int = ranged(1, low=1)
+    context_parallel: int = ranged(1, low=1)
     device: str = "auto"  # of weights and computation; each rank of several GPUs has one
-    recompute: bool = False  # activation checkpointing: less memory, a third more compute
-    lora_rank: int = ranged(0, low=0, high=4096)  # 0: train all weights; else adapters, at 4 to 10 times the lr
-    lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)  # the adapter's output is multiplied by alpha / rank
+    recompute: bool = False
+    lora_rank: int = ranged(0, low=0, high=4096)
+    lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)
     lora_on: LoraOn = LoraOn.ALL
 
     def __post_init__(self) -> None:
@@ -116,7 +143,7 @@ class LearnerConfig:
 
     @property
     def shares(self) -> int:
-        """Number of parts of a batch that are trained at the same time: the data-parallel ranks.
+        """The number of parts of a batch that are trained at the same time: the data-parallel ranks.
 
         >>> LearnerConfig(ranks=4, context_parallel=2).shares
         2
@@ -125,7 +152,7 @@ class LearnerConfig:
 
     @property
     def ratio_bound(self) -> float:
-        """Largest importance ratio of a token in the policy loss and in the loss of `kl`.
+        """The largest importance ratio of a token in the policy loss and in the loss of `kl`.
 
         >>> LearnerConfig().ratio_bound, LearnerConfig(policy_loss=PolicyLossKind.CISPO).ratio_bound
         (3.0, 2.0)
@@ -135,7 +162,7 @@ class LearnerConfig:
         return 2.0 if self.policy_loss is PolicyLossKind.CISPO else max(3.0, self.clip_high)
 
     def replays(self, mode: Mode) -> bool:
-        """Whether the learner replays the engines' routes, so that engines must return them.
+        """Return whether the learner replays the engines' routes, so that engines must return them.
 
         >>> LearnerConfig().replays(Mode.EXACT), LearnerConfig().replays(Mode.NATIVE)
         (False, True)
@@ -144,7 +171,7 @@ class LearnerConfig:
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """Bounds (low, high) of the built-in correction.
+        """Bounds (low, high) of the built-in correction: the settings, or else its defaults.
 
         >>> LearnerConfig(correction=CorrectionKind.MASKED, correction_high=2.0).correction_bounds
         (0.5, 2.0)
@@ -158,16 +185,24 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class MidTrainingConfig:
-    """The `[mid_training]` section. Mid-training runs in float32 on the CPU, one rank per core."""
+    """The `[mid_training]` section of a run's config. Mid-training runs in float32 on the CPU, one rank per core.
 
-    num_tokens: int = ranged(2_100_000, low=1)  # to train on; the corpus is repeated and reshuffled as needed
-    batch_tokens: int = ranged(2048, low=1)  # of one optimiser step, over all ranks
-    document_tokens: int = ranged(512, low=2)  # longer documents are split
-    lr: float = ranged(3e-3, low=0.0)  # warm-up, constant, then linear decay to 3 % from 60 % of the steps on
+    - `num_tokens`: tokens to train on; the corpus is repeated and reshuffled as needed.
+    - `batch_tokens`: tokens of one optimiser step, over all ranks.
+    - `document_tokens`: longer documents are split.
+    - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
+    - `balance`, `balance_bias`: the coefficient of the load-balancing loss, and the update step of the router bias, in
+      families with one.
+    - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps."""
+
+    num_tokens: int = ranged(2_100_000, low=1)
+    batch_tokens: int = ranged(2048, low=1)
+    document_tokens: int = ranged(512, low=2)
+    lr: float = ranged(3e-3, low=0.0)
     warmup_steps: int = ranged(20, low=0)
     weight_decay: float = ranged(0.01, low=0.0)
     grad_clip: float = ranged(1.0, low=0.0)
     balance: float = ranged(0.03, low=0.0)
-    balance_bias: float = ranged(1e-3, low=0.0)  # update step of the router bias, in families with one
-    eval_every: int = ranged(200, low=1)  # steps between held-out losses and copy probes
-    checkpoint_every: int = ranged(200, low=1)  # steps; a killed run loses at most this many
+    balance_bias: float = ranged(1e-3, low=0.0)
+    eval_every: int = ranged(200, low=1)
+    checkpoint_every: int = ranged(200, low=1)

@@ -2,8 +2,7 @@
 
 ``tokens.bin`` has uint16, ``documents.bin`` int64 offsets into it, one per document and the total at the end; both
 little-endian. ``heldout.tokens.bin`` and ``heldout.documents.bin`` hold the documents that are never trained on.
-``corpus.json`` has the counts. It is written last: without it the corpus is incomplete.
-"""
+``corpus.json`` has the counts. It is written last: without it the corpus is incomplete."""
 
 from __future__ import annotations
 
@@ -25,15 +24,17 @@ _HINT = "delete the corpus directory; it is then created again"
 
 @dataclass(frozen=True)
 class Documents:
-    """Many documents in two arrays.
+    """Many documents as token ids in two arrays.
+
+    `tokens`: [T] of all documents, one after another. `offsets`: [documents + 1] the start of each document, and T.
 
     >>> docs = Documents(tokens=np.array([5, 6, 7], np.uint16), offsets=np.array([0, 2, 3]))
     >>> len(docs), docs[0].tolist(), docs.lengths.tolist()
     (2, [5, 6], [2, 1])
     """
 
-    tokens: npt.NDArray[np.uint16]  # [T]
-    offsets: npt.NDArray[np.int64]  # [documents + 1]
+    tokens: npt.NDArray[np.uint16]
+    offsets: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -43,7 +44,7 @@ class Documents:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Number of tokens of each document, [documents]."""
+        """[documents] The number of tokens of each document."""
         return np.diff(self.offsets)
 
 
@@ -56,7 +57,9 @@ class Corpus:
 
 
 def write_corpus(folder: Path | str, documents: Sequence[I32], *, heldout: Sequence[I32] = ()) -> None:
-    """Write a corpus directory. Raises `ValueError` for a token id that does not fit 16 bits."""
+    """Write a corpus directory, in place of an existing one. `documents` and `heldout`: the token ids of each document.
+
+    Raises `ValueError` for a token id that does not fit 16 bits."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus.json").unlink(missing_ok=True)
@@ -80,8 +83,9 @@ def _pack(documents: Iterable[I32]) -> Documents:
 
 
 def read_corpus(folder: Path | str, *, vocab_size: int) -> Corpus:
-    """Read a corpus directory. Raises `TaskError` when it is missing, damaged, empty, or has tokens beyond the
-    vocabulary."""
+    """Read a corpus directory.
+
+    Raises `TaskError` when it is missing, damaged, empty, or has tokens beyond the vocabulary."""
     folder = Path(folder)
     try:
         metadata = json.loads((folder / "corpus.json").read_bytes())

@@ -36,10 +36,12 @@ TOKEN_CAP = 2.0
 
 @dataclass(frozen=True)
 class Corrected:
-    """Importance weights after truncation or masking, and before."""
+    """Importance weights [R] of sampled tokens, after truncation or masking and before.
 
-    weight_R: torch.Tensor  # never negative; 0 where the token is masked
-    uncut_R: torch.Tensor  # the unbiased weight before truncation or masking
+    `weight_R`: never negative; 0 where the token is masked. `uncut_R`: the unbiased weight, before."""
+
+    weight_R: torch.Tensor
+    uncut_R: torch.Tensor
 
 
 class Correction(Protocol):
@@ -49,9 +51,7 @@ class Correction(Protocol):
         """Compute the weights of the tokens of one forward pass.
 
         `log_ratio_R` (float32, nats): learner log-probability minus sampler log-probability. `sequence_R` (int64): the
-        index of each token's sequence, from 0.
-        """
-        ...
+        index of each token's sequence, from 0."""
 
 
 def correct(
@@ -59,9 +59,8 @@ def correct(
 ) -> Corrected:
     """Apply a built-in correction. `NONE` returns the ratios unchanged.
 
-    `sequence_R` (int64): the index of each row's sequence. `high` is the cap of the truncating corrections, which do
-    not use `low`.
-    """
+    `sequence_R` (int64): the index of each row's sequence. `low`, `high`: the bounds of the masking corrections. `high`
+    is also the cap of the truncating corrections, which do not use `low`."""
     match kind:
         case CorrectionKind.NONE:
             ratio_R = log_ratio_R.exp()
@@ -77,7 +76,7 @@ def correct(
 
 
 def truncated(log_ratio_R: torch.Tensor, *, cap: float) -> Corrected:
-    """Truncated importance sampling: min(ρ, cap).
+    """Compute truncated importance weights: min(ρ, cap).
 
     The bias is what the sampler samples too rarely: Σ (p − cap·q)⁺ over the vocabulary.
 
@@ -89,17 +88,16 @@ def truncated(log_ratio_R: torch.Tensor, *, cap: float) -> Corrected:
 
 
 def truncated_sequences(log_ratio_R: torch.Tensor, sequence_R: torch.Tensor, *, cap: float) -> Corrected:
-    """Sequence-level truncation: min(Π ρ, cap) for each token of a sequence.
+    """Compute importance weights of sequences: min(Π ρ, cap) for each token of a sequence.
 
-    Unbiased for rewards of whole sequences where nothing is truncated; token-level weights never are.
-    """
+    They are unbiased for rewards of whole sequences where nothing is truncated; token-level weights never are."""
     total, _ = _sums(log_ratio_R, sequence_R)
     uncut_R = total[sequence_R].exp()
     return Corrected(uncut_R.clamp(max=cap), uncut_R)
 
 
 def masked(log_ratio_R: torch.Tensor, *, low: float, high: float) -> Corrected:
-    """Token masking (IcePop): ρ within [low, high], else 0.
+    """Mask tokens (IcePop): the weight is ρ where low ≤ ρ ≤ high, else 0.
 
     >>> masked(torch.tensor([0.4, 1.0, 8.0]).log(), low=0.5, high=5.0).weight_R
     tensor([0., 1., 0.])
@@ -117,14 +115,13 @@ def masked_sequences(
     veto: float = VETO,
     cap: float = TOKEN_CAP,
 ) -> Corrected:
-    """Sequence masking: min(ρ, cap) in sequences that pass two tests, else 0.
+    """Mask sequences: the weight is min(ρ, cap) in sequences that pass two tests, else 0.
 
     A sequence passes when the geometric mean of its ρ is within [low, high] and each token has ρ ≥ `veto`. The mean of
     a long sequence says little about single tokens, so `cap` bounds their weights.
 
     The logarithm of the mean tends to minus the KL per token, whatever the length, so long sequences are not masked for
-    being long. Therefore the bounds are tight: a mean of 0.99 is 0.01 nats per token.
-    """
+    being long. Therefore the bounds are tight: a mean of 0.99 is 0.01 nats per token."""
     total, number = _sums(log_ratio_R, sequence_R)
     mean = (total / number.clamp(min=1)).exp()
     worst = torch.zeros_like(total).scatter_reduce(0, sequence_R, log_ratio_R, "amin", include_self=False).exp()
@@ -136,16 +133,19 @@ def masked_sequences(
 def decoupled(
     weight_R: torch.Tensor, logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, fresh_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Separate mismatch from staleness. Returns the anchor log-probabilities and the factor of the advantages, both
-    [R].
+    """Split importance weights into engine mismatch and staleness, which a loss treats differently.
 
-    A policy loss that takes its ratio against the anchor, and multiplies the advantages by the factor, weights each
-    token's gradient by `weight_R`, and its clip does not see the mismatch.
+    Mismatch: the sampler computes other numbers with the same weights. Staleness: the weights have changed since.
+    Returns the anchor log-probabilities, from which the loss takes its ratio, and the factor of the advantages, both
+    [R]. Then each token's gradient is weighted by `weight_R`, and PPO's clip does not see the mismatch.
 
-    For tokens sampled by the live weights (`fresh_R`, bool) the whole ratio is mismatch: the loss's own ratio is 1 and
-    the factor is the weight. For older versions only the product of both is known, since their weights are gone: the
-    ratio stays in the loss, and the factor is what the correction cut off.
-    """
+    - `weight_R`: the corrected importance weights.
+    - `logprobs_R`, `sampler_logprobs_R`: log-probabilities by learner and sampler.
+    - `fresh_R`: bool, tokens that the live weights sampled.
+
+    For fresh tokens the whole ratio is mismatch: the loss's own ratio is 1 and the factor is the weight. For tokens of
+    older versions only the product of both is known, since their weights are gone: the ratio stays in the loss, and the
+    factor is what the correction cut off."""
     live_R = logprobs_R.detach()
     whole_R = fresh_R | (weight_R == 0)  # the ratio of a masked token may be infinite: do not use it
     anchor_R = torch.where(whole_R, live_R, sampler_logprobs_R)
@@ -153,7 +153,7 @@ def decoupled(
 
 
 def effective_share(weight_R: torch.Tensor) -> float:
-    """Effective sample size over the number of tokens: (Σ w)² / (R Σ w²) (Kong, 1992).
+    """Return the effective sample size over the number of tokens: (Σ w)² / (R Σ w²) (Kong, 1992).
 
     >>> effective_share(torch.tensor([1.0, 1.0, 0.0, 0.0]))
     0.5
@@ -167,7 +167,6 @@ def _where(kept_R: torch.Tensor, ratio_R: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of each sequence, and its number of rows."""
     sequences = int(sequence_R.max()) + 1 if len(sequence_R) else 0
     total = log_ratio_R.new_zeros(sequences).index_add(0, sequence_R, log_ratio_R)
     return total, torch.bincount(sequence_R, minlength=sequences)

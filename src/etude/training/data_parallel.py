@@ -1,8 +1,7 @@
 """Data-parallel ranks on one machine: spawned processes with one torch thread each, connected by gloo.
 
 For small models, two processes with one thread use two cores better than one process with two threads. A rank that
-dies, fails or stalls ends all of them with an error that names it. Ranks end themselves when their parent is gone.
-"""
+dies, fails or stalls ends all of them with an error that names it. Ranks end themselves when their parent is gone."""
 
 from __future__ import annotations
 
@@ -34,22 +33,20 @@ class RankDied(RunError):
 
 
 class RankGroup(Protocol):
-    """A rank's view of the other ranks."""
+    """The other ranks as one data-parallel rank sees them. `run_ranks` makes one for each rank."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor by its sum over all ranks, with the same bits on each. Collective."""
-        ...
+        """Replace the tensor by its sum over all ranks, with the same bits on each. A collective call."""
 
     def heartbeat(self) -> None:
         """Report progress. Called before each forward pass, since a step may have any number of them."""
-        ...
 
 
 class SingleProcess:
-    """The only rank, in the caller's own process."""
+    """A `RankGroup` of one rank, in the caller's own process."""
 
     rank, size = 0, 1
 
@@ -77,12 +74,11 @@ class _GlooGroup:
 def run_ranks(
     work: Callable[[RankGroup, Job], Result], job: Job, *, ranks: int, stall_s: float = 120.0
 ) -> list[Result]:
-    """Run `work(ranks, job)` in `ranks` processes with one torch thread each. Returns their results, by rank.
+    """Run `work(group, job)` in `ranks` processes with one torch thread each. Returns their results, by rank.
 
     A single rank runs in the caller's process. For more, `work`, `job` and the results are pickled. An `EtudeError` of
     a rank is raised here. Raises `RankDied` when a rank dies, and `DeadlineExceeded` when no rank has called
-    `heartbeat` for `stall_s` after all have started, which may take `START_S`.
-    """
+    `heartbeat` for `stall_s` seconds after all have started, which may take `START_S`."""
     if ranks == 1:
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")

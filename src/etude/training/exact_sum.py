@@ -2,8 +2,7 @@
 
 A float64 is an integer multiple of 2^-1074, so the sum of any number of them is one integer in this unit. Ranks add
 their partial sums as integers, without rounding. A partial sum takes some hundred bytes. `math.fsum` gives the same
-result for numbers in one process.
-"""
+result for numbers in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _MANTISSA, _LOW = (
 
 
 def exact_sum(values: torch.Tensor) -> ExactSum:
-    """The sum of float64 values [N].
+    """Return the sum of float64 values [N] as an integer in units of 2^-1074, or a float if it is not finite.
 
     >>> exact_sum(torch.tensor([1.0, float("inf")], dtype=torch.float64))
     inf
@@ -43,7 +42,7 @@ def exact_sum(values: torch.Tensor) -> ExactSum:
 
 
 def rounded_sum(parts: Iterable[ExactSum]) -> float:
-    """The sum of several exact sums, rounded to float64.
+    """Return the sum of several exact sums, rounded to float64.
 
     >>> big, small = (torch.tensor(x, dtype=torch.float64) for x in ([1e16, 1.0], [1.0, -1e16]))
     >>> rounded_sum([exact_sum(big), exact_sum(small)]), float(big.sum() + small.sum())
@@ -55,5 +54,5 @@ def rounded_sum(parts: Iterable[ExactSum]) -> float:
 
 
 def exact_norm(squares: Mapping[str, torch.Tensor]) -> float:
-    """√ of the sum of all squares (float64, by parameter), rounded once."""
+    """Return √ of the sum of all squares (float64, by parameter), rounded once."""
     return math.sqrt(rounded_sum([exact_sum(torch.cat(list(squares.values())))]))

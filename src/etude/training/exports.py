@@ -1,4 +1,4 @@
-"""Encode the learner's live weights as the raw codes that are published."""
+"""Encode the learner's live weights as they are published: as integers with the bits of each number."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ _CODES = {
 
 
 def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
-    """Every tensor of a model by its Hugging Face name, as integers with its bits (`encode_tensors`).
+    """Return every tensor of a model by its Hugging Face name, as integers with its bits (`encode_tensors`).
 
-    `quantise`: the packed format of the large matrices.
-    """
+    `weights`: the precision. `quantise`: the packed format of the large matrices."""
     return encode_tensors(
         hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise]), weights
     )
 
 
 def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
-    """Encode tensors as raw codes in bf16 or float32.
+    """Encode tensors as integers with their bits in bf16 or float32.
 
     bf16 is exact when the live weights are rounded. Tensors of `stays_float32` keep float32. Memory shared by several
-    tensors is converted once; under an optimiser that is all of it. In host memory float32 codes are views of the live
-    weights: copy what you keep.
-    """
+    tensors is converted once; under an optimiser that is all of it. In host memory the integers of float32 are views of
+    the live weights: copy what you keep."""
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
     for name, view in views.items():
@@ -57,11 +55,11 @@ def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> d
 
 
 def stored_dtype(weights: LiveWeights) -> torch.dtype:
-    """The torch dtype of published weights."""
+    """Return the torch dtype of published weights."""
     return _CODES[weights][0]
 
 
 def encode(values: torch.Tensor, stored: LiveWeights) -> Codes:
-    """The codes of a tensor, flat."""
+    """Return the bits of a tensor's numbers in the stored precision, as a flat array of unsigned integers."""
     kind, (signed, unsigned) = _CODES[stored]
     return values.to(kind).view(signed).flatten().numpy(force=True).view(unsigned)

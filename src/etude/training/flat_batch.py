@@ -1,8 +1,7 @@
 """Samples packed into one forward pass: tokens of several paths, and the rows with a loss.
 
 A path is forwarded up to, and excluding, its last sampled token, which is only predicted. Paths are packed one after
-another without padding.
-"""
+another without padding."""
 
 from __future__ import annotations
 
@@ -19,46 +18,57 @@ from etude.training.routes import RouteReplay
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """The input of one forward pass. N tokens forwarded, R rows with a loss, L layers, K experts per token."""
+    """The input of one forward pass: N tokens of several paths, R rows with a loss. L layers, K experts per token.
 
-    lengths: list[int]  # tokens of each path, summing to N
-    tokens_N: torch.Tensor  # int64
-    routes_NLK: torch.Tensor | None  # experts to replay, or `missing_route`; None: replay nothing
-    rows_R: torch.Tensor  # int64: positions whose next token was sampled
-    targets_R: torch.Tensor  # int64: the sampled tokens
-    sampler_logprobs_R: torch.Tensor  # float32
-    advantages_R: torch.Tensor  # float32
-    sample_R: torch.Tensor  # int64: index of each row's sample
-    temperatures_R: torch.Tensor | None = None  # float32, NaN: the run's temperature; None: the run's for all rows
-    kept_N: torch.Tensor | None = None  # int64: positions of this rank's tokens under context parallelism; None: all
+    - `lengths`: tokens of each path, N in all.
+    - `tokens_N`: int64.
+    - `routes_NLK`: experts to replay, or `missing_route`; None: replay nothing.
+    - `rows_R`: int64, positions whose next token was sampled. `targets_R`: int64, these sampled tokens.
+    - `sampler_logprobs_R`, `advantages_R`: float32.
+    - `sample_R`: int64, the index of each row's sample.
+    - `temperatures_R`: float32, NaN for the run's temperature; None: the run's for all rows.
+    - `kept_N`: int64, positions of this rank's tokens under context parallelism; None: all."""
+
+    lengths: list[int]
+    tokens_N: torch.Tensor
+    routes_NLK: torch.Tensor | None
+    rows_R: torch.Tensor
+    targets_R: torch.Tensor
+    sampler_logprobs_R: torch.Tensor
+    advantages_R: torch.Tensor
+    sample_R: torch.Tensor
+    temperatures_R: torch.Tensor | None = None
+    kept_N: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of paths; 0 for a batch that is forwarded only because other ranks wait for this one."""
+        """The number of tokens of paths; 0 for a batch that is forwarded only because other ranks wait for this one."""
         return len(self.tokens_N) if self.lengths else 0
 
     @property
     def forward_lengths(self) -> list[int]:
-        """Lengths of the forwarded sequences: a single token where there is no path."""
+        """The lengths of the forwarded sequences: a single token where there is no path."""
         return self.lengths or [1]
 
     def per_row(self, of_samples: Sequence[bool]) -> torch.Tensor:
-        """Expand a value per sample to rows, bool [R]."""
+        """Expand a value per sample to the rows of each sample, bool [R]."""
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
 
     def temperature(self, run: float) -> torch.Tensor | float:
-        """Temperature of each row's log-probability: `run` for all rows, or [R, 1]."""
+        """Return the temperature of each row's log-probability: [R, 1], or `run` if it is that of all rows."""
         if self.temperatures_R is None:
             return run
         return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]
 
     def to(self, device: torch.device) -> FlatBatch:
-        """Move the tensors to a device."""
+        """Return a copy with the tensors on a device."""
         moved = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
         return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
 
     def select(self, kept_N: torch.Tensor) -> FlatBatch:
-        """One rank's part: the tokens at positions `kept_N` (ascending) and their rows. `lengths` does not change."""
+        """Return one rank's part: the tokens at positions `kept_N` (ascending) and their rows.
+
+        `lengths` does not change."""
         here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
         here[kept_N] = True
         mine_R = here[self.rows_R]
@@ -77,7 +87,7 @@ class FlatBatch:
 
 
 def empty_batch() -> FlatBatch:
-    """A batch of one token without a row."""
+    """Return a batch of one token without a row, for a rank that must take part without samples."""
     ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, ints, ints, floats, floats, ints)
 
@@ -85,18 +95,16 @@ def empty_batch() -> FlatBatch:
 def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:
     """Split samples into consecutive groups with at most `budget_tokens` each; a longer sample is alone.
 
-    The order is kept, so that a repetition sums in the same order.
-    """
+    The order is kept, so that a repetition sums in the same order."""
     for part in group_by_budget([num_forwarded(sample) for sample in samples], budget_tokens):
         yield list(samples[part])
 
 
 def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None) -> FlatBatch:
-    """Pack samples into a batch. Without samples: `empty_batch`.
+    """Pack samples into a batch. Without samples it is an `empty_batch`.
 
-    Raises `ValueError` for a path that begins with a sampled token, and `ParityError` for routes that cannot be
-    replayed.
-    """
+    `replay`: which recorded routes to replay; None: none. Raises `ValueError` for a path that begins with a sampled
+    token, and `ParityError` for routes that cannot be replayed."""
     if not samples:
         return empty_batch()
     ends = [num_forwarded(sample) for sample in samples]
@@ -122,7 +130,9 @@ def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None
 
 
 def num_forwarded(sample: Sample) -> int:
-    """Number of tokens of a sample to forward: up to, and excluding, the last sampled token."""
+    """Return the number of tokens of a sample to forward: up to, and excluding, the last sampled token.
+
+    Raises `ValueError` for a sample without a sampled token."""
     where = np.flatnonzero(sample.path.mask)
     if not len(where):
         raise ValueError(f"rollout {sample.rollout_id} has no sampled token")
@@ -134,7 +144,6 @@ def _tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
 
 
 def _temperatures(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """The temperatures of `FlatBatch.temperatures_R`."""
     if all(sample.temperatures is None for sample in samples):
         return None
     of = [np.full_like(s.advantages, np.nan) if s.temperatures is None else s.temperatures for s in samples]

@@ -1,16 +1,16 @@
-"""The RL learner: holds the weights, trains them, and saves and publishes them.
+"""The RL learner: has the weights, trains them, and saves and publishes them.
 
 For each batch it reports the importance ratio (learner over sampler probability) of all tokens. For a path sampled
 entirely by the live weights the ratio must be 1 in exact mode; otherwise the step is refused. For paths of older
 versions, and of a version that is still being published, the ratio is only reported. Routes recorded by engines are
 replayed. Training has no randomness, so there is no random state to save.
 
-The learner knows nothing of rollouts, rewards or engines: it reads `Batch`es and passes tensors to a channel.
-"""
+The learner knows nothing of rollouts, rewards or engines: it reads `Batch`es and passes tensors to a channel."""
 
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +21,8 @@ import torch
 from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
+from etude.file_checksums import verify_files
+from etude.models.checkpoint import read_json
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.numerics.config import Mode, NumericsConfig
@@ -34,7 +36,6 @@ from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches, num_forwarded
 from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
-from etude.training.metadata import METADATA, metadata_text, read_metadata
 from etude.training.muon import Muon
 from etude.training.nan_check import (
     check_logits,
@@ -54,12 +55,16 @@ from etude.training.trainable import LoadRequest, Trainable
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
+METADATA_FORMAT = 1
+METADATA = "learner.json"  # beside the weights of a learner's checkpoint
 UNREPLAYED_EVERY = 64
 """One of this many samples is computed again without route replay, to measure the unreplayed ratio."""
 
 
 class TorchLearner:
-    """A `seams.Learner` on torch. Call `load` first.
+    """The RL learner on torch, which implements `seams.Learner`. Call `load` first.
+
+    A version is one state of the weights that engines can fetch.
 
     - `channel`: where versions are published.
     - `num_steps`: length of the run, for the learning-rate decay (None: no decay).
@@ -71,8 +76,8 @@ class TorchLearner:
       ratio is only reported.
     - `seed`: for the initial LoRA adapters.
     - `group`: the ranks that share the work. Each has its own learner, and all make the same calls
-      (`training.sharded`). Without a group, one process computes the shares of `config.ranks` in turn.
-    """
+      (`training.sharded`). Without a group, one process computes the parts of `config.shares` data-parallel ranks in
+      turn."""
 
     step: int
     """Version step of the live weights: optimiser steps since the starting checkpoint."""
@@ -133,11 +138,10 @@ class TorchLearner:
     # training
 
     def forward_backward(self, batch: Batch) -> StepReport:
-        """Accumulate the gradient of the batch's loss. Returns the batch's metrics.
+        """Accumulate the gradient of the batch's loss, and return the batch's metrics.
 
-        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing, and `NotFinite`. After any error
-        the accumulated gradient is discarded, since it may contain a part of this batch.
-        """
+        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing, and `NotFinite` for NaN or
+        infinity. After any error the accumulated gradient is discarded, since it may contain a part of this batch."""
         began = time.process_time()
         shares, self._lr_share = self.config.shares, batch.lr_share
         metrics = [BatchMetrics() for _ in self._group.own_shares(shares)]
@@ -156,13 +160,11 @@ class TorchLearner:
         return total.report(cpu_s=sum(self._group.all_gather(time.process_time() - began)))
 
     def _packed(self, samples: Sequence[Sample], shares: int) -> list[list[list[Sample]]]:
-        """Rows of the samples that each share forwards together."""
         lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
         rows = pack(lengths, shares=shares, budget_tokens=self.config.budget_tokens, cost=cost)
         return [[[samples[i] for i in one] for one in row] for row in rows]
 
     def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, metrics: list[BatchMetrics]) -> None:
-        """One forward and backward pass of each share."""
         own = self._group.own_shares(len(row))
         accumulator = self._group.accumulator(self.optimizer, len(own))
         for share, share_metrics in zip(own, metrics, strict=True):
@@ -175,8 +177,9 @@ class TorchLearner:
     def _share(
         self, samples: Sequence[Sample], normaliser: float, num_tokens: int, share_metrics: BatchMetrics
     ) -> None:
-        """Forward and backward pass of one share. `normaliser`: number of sampled tokens in the batch; `num_tokens`: of
-        all tokens."""
+        """Run the forward and backward pass of one share.
+
+        `normaliser`: number of sampled tokens in the batch; `num_tokens`: of all tokens."""
         group, step = self._group, self.step + 1
         with group.propagate_errors("samples"):
             packed = flatten_samples(samples, self._replay())
@@ -216,7 +219,6 @@ class TorchLearner:
         return RouteReplay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
     def _run(self, rows: FlatBatch, hook: ForwardHook = no_hook) -> Forward:
-        """One forward pass."""
         return self.model.train().run(
             rows.tokens_N,
             self._group.cache(rows, self.model.operators),
@@ -228,11 +230,9 @@ class TorchLearner:
 
     @torch.no_grad()
     def _unreplayed_log_ratios(self, batch: Batch) -> list[torch.Tensor]:
-        """Log-ratios of a few tokens, without replay: one sample in `UNREPLAYED_EVERY` (at least one), others each
-        step.
+        """Return log-ratios of a few tokens, without replay: one sample in `UNREPLAYED_EVERY`, others each step.
 
-        Costs about a third of their training: about 0.5 % of the step.
-        """
+        This costs about a third of their training: about 0.5 % of the step."""
         few = batch.samples[batch.step % UNREPLAYED_EVERY :: UNREPLAYED_EVERY] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
@@ -244,7 +244,7 @@ class TorchLearner:
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: FlatBatch, fresh_R: torch.Tensor, normaliser: float
     ) -> tuple[PolicyLoss, Corrected]:
-        """The policy loss, and each token's importance weight before the loss clips it."""
+        """Return the policy loss, and each token's importance weight before the loss clips it."""
         sampler_R, advantages_R = rows.sampler_logprobs_R, rows.advantages_R
         kind, (low, high) = self.config.correction, self.config.correction_bounds
         log_ratio_R = logprobs_R.detach() - sampler_R
@@ -276,7 +276,7 @@ class TorchLearner:
     def _fresh_ratio(
         self, samples: Sequence[Sample], rows: FlatBatch, log_ratio_R: torch.Tensor, fresh_R: torch.Tensor
     ) -> float | None:
-        """max |r - 1| over the samples that the live weights sampled; None without such samples."""
+        """Return max |r - 1| over the samples that the live weights sampled; None without such samples."""
         if not bool(fresh_R.any()):
             return None
         off = torch.where(fresh_R, torch.expm1(log_ratio_R).abs(), 0.0)
@@ -291,12 +291,11 @@ class TorchLearner:
         return worst
 
     def _is_fresh(self, sample: Sample) -> bool:
-        """Whether the live weights sampled all of a path.
+        """Return whether the live weights sampled all of a path.
 
         The step alone does not decide it: a restarted learner may have other bytes at the same step, and an engine
         serves its starting weights until it updates. After publishing, the digest decides; while a version is being
-        published, no sample counts.
-        """
+        published, no sample counts."""
         if not sample.single_version or sample.oldest_step != self.step or self.step == self._offered:
             return False
         if self.version is None or self.version.step != self.step:
@@ -304,11 +303,10 @@ class TorchLearner:
         return sample.path.digest == self.version.digest
 
     def defend(self, *, truncate: bool) -> None:
-        """Continue with engines that compute other numbers than the learner.
+        """Change the settings so as to continue with engines that compute other numbers than the learner.
 
-        Replays their routes, reports the ratio on the live weights instead of refusing it, and with `truncate`
-        truncates importance weights.
-        """
+        From now on it replays their routes, and reports the ratio on the live weights instead of refusing it. With
+        `truncate` it also truncates importance weights."""
         self._refuse_mismatch = False
         correction = self.config.correction
         if truncate and correction is CorrectionKind.NONE:
@@ -316,14 +314,13 @@ class TorchLearner:
         self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient. Increments `step`. Returns `grad_norm` (before clipping) and `lr`.
+        """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`.
 
         `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but the
         step counts, and they are published again.
 
         Raises `NotFinite`: for the gradient, and then nothing has changed; or for the new weights, which cannot be
-        saved or published.
-        """
+        saved or published."""
         lr = self._lr_share * self.config.lr
         lr *= lr_multiplier(
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
@@ -344,7 +341,9 @@ class TorchLearner:
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of a text's tokens at temperature 1 under the live weights, all but the first."""
+        """Return the log-probabilities of a text's tokens, all but the first, under the live weights.
+
+        They are those at temperature 1."""
         tokens = torch.tensor(token_ids, device=self._device)
         done: Forward = self.model.eval().run(tokens[:-1])
         logprobs_RV = self.model.operators.log_softmax(done.logits)
@@ -353,20 +352,25 @@ class TorchLearner:
     # weights in and out
 
     def exported(self) -> dict[str, Tensor]:
-        """The live weights as they are published. They may contain views of live memory: copy what you keep."""
+        """Return the live weights by name, as they are published.
+
+        They may contain views of live memory: copy what you keep."""
         return self.trainable.exported()
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
-        """Publish the live weights as the version of this step. Raises `WeightsError` and `StoreError`."""
+        """Publish the live weights as the version of this step, and wait until engines can fetch it.
+
+        `rollout_ids`: the rollouts that the step was trained on, for the version's manifest. Raises `WeightsError` and
+        `StoreError`."""
         self.offer(rollout_ids)
         return self.published()
 
     def offer(self, rollout_ids: Sequence[str]) -> None:
-        """Start publishing the live weights in the background. They are copied before this call returns, so training
-        can continue.
+        """Start publishing the live weights in the background, as the version of this step.
 
-        Publishes one version at a time: first waits for the previous one. Raises the same errors as `published`.
-        """
+        `rollout_ids`: the rollouts that the step was trained on, for the version's manifest. The weights are copied
+        before this call returns, so training can continue. One version is published at a time: this call first waits
+        for the previous one. Raises the same errors as `published`."""
         if self._channel is None:
             raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
         if self._offered is not None:
@@ -377,11 +381,10 @@ class TorchLearner:
         self._offered = self.step
 
     def published(self) -> Published:
-        """Wait until readers can fetch the offered version.
+        """Wait until engines can fetch the version of the last `offer`, and return facts about it.
 
-        The only method that may be called in another thread during training. Raises `WeightsError` or `StoreError`
-        where publishing failed; then call `offer` again.
-        """
+        This is the only method that may be called in another thread during training. Raises `WeightsError` or
+        `StoreError` where publishing failed; then call `offer` again."""
         publisher = self._publisher
         if publisher is None or self._offered is None:
             raise WeightsError("no version is being published", hint="call offer first")
@@ -415,11 +418,10 @@ class TorchLearner:
         """Write a Hugging Face directory with the optimiser state beside it, all or nothing.
 
         An accumulated gradient is not saved. Raises `CheckpointError`, and `NotFinite` where the weights are not
-        finite.
-        """
+        finite."""
         with self._group.propagate_errors("weights"):
             check_weights(self.trainable.views(), f"at step {self.step}")
-        metadata = metadata_text(self.config, self.step, self.version)
+        metadata = _metadata_text(self.config, self.step, self.version)
         with self._group.checkpoint_directory(Path(path)) as folder:
             self.trainable.write(folder)
             self._group.save_optimizer(folder, self.optimizer)
@@ -429,14 +431,13 @@ class TorchLearner:
     def load(self, path: Path | str) -> None:
         """Continue from a directory written by `save`, or start at step 0 from any Hugging Face directory.
 
-        Raises `CheckpointError`; then the learner keeps its state.
-        """
+        Raises `CheckpointError`; then the learner keeps its state."""
         with self._group.propagate_errors("plug-ins"):
             self._plugins.load(self.config)
         path = Path(path)
         resumed, step, version = (path / METADATA).is_file(), 0, None
         if resumed:
-            step, version = read_metadata(path / METADATA, self.config)
+            step, version = _read_metadata(path / METADATA, self.config)
         device = self._group.device(self.config.device)
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
         request = LoadRequest(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
@@ -456,3 +457,39 @@ class TorchLearner:
         return make(
             trainable.module, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.global_norm
         )
+
+
+def _metadata_text(config: LearnerConfig, step: int, version: Version | None) -> str:
+    """Return the content of `learner.json`."""
+    metadata = {
+        "format": METADATA_FORMAT,
+        "step": step,
+        "version": None if version is None else [version.step, version.incarnation, version.digest],
+        "weights": str(config.weights),
+        "optimizer": str(config.optimizer),
+    }
+    return json.dumps(metadata) + "\n"
+
+
+def _read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | None]:
+    """Read step and last published version of a learner's checkpoint.
+
+    Raises `CheckpointError` when it is damaged or was saved with another precision or optimiser."""
+    metadata = read_json(path)
+    step, version = metadata.get("step"), metadata.get("version")
+    is_version = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
+    if metadata.get("format") != METADATA_FORMAT or not isinstance(step, int) or not (version is None or is_version):
+        raise CheckpointError(
+            f"{path} is damaged",
+            f"it contains {metadata}",
+            hint=f"delete {path.parent}: a resumed run continues from the checkpoint before it",
+        )
+    for name, expected in (("weights", config.weights), ("optimizer", config.optimizer)):
+        if metadata.get(name, OptimizerKind.ADAMW) != expected:
+            raise CheckpointError(
+                f"{path} was saved with learner.{name} = {metadata.get(name)!r}",
+                f"the setting is now {str(expected)!r}",
+                hint=f"set learner.{name} to the checkpoint's value",
+            )
+    verify_files(path.parent, [path.name], kind=CheckpointError)
+    return step, Version(*version) if isinstance(version, list) else None

@@ -1,8 +1,7 @@
 """Call the learner's plug-ins, policy loss and correction, and check their results.
 
 An exception, or a result with a wrong type, shape or value, is a `PluginError` that names the plug-in. Plug-ins are not
-called on a rank without sampled tokens: its loss is 0.
-"""
+called on a rank without sampled tokens: its loss is 0."""
 
 from __future__ import annotations
 
@@ -25,8 +24,9 @@ class LearnerPlugins:
         self._loaded: list[tuple[Plugin, Any]] = []
 
     def get(self, kind: Kind, plugin: Plugin) -> Any:
-        """Return the plug-in's object, which the first call constructs. Raises `PluginRefused`, `ConfigError` and
-        `PluginError`."""
+        """Return the plug-in's object, which the first call constructs.
+
+        Raises `PluginRefused`, `ConfigError` or `PluginError` when it cannot be loaded or constructed."""
         for known, made in self._loaded:
             if known == plugin:
                 return made
@@ -39,16 +39,18 @@ class LearnerPlugins:
             self.get(kind, plugin)
 
     def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
-        """Compute the policy loss of a plug-in for the sampled tokens of one forward pass. If there are none, return a
-        loss of 0 without calling the plug-in. Raises `PluginError` as `call_loss` does."""
+        """Compute the policy loss of a plug-in for the sampled tokens of one forward pass.
+
+        If there are none, return a loss of 0 without calling the plug-in. Raises `PluginError` as `call_loss` does."""
         empty_R = tokens.logprobs_R.detach()
         if not len(empty_R):
             return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
         return call_loss(plugin, self.get(Kind.LOSS, plugin), tokens)
 
     def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
-        """Compute the importance weights [R] of a plug-in for R sampled tokens; see `Correction`. If R is 0, return
-        empty weights without calling the plug-in. Raises `PluginError` as `call_correction` does."""
+        """Compute the importance weights [R] of a plug-in for R sampled tokens, with the arguments of `Correction`.
+
+        If R is 0, return empty weights without calling the plug-in. Raises `PluginError` as `call_correction` does."""
         if not len(log_ratio_R):
             return Corrected(log_ratio_R, log_ratio_R)
         return call_correction(plugin, self.get(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)
@@ -58,8 +60,7 @@ def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledToken
     """Call the policy loss `function` and check its result. `plugin`: its setting, which the error names.
 
     Raises `PluginError` if the call raises, or if the result is not a `PolicyLoss` with a finite scalar `loss` that has
-    a gradient, and detached `ratio_R` (float, not NaN) and `clipped_R` (bool), both [R] for R sampled tokens.
-    """
+    a gradient, and detached `ratio_R` (float, not NaN) and `clipped_R` (bool), both [R] for R sampled tokens."""
     with called(Kind.LOSS, plugin, "computing the loss"):
         done: object = function(tokens)
     if not isinstance(done, PolicyLoss):
@@ -77,8 +78,7 @@ def call_correction(
     """Call `correction` and check its result. `plugin`: its setting, which the error names.
 
     Raises `PluginError` if the call raises, or if the result is not a `Corrected` with detached float tensors [R] that
-    contain no NaN, or if a `weight_R` is negative.
-    """
+    contain no NaN, or if a `weight_R` is negative."""
     with called(Kind.CORRECTION, plugin, "computing the weights"):
         done: object = correction(log_ratio_R, sequence_R)
     if not isinstance(done, Corrected):
@@ -92,13 +92,13 @@ def call_correction(
 
 
 def named_plugins(config: LearnerConfig) -> dict[Kind, Plugin]:
-    """The plug-ins in a learner's settings, by kind."""
+    """Return the plug-ins in a learner's settings, by kind."""
     named = {Kind.LOSS: config.policy_loss, Kind.CORRECTION: config.correction}
     return {kind: value for kind, value in named.items() if isinstance(value, Plugin)}
 
 
 def plugin_identities(config: LearnerConfig) -> Mapping[str, str]:
-    """Package, version and source digest of the plug-ins in a learner's settings, by kind."""
+    """Return package, version and source digest of the plug-ins in a learner's settings, by kind."""
     return {str(kind): str(identity(kind, plugin.path)) for kind, plugin in named_plugins(config).items()}
 
 
@@ -106,8 +106,7 @@ def _check(kind: Kind, plugin: Plugin, name: str, value: object, *, like: torch.
     """Raise `PluginError` unless `value` is a tensor with the shape, device and kind of dtype of `like`.
 
     With `grad` it must have a gradient (the loss); otherwise it must not. A ratio that overflows is reported by
-    `nan_check.check_loss`, which says what to do.
-    """
+    `nan_check.check_loss`, which says what to do."""
     expected = f"a tensor {list(like.shape)} of {'bool' if like.dtype is torch.bool else 'float'} on {like.device}"
     if not isinstance(value, torch.Tensor):
         raise unusable(kind, plugin, f"{name} is {type(value).__name__}, and {expected} is wanted")

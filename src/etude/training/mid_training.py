@@ -3,8 +3,7 @@
 A step's batch does not depend on the number of ranks. Each rank computes its part, gradients are summed as one buffer,
 and every rank takes the same optimiser step, so their weights stay equal to the bit (checked at the end). Checkpoints
 are in ``<out>.partial/step-NNNNNN`` until the result is complete. A killed run resumes from the last one and ends with
-the same bytes as a run without interruption.
-"""
+the same bytes as a run without interruption."""
 
 from __future__ import annotations
 
@@ -52,14 +51,18 @@ ranks are spawned."""
 
 @dataclass(frozen=True)
 class MidTrained:
-    """Result of mid-training; also written to ``mid_training.json``."""
+    """The result of mid-training; also written to `mid_training.json`.
+
+    `loss`: of the last step, in nats per token. `heldout_loss`: None if the corpus has no held-out documents.
+    `copy_probe`: the last value of the caller's probe; None without one. `digest`: SHA-256 of the weights' bytes, the
+    same in every rank."""
 
     num_steps: int
     num_tokens: int
-    loss: float  # of the last step, nats per token
-    heldout_loss: float | None  # None: the corpus has no held-out documents
+    loss: float
+    heldout_loss: float | None
     copy_probe: float | None
-    digest: str  # SHA-256 of the weights' bytes, the same in every rank
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class _Job:
 
     @property
     def identity(self) -> str:
-        """Digest of everything that must be equal to resume from a checkpoint."""
+        """The digest of everything that must be equal to resume from a checkpoint."""
         corpus = (self.corpus / "corpus.json").read_text()
         plain = [to_plain(self.config), to_plain(self.model), self.seed, str(self.start), corpus]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
@@ -99,15 +102,17 @@ def mid_train(
     telemetry: Telemetry | None = None,
     copy_probe: Probe | None = None,
 ) -> MidTrained:
-    """Train a new model, or the one in the checkpoint directory `start`, on a corpus. `out_dir` becomes a Hugging Face
-    directory in float32.
+    """Train a new model, or the one in the checkpoint directory `start`, on a corpus.
 
-    `assets`: a directory whose tokeniser files are copied. `copy_probe`: measures copying from the context, for the
-    event `mid.eval`. Returns at once when `out_dir` has the result of the same settings.
+    `out_dir` becomes a Hugging Face directory in float32. It returns at once when `out_dir` has the result of the same
+    settings.
+
+    - `ranks`: the number of data-parallel processes.
+    - `assets`: a directory whose tokeniser files are copied.
+    - `copy_probe`: measures copying from the context, for the event `mid.eval`.
 
     Raises `RunError` when a rank dies or a checkpoint has other settings, `TaskError` for the corpus, `CheckpointError`
-    for disk errors, and `DeadlineExceeded` when the ranks stall.
-    """
+    for disk errors, and `DeadlineExceeded` when the ranks stall."""
     where = None if telemetry is None else (telemetry.path, telemetry.process)
     read_corpus(corpus_dir, vocab_size=model.vocab_size)  # report errors of the corpus before ranks start
     job = _Job(
@@ -145,7 +150,6 @@ def _finished(job: _Job) -> MidTrained:
 
 
 def _train(ranks: RankGroup, job: _Job) -> MidTrained:
-    """Run one rank."""
     run = _Run(ranks, job)
     for step in range(run.optimizer.num_steps, len(run.batches)):
         ranks.heartbeat()
@@ -187,7 +191,7 @@ class _Run:
         self._reported = (time.monotonic(), self.num_tokens)
 
     def train_step(self, step: int) -> None:
-        """One optimiser step."""
+        """Take one optimiser step."""
         config, spans = self.job.config, self.batches[step]
         sums = self._accumulate(spans)
         self.ranks.all_reduce(self.optimizer.grad)
@@ -203,7 +207,7 @@ class _Run:
         self._report(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
 
     def _accumulate(self, spans: Spans) -> torch.Tensor:
-        """Accumulate this rank's part of the gradient. Returns its part of (mean loss, balance loss)."""
+        """Accumulate this rank's part of the gradient, and return its part of (mean loss, balance loss)."""
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(
@@ -227,7 +231,7 @@ class _Run:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Held-out loss over all ranks, and the copy probe on the first rank."""
+        """Compute the held-out loss over all ranks, and the copy probe on the first rank."""
         self.model.eval()
         docs = self.corpus.heldout
         sums = torch.zeros(2)
@@ -312,7 +316,6 @@ class _Run:
         return result
 
     def _report(self, step: int, **values: float) -> None:
-        """Write an event about once per second, and at the end."""
         now, (since, tokens) = time.monotonic(), self._reported
         if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
             return
@@ -333,8 +336,9 @@ def _num_tokens(spans: Spans) -> int:
 
 
 def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """(inputs, targets, lengths) of each forward pass over some documents. The last token of a document is only
-    predicted."""
+    """Return (inputs, targets, lengths) of each forward pass over some documents.
+
+    The last token of a document is only predicted."""
     batches = []
     for part in group_by_budget((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
         docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]

@@ -8,22 +8,22 @@ _STEP = "step-"
 
 
 def progress_folder(out: Path) -> Path:
-    """The directory of the checkpoints."""
+    """Return the directory of the checkpoints of a mid-training with the output directory `out`."""
     return out.with_name(out.name + ".partial")
 
 
 def checkpoint_path(out: Path, step: int) -> Path:
-    """The checkpoint after `step` steps."""
+    """Return the path of the checkpoint after `step` steps."""
     return progress_folder(out) / f"{_STEP}{step:06d}"
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """The checkpoint to resume from; None where there is no checkpoint."""
+    """Return the checkpoint to resume from; None where there is no checkpoint."""
     return max(progress_folder(out).glob(f"{_STEP}*"), default=None)
 
 
 def resume_step(out: Path) -> int:
-    """The step to resume from; 0 where there is no checkpoint.
+    """Return the step to resume from; 0 where there is no checkpoint.
 
     >>> resume_step(Path("nowhere"))
     0

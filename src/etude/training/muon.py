@@ -15,8 +15,7 @@ Five Newton-Schulz steps with Jordan's coefficients compute the orthogonal matri
 1.2]. They run in float32 on CPUs and in bfloat16 on GPUs.
 
 With sharded weights, ranks send the rows of a matrix to one of them (`ShardExchange`), which orthogonalises the full
-matrix. Each matrix is computed once. Experts are not cut.
-"""
+matrix. Each matrix is computed once. Experts are not cut."""
 
 from __future__ import annotations
 
@@ -36,27 +35,27 @@ SIZE = 0.2
 
 @runtime_checkable
 class HasMatrices(Protocol):
-    """A layer with matrices for Muon (`models.attention.AttentionLayer`)."""
+    """A layer with matrices for Muon, as `models.attention.AttentionLayer` describes them."""
 
     def matrices(self) -> dict[str, list[int]]: ...
 
 
 class ShardExchange(Protocol):
-    """Exchange between sharded and full parameters. Its calls are collective."""
+    """Exchange between the rows of parameters that each rank has and full parameters. Its calls are collective."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
-        ...
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The reverse: exchange full parameters for this rank's rows of each parameter, shaped as `like`."""
-        ...
+        """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
 
 
 class Muon(AdamW):
-    """`AdamW`, with Muon for matrices (`muon_matrices`)."""
+    """`AdamW`, with Muon for matrices (`muon_matrices`).
+
+    `exchange`: gathers full matrices where weights are sharded. `settings`: the other arguments of `AdamW`."""
 
     def __init__(
         self, model: nn.Module, *, exchange: ShardExchange, momentum: float = MOMENTUM, **settings: Any
@@ -85,14 +84,18 @@ class Muon(AdamW):
 
 
 def muon_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """The parameters that Muon updates. For each, the row counts of the matrices stacked in it (in each expert, for
-    experts)."""
+    """Return the names of the parameters that Muon updates, each with row counts.
+
+    A parameter may be several matrices stacked along the rows; the row counts are those of each matrix. For experts
+    they are those within one expert."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, HasMatrices))
     return {f"{name}.{part}": rows for name, module in layers for part, rows in module.matrices().items()}
 
 
 def orthogonalise(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Orthogonalise and scale each of the matrices stacked in a parameter, [O, I] or [E, O, I]."""
+    """Orthogonalise and scale each of the matrices stacked in a parameter, [O, I] or [E, O, I].
+
+    `rows`: the row count of each matrix."""
     out = torch.empty_like(parameter)
     at = 0
     for number in rows:
@@ -108,7 +111,7 @@ def orthogonalise(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximate the nearest matrix with orthonormal rows (or columns, where there are fewer). Keeps the shape.
+    """Approximate the nearest matrix with orthonormal rows (or columns, where there are fewer), of the same shape.
 
     >>> turned = newton_schulz(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
     >>> [0.6 < x < 1.3 for x in torch.linalg.svdvals(turned).tolist()]

@@ -4,8 +4,7 @@ One step after training on a NaN, every weight is NaN, and its origin is lost. S
 and new weights are checked, each with one sum. After a failed check the origin is traced: a forward pass is repeated
 with a hook on every operator; for a gradient, the parameter that the backward pass reached first is named.
 
-All checks raise `NotFinite`.
-"""
+All checks raise `NotFinite`."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ HINT = "the weights are those of the previous step: resume with a lower lr, or i
 
 
 def check_sampled(samples: Sequence[Sample], rows: FlatBatch, *, step: int) -> None:
-    """Check the engines' log-probabilities and the advantages."""
+    """Check that the engines' log-probabilities and the advantages are finite. Raises `NotFinite`."""
     for what, numbers_R in (("log-probability", rows.sampler_logprobs_R), ("advantage", rows.advantages_R)):
         if not is_finite(numbers_R):
             at = int((~torch.isfinite(numbers_R)).int().argmax())
@@ -49,11 +48,10 @@ def check_logits(
     step: int,
     place: Callable[[int], str],
 ) -> None:
-    """Check the logits [R, V] of a forward pass.
+    """Check that the logits [R, V] of a forward pass are finite. Raises `NotFinite`.
 
     `again` repeats the forward pass with a hook, to find the operator (None: it cannot be repeated, since other ranks
-    take part). `rows_R`: the tokens that have logits (None: all). `place` describes a token in the error.
-    """
+    take part). `rows_R`: the tokens that have logits (None: all). `place` describes a token in the error."""
     if is_finite(logits_RV):
         return
     if again is None:
@@ -80,7 +78,9 @@ def check_loss(
     *,
     step: int,
 ) -> None:
-    """Check the loss. Neither the loss nor any ratio [R] may overflow, not even a ratio that the loss clips."""
+    """Check that the loss is finite, and every ratio [R], also one that the loss clips. Raises `NotFinite`.
+
+    `samples`, `rows`: the input of the forward pass, to name the token in the error."""
     if is_finite(loss) and is_finite(policy.ratio_R):
         return
     at = int(log_ratio_R.abs().argmax())
@@ -106,10 +106,11 @@ def checked_step(
     step: int,
     propagate_errors: PropagateErrors = lambda what: nullcontext(),
 ) -> float:
-    """Apply the gradient, with checks of gradient and new weights. Returns the gradient norm.
+    """Apply the gradient, with checks of gradient and new weights. Returns the gradient norm before clipping.
 
-    A gradient that is not finite changes no weight and raises on every rank, with the parameter's name from `views`.
-    """
+    `views`: returns the trained tensors by name. `step`: for the errors. `propagate_errors`: makes a context manager in
+    which an error of one rank is raised on all (`ProcessGroup.propagate_errors`). A gradient that is not finite changes
+    no weight and raises `NotFinite` on every rank, with the parameter's name."""
     try:
         norm = optimizer.step(lr)
     except NotFinite as error:
@@ -130,8 +131,10 @@ def checked_step(
 
 
 def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
-    """Check live weights, by the names under which they are saved. `when`: the end of the error, such as "after step
-    3"."""
+    """Check that live weights are finite. Raises `NotFinite`, which names the first tensor that is not.
+
+    `views`: the tensors by the names under which they are saved. `when`: the end of the error, such as "after step 3".
+    """
     bad = find_non_finite(views)
     if bad:
         first = next(iter(bad))
@@ -143,8 +146,9 @@ def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
 
 
 def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradient, split by the names of `views`. It has the layout of the live weights, whose views give the
-    slices."""
+    """Return the gradient, split by the names of `views`.
+
+    It has the layout of the live weights, whose views give the slices."""
     if optimizer.is_sharded:
         return optimizer.by_parameter(optimizer.grad)
     return {
@@ -155,10 +159,9 @@ def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def describe_token(samples: Sequence[Sample], rows: FlatBatch, token: int, *, after: int = 0) -> str:
-    """Describe a token of a forward pass: its rollout and position.
+    """Describe a token of a forward pass for an error: its rollout and position.
 
-    `after`: added to the position; 1 for the token that a row predicts.
-    """
+    `after`: added to the position; 1 for the token that a row predicts."""
     token = token if rows.kept_N is None else int(rows.kept_N[token])
     ends = np.cumsum(rows.lengths)
     of = int(np.searchsorted(ends, token, side="right"))

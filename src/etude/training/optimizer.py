@@ -1,26 +1,25 @@
-"""AdamW over one flat vector, with float32 master weights behind live weights that may be rounded to bf16.
+"""AdamW over one flat vector, with float32 weights behind live weights that may be rounded to bf16.
 
 With rounded live weights the learner computes with exactly the bytes that it publishes, so an engine that reads bf16
-and computes in float32 has the same numbers. The masters keep what rounding would lose, so small updates add up.
+and computes in float32 has the same numbers. The float32 master weights keep what rounding would lose, so small updates
+add up.
 
-One vector holds all weights and one all gradients. A step is one fused pass over them, however many tensors there are
-(1.6 ms at the laptop's size, against 4.1 with separate operations), and data-parallel ranks exchange one buffer. Under
-FSDP2 the vectors hold this rank's rows, copied from its gradients and to its shards.
+One vector has all weights and one all gradients. A step is one fused pass over them, and data-parallel ranks exchange
+one buffer. Under FSDP2 the vectors have this rank's rows, copied from its gradients and to its shards.
 
-Results do not depend on which rank holds which numbers. The kernel computes the last few numbers of a vector with other
-instructions, so vectors end in padding; and the gradient norm is an exact sum over rows, rounded once.
-"""
+Results do not depend on which rank has which numbers. The kernel computes the last few numbers of a vector with other
+instructions, so vectors end in padding; and the gradient norm is an exact sum over rows, rounded once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
 from etude.errors import CheckpointError, NotFinite
+from etude.models.lora import local_part
 from etude.training.config import LiveWeights
 from etude.training.exact_sum import exact_norm
 
@@ -31,8 +30,9 @@ PADDING = 64
 class AdamW:
     """AdamW with decoupled weight decay (arXiv 1711.05101).
 
-    It takes over the memory of the model's parameters and gradients, or of this rank's shards under FSDP2. `norm`
-    computes the gradient norm (`process_group.ProcessGroup.global_norm`).
+    It takes over the memory of the model's parameters and gradients, or of this rank's shards under FSDP2. `weights`:
+    the precision of the live weights. `grad_clip`: the largest gradient norm; 0: no limit. `norm`: computes the
+    gradient norm from squares by parameter (`process_group.ProcessGroup.global_norm`).
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> optimizer = AdamW(layer, weights=LiveWeights.F32)
@@ -73,7 +73,9 @@ class AdamW:
         self._round()
 
     def _excluded_names(self, model: nn.Module) -> Sequence[str]:
-        """Parameters that a subclass updates by another rule: first in the vectors, without a second moment."""
+        """Return the parameters that a subclass updates by another rule.
+
+        They are first in the vectors and have no second moment."""
         return ()
 
     @torch.no_grad()
@@ -90,10 +92,10 @@ class AdamW:
         return any(map(_is_sharded, self.parameters.values()))
 
     def by_parameter(self, vector: torch.Tensor, *, adamw_only: bool = False) -> dict[str, torch.Tensor]:
-        """Split a vector with the layout of `live` into one view per parameter.
+        """Split a vector with the layout of `live` (the live weights) into one view per parameter.
 
-        `adamw_only`: the vector has the layout of `second`, which lacks the excluded parameters.
-        """
+        `adamw_only`: the vector has the layout of `second` (the second moment), which lacks parameters that a subclass
+        updates by another rule."""
         begin = self._excluded_size if adamw_only else 0
         return {
             name: vector[place.start - begin : place.stop - begin].view(self.shapes[name])
@@ -106,8 +108,7 @@ class AdamW:
         """Apply the gradient and clear it. Returns the gradient norm before clipping.
 
         A zero gradient changes nothing and does not count as a step, since the momentum would still move the weights.
-        Raises `NotFinite` for a NaN or infinite norm, and then changes nothing.
-        """
+        Raises `NotFinite` for a NaN or infinite norm, and then changes nothing."""
         self._collect()
         norm = self._norm(_squares(self.by_parameter(self.grad)))
         if not norm < float("inf"):
@@ -151,17 +152,16 @@ class AdamW:
                 p.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The optimiser state for a checkpoint, as views. The accumulated gradient is not part of it."""
+        """Return the optimiser state for a checkpoint, as views. The accumulated gradient is not part of it."""
         count = torch.tensor([self.num_steps], dtype=torch.int64)
         return {"master": self.master, "first": self.first, "second": self.second, "num_steps": count}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, torch.Tensor], *, live: bool = True) -> None:
-        """Continue from a `state`.
+        """Continue from the result of `state`.
 
-        Raises `CheckpointError` when it does not fit the model or, with `live`, when its masters do not match the live
-        weights.
-        """
+        Raises `CheckpointError` when it does not fit the model or, with `live`, when its float32 weights do not match
+        the live weights."""
         own = self.state()
         for name, tensor in own.items():
             found = state.get(name)
@@ -182,7 +182,6 @@ class AdamW:
             )
 
     def _collect(self) -> None:
-        """Copy the gradients of shards into the gradient vector."""
         for name, p in self.parameters.items():
             if _is_sharded(p):
                 own = self.grad[self.slices[name]].view(self.shapes[name])
@@ -200,12 +199,6 @@ class AdamW:
             local_part(p).copy_(self.live[self.slices[name]].view(self.shapes[name]))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: its rows of a `DTensor`, all of any other tensor."""
-    dtensor: Any = tensor
-    return dtensor.to_local() if _is_sharded(tensor) else tensor.detach()
-
-
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")  # without importing torch.distributed
 
@@ -219,8 +212,9 @@ def _padded(size: int) -> int:
 
 
 def layout(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict[str, slice], int, int]:
-    """Slices of the parameters in the vector, those of `first` at the start. Returns (slices, start of the others,
-    length)."""
+    """Lay out parameters in a flat vector. Returns (slice of each parameter, start of the others, length).
+
+    The parameters in `first` are at the start; the others begin at a multiple of `PADDING`."""
     found, at = {}, 0
     for name in first:
         found[name] = slice(at, at := at + shapes[name].numel())
@@ -232,7 +226,7 @@ def layout(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict
 
 
 def _squares(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Squared norm of each row of each gradient, float64. Ranks with different rows can add them up."""
+    """Return the squared norm of each row of each gradient, float64. Ranks with different rows can add them up."""
     norms = [torch.linalg.vector_norm(g.flatten(1), dim=1) if g.ndim > 1 else g.abs() for g in gradients.values()]
     squares = torch.cat(norms).double().square_()
     return dict(zip(gradients, torch.split(squares, [len(rows) for rows in norms]), strict=True))

@@ -6,8 +6,7 @@ forward passes should cost the same; balancing lengths alone ignores the second 
 
 Samples go, from the most expensive on, to the cheapest bin with enough capacity (Graham's longest processing time
 first, 1969: at most 4/3 of the optimum). Bins of similar cost form a row, which the ranks forward together.
-Deterministic: the same samples give the same plan on every rank.
-"""
+Deterministic: the same samples give the same plan on every rank."""
 
 from __future__ import annotations
 
@@ -22,6 +21,8 @@ from etude.models.config import ModelConfig
 class Cost:
     """The cost of forwarding a sequence, in tokens of a sequence without attention.
 
+    `even_tokens`: the length at which attention costs as much as the other products.
+
     >>> Cost(even_tokens=1000.0).of(1000)
     2000.0
     """
@@ -31,11 +32,10 @@ class Cost:
 
     @classmethod
     def for_model(cls, config: ModelConfig) -> Cost:
-        """The cost for a model.
+        """Return the cost for a model.
 
         A token multiplies with each active parameter once. Two tokens of which one attends to the other multiply the
-        widths of a key and a value per head; half of all pairs do. The backward pass doubles both.
-        """
+        widths of a key and a value per head; half of all pairs do. The backward pass doubles both."""
         c = config
         met = c.num_parameters - c.vocab_size * c.hidden_size  # an embedding is looked up
         met += c.vocab_size * c.hidden_size if c.tie_embeddings else 0
@@ -43,15 +43,16 @@ class Cost:
         return cls(2 * met / (c.num_layers * c.num_heads * (c.head_dim + c.value_dim)))
 
     def of(self, num_tokens: int) -> float:
-        """The cost of one sequence."""
+        """Return the cost of one sequence."""
         return num_tokens + num_tokens**2 / self.even_tokens
 
 
 def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost) -> list[list[list[int]]]:
-    """Pack samples into rows of one bin per share. A bin is a list of indices into `lengths`, ascending, with at most
-    `budget_tokens` in total.
+    """Distribute samples over forward passes of data-parallel ranks, balanced by cost.
 
-    A longer sequence has its own bin. Bins are empty where there are fewer sequences than shares.
+    Returns rows, which all ranks forward at the same time. A row has one bin for each of `shares` ranks. A bin is a
+    list of indices into `lengths`, ascending, with at most `budget_tokens` in total. A longer sequence has its own bin.
+    Bins are empty where there are fewer sequences than shares.
 
     >>> pack([8, 1, 1, 6], shares=2, budget_tokens=10, cost=Cost(math.inf))
     [[[0], [1, 2, 3]]]

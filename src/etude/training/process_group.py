@@ -7,8 +7,7 @@ Losses, checks and reports are the learner's, the same for both.
 A batch is packed into rows of one bin per *share* (`training.packing`), with as many shares as there are data-parallel
 ranks. A row's gradient is a binary tree over its shares. `SingleProcess` computes the shares in turn and adds them in
 the same tree: to the bit what ranks compute, where their layout allows it
-(docs/decisions/0022-a-learner-over-ranks.md).
-"""
+(docs/decisions/0022-a-learner-over-ranks.md)."""
 
 from __future__ import annotations
 
@@ -39,84 +38,79 @@ file is not named *.safetensors, since vLLM loads every such file as weights."""
 
 
 class ProcessGroup(Protocol):
-    """The ranks of a learner, as seen by one of them. All calls but `device` and `own_shares` are collective."""
+    """The ranks of a learner, as seen by one of them. All calls but `device` and `own_shares` are collective.
+
+    A share is the part of a batch that one data-parallel rank computes."""
 
     rank: int
     size: int
 
     def device(self, name: str) -> torch.device:
-        """This rank's device: `learner.device`, or its own GPU."""
-        ...
+        """Return this rank's device: the one that the setting `name` asks for, or the rank's own GPU."""
 
     def own_shares(self, shares: int) -> range:
-        """Which shares of each row this rank computes."""
-        ...
+        """Return the indices of those of the `shares` parts of a batch that this rank computes."""
 
     def local_tokens(self, rows: FlatBatch) -> FlatBatch:
-        """The tokens of a share that this rank forwards: all, or with context parallelism a part of each text."""
-        ...
+        """Return the tokens of a share that this rank forwards.
+
+        They are all of them, or with context parallelism a part of each text."""
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
-        """The `Cache` with which the tokens of `local_tokens` attend to each other."""
-        ...
+        """Return the `Cache` with which the tokens of `local_tokens` attend to each other."""
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Context for a block without collectives: an error on one rank is raised on all ranks. A late rank is a
-        `RankLost`."""
-        ...
+        """Return a context manager for a block without collectives, at whose end an error of one rank is raised on all.
+
+        `what` names the block in errors. A rank that does not reach the end in time raises `RankLost` on the others."""
 
     def collective(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Context for a block with torch's collectives: a failed collective is a `RankLost` that names the missing
-        ranks."""
-        ...
+        """Return a context manager for a block with torch's collectives.
+
+        `what` names the block in errors. A collective that fails raises `RankLost`, which names the missing ranks."""
 
     def all_reduce(self, counts: torch.Tensor) -> None:
         """Replace integers by their sum over all ranks."""
-        ...
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        """√ of the sum of all ranks' squares (float64, by parameter), rounded once: independent of which rank has which
-        rows."""
-        ...
+        """Return √ of the sum of all ranks' squares (float64, by parameter), rounded once.
+
+        It does not depend on which rank has which rows."""
 
     def all_gather(self, one: T) -> list[T]:
-        """The values of all ranks, in order of rank, on each rank."""
-        ...
+        """Return the values of all ranks, in order of rank, on each rank."""
 
     def load(self, request: LoadRequest) -> Trainable:
         """Load the trainable weights of a checkpoint, or this rank's part of them (`trainable.load_trainable`)."""
-        ...
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
-        """Return what sums the gradients of a row over several shares of this rank, or over ranks; None where backward
-        passes alone do it."""
-        ...
+        """Return what sums the gradients of a row over several shares of this rank, or over ranks.
+
+        None where backward passes alone do it."""
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
-        """Restore the optimiser state of a checkpoint, whichever ranks saved it. Raises `CheckpointError`."""
-        ...
+        """Restore the optimiser state of a checkpoint, whichever ranks saved it.
+
+        Raises `CheckpointError` when it is missing, damaged, or of another model or optimiser."""
 
     def checkpoint_directory(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """A hidden directory that all ranks fill. It becomes `path` when the block succeeds on all of them."""
-        ...
+        """Return a context manager with a hidden directory that all ranks fill.
+
+        It becomes `path` when the block succeeds on all of them."""
 
     def save_optimizer(self, folder: Path, optimizer: AdamW) -> None:
         """Save the optimiser state into a checkpoint."""
-        ...
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
-        ...
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The reverse: exchange full parameters for this rank's rows of each parameter, shaped as `like`."""
-        ...
+        """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
 
     def reset(self, model: Transformer) -> None:
         """Reset the model after an interrupted forward or backward pass."""
-        ...
 
 
 class SingleProcess:
@@ -189,20 +183,22 @@ SINGLE_PROCESS = SingleProcess()
 
 
 class ShareAccumulator:
-    """Sums the gradients of several shares in one process, in the order in which ranks sum theirs: a binary tree over
-    the shares of a row (`tree_sum`), then one row after the other."""
+    """Sums the gradients of several shares in one process, in the order in which ranks sum theirs.
+
+    It is a binary tree over the shares of a row (`tree_sum`), then one row after the other. A share is the part of a
+    batch that one data-parallel rank computes; a row is what all of them forward at the same time."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
-        """`gradient`: the buffer that every backward pass adds to."""
+        """Begin a row. `gradient`: the buffer that every backward pass adds to, which is cleared."""
         self._gradient, self._before = gradient, gradient.clone()
         self._shares: list[torch.Tensor] = []
         gradient.zero_()
 
     def add_share(self) -> None:
-        """Call after a share's backward pass."""
+        """Take the gradient of a share, after its backward pass, and clear the buffer."""
         self._shares.append(self._gradient.clone())
         self._gradient.zero_()
 
     def finish_row(self) -> None:
-        """Call after the last share of a row."""
+        """Add the sum of the row's shares to the gradient before the row. Call it after the last share."""
         self._gradient.copy_(self._before + tree_sum(self._shares))

@@ -1,7 +1,6 @@
 """The reference policy: a frozen model whose log-probabilities anchor a KL penalty in the reward or the loss.
 
-It chooses experts by itself: routes recorded by the policy mean nothing in another model.
-"""
+It chooses experts by itself: routes recorded by the policy mean nothing in another model."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches
 
 
 class Reference:
-    """The model of a checkpoint, at the sampling temperature of rollouts.
+    """The reference policy: the frozen model of a checkpoint, at the sampling temperature of rollouts.
 
-    `operators`: those of the policy (None: exact, in float32). Raises `CheckpointError`.
-    """
+    `operators`: those of the policy (None: exact, in float32). `budget_tokens`: tokens of one forward pass in `k1`.
+    Raises `CheckpointError` when the checkpoint cannot be loaded."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, rows: FlatBatch) -> torch.Tensor:
-        """Log-probability of each sampled token, float32 [R], on the device of the rows."""
+        """Return the log-probability of each sampled token, float32 [R], on the device of the rows."""
         logits, _ = self._model(
             rows.tokens_N, Packed(rows.forward_lengths, self._model.operators, device=self._device), rows=rows.rows_R
         )
@@ -47,8 +46,9 @@ class Reference:
         return logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
 
     def k1(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """k1 estimate of each rollout: rollout id → Σ log π − log π_ref over its sampled tokens, π as logged by the
-        sampler."""
+        """Return the k1 estimate of each rollout by id: Σ log π − log π_ref over its sampled tokens.
+
+        π is the probability that the sampler recorded."""
         sums = {sample.rollout_id: 0.0 for sample in samples}
         for some in microbatches(samples, budget_tokens=self._budget_tokens):
             rows = flatten_samples(some).to(self._device)

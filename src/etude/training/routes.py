@@ -4,8 +4,7 @@ Replay removes routing from the importance ratio. On the sampler's own weights t
 from rounding. On later weights the router itself has moved; replay would hide that from the ratio, and pull the policy
 to old routes. So routes more than a few versions old are not replayed.
 
-Shapes: T tokens of a path, N tokens forwarded, L layers with a router, K experts per token.
-"""
+Shapes: T tokens of a path, N tokens forwarded, L layers with a router, K experts per token."""
 
 from __future__ import annotations
 
@@ -27,18 +26,19 @@ HINT_OFF = "make the engines return routes, or set learner.replay_routes = false
 
 @dataclass(frozen=True)
 class RouteReplay:
-    """Which routes are replayed: those computed by a model like `model` at most `max_lag` steps before `step`."""
+    """Which recorded routes (the experts of each token) a forward pass uses again.
+
+    They are those computed by a model like `model` at most `max_lag` steps before `step`."""
 
     model: ModelConfig
     step: int
     max_lag: int
 
     def routes(self, samples: Sequence[Sample], ends: Sequence[int]) -> torch.Tensor:
-        """Routes of the first `ends` positions of each path, [N, L, K] in the model's `route_dtype`.
+        """Return the routes of the first `ends` positions of each path, [N, L, K] in the model's `route_dtype`.
 
-        `missing_route` where a route is too old. Raises `ParityError`, naming rollout and position, where a route to
-        replay is missing or invalid for this model.
-        """
+        They are `missing_route` where a route is too old. Raises `ParityError`, naming rollout and position, where a
+        route to replay is missing or invalid for this model."""
         starts, dtype = np.cumsum([0, *ends]), np.dtype(self.model.route_dtype)
         shape = (starts[-1], self.model.num_moe_layers, self.model.top_k)
         routes, replayed = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
@@ -57,11 +57,10 @@ class RouteReplay:
         return torch.from_numpy(routes)
 
     def _stale(self, sample: Sample, end: int) -> Bools:
-        """Whether the route of each position is too old, [end].
+        """Return whether the route of each position is too old, [end].
 
         A position was computed by the version that sampled or read the next token. An unknown version counts as new;
-        one below `UNKNOWN` is from a lost lineage.
-        """
+        one below `UNKNOWN` is from a lost lineage."""
         computed_by = sample.path.steps[1 : end + 1]
         stale: Bools = (computed_by != UNKNOWN) & (self.step - computed_by > self.max_lag)
         return stale
@@ -85,7 +84,7 @@ def _check_kind(sample: Sample, of: ModelConfig) -> None:
 
 
 def _wrong(routes: Routes, num_experts: int) -> Bools:
-    """[N] Whether a layer has an expert that does not exist, or the same expert twice."""
+    """Return [N] whether a layer has an expert that does not exist, or the same expert twice."""
     ordered = np.sort(routes, -1)
     wrong: Bools = ((ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= num_experts)).any(-1)
     return wrong

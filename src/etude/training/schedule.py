@@ -1,13 +1,12 @@
 """Learning-rate schedule: warm-up, constant, linear decay ("warmup-stable-decay", arXiv 2404.06395).
 
-The length of the run is needed only for the decay.
-"""
+The length of the run is needed only for the decay."""
 
 from __future__ import annotations
 
 
 def lr_multiplier(step: int, num_steps: int | None, *, warmup_steps: int, decay_from: float, final: float) -> float:
-    """Multiplier of the peak learning rate at `step` (from 0).
+    """Return the factor of the peak learning rate at `step` (from 0).
 
     The rate rises over `warmup_steps`, is constant until the share `decay_from` of `num_steps`, and falls linearly to
     the share `final`. Without `num_steps` it never decays.

@@ -1,8 +1,7 @@
 """Train a byte-level BPE tokeniser and save it as Hugging Face files. Torch-free; takes about a second.
 
 Every byte is a token, so any text can be encoded. Digits stay single, so that a small model can copy and compare
-numbers digit by digit.
-"""
+numbers digit by digit."""
 
 from __future__ import annotations
 
@@ -31,12 +30,11 @@ def train_tokenizer(
     end_token: str = "<|end|>",
     pad_token: str = "<|pad|>",
 ) -> Tokenizer:
-    """Train on `texts` and write tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja
-    into `folder`.
+    """Train a tokeniser on `texts`, and write its Hugging Face files into `folder`.
 
-    Special tokens get the ids 0, 1, … in their order. `end_token` and `pad_token` are named in the configs if they are
-    special tokens; generation stops at `end_token`. Raises `TaskError` when the vocabulary is too small for bytes and
-    special tokens.
+    The files are tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja. Special tokens
+    get the ids 0, 1, … in their order. `end_token` and `pad_token` are named in the configs if they are special tokens;
+    generation stops at `end_token`. Raises `TaskError` when the vocabulary is too small for bytes and special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + len(special_tokens):

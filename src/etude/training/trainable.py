@@ -1,7 +1,6 @@
 """The part of a model that is trained, saved and published: all weights, or LoRA adapters.
 
-This module is the only place in which a learner with LoRA differs from one that trains all weights.
-"""
+This module is the only place in which a learner with LoRA differs from one that trains all weights."""
 
 from __future__ import annotations
 
@@ -34,38 +33,32 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Trainable(Protocol):
-    """A model, and the part of it that is trained."""
+    """A model, and the part of it that is trained: all weights, or LoRA adapters. `ProcessGroup.load` makes one."""
 
     model: Transformer
 
     @property
     def module(self) -> nn.Module:
         """The module whose parameters an optimiser takes over. Call `sync_model` after each update of them."""
-        ...
 
     def views(self) -> Mapping[str, torch.Tensor]:
-        """The trained tensors, by the names under which they are saved."""
-        ...
+        """Return the trained tensors, by the names under which they are saved."""
 
     def sync_model(self) -> None:
         """Make the model compute with the updated parameters."""
-        ...
 
     def exported(self) -> dict[str, Tensor]:
-        """The tensors to publish. They may contain views of live memory."""
-        ...
+        """Return the tensors to publish. They may contain views of live memory."""
 
     def base(self) -> dict[str, Tensor] | None:
-        """The frozen weights that an engine needs beside the published tensors; None where it needs none."""
-        ...
+        """Return the frozen weights that an engine needs beside the published tensors; None where it needs none."""
 
     def write(self, folder: Path) -> None:
         """Write a checkpoint directory, without the learner's state."""
-        ...
 
 
 class FullWeights:
-    """All weights of a model."""
+    """A `Trainable` that trains all weights of a model."""
 
     def __init__(self, model: Transformer, weights: LiveWeights, quantise: Quantise, assets: Path) -> None:
         self.model, self._weights, self._quantise, self._assets = model, weights, quantise, assets
@@ -78,13 +71,13 @@ class FullWeights:
         return hf_views(self.model)
 
     def sync_model(self) -> None:
-        """The optimiser's memory is the model's: nothing to do."""
+        """Do nothing: the optimiser's memory is the model's."""
 
     def exported(self) -> dict[str, Tensor]:
         return export(self.model, self._weights, self._quantise)
 
     def base(self) -> None:
-        """None: all weights are published."""
+        """Return None: all weights are published."""
 
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)
@@ -92,24 +85,27 @@ class FullWeights:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A checkpoint to load, and the settings to load it with."""
+    """A checkpoint to load, and the settings to load it with.
+
+    `seed`: for the initial adapters. `resumed`: whether a learner saved it; otherwise it is a starting checkpoint."""
 
     path: Path
     config: LearnerConfig
     operators: Operators
     device: torch.device
     quantise: Quantise
-    seed: int  # for the initial adapters
-    resumed: bool  # whether a learner saved it; else it is a starting checkpoint
+    seed: int
+    resumed: bool
 
     @property
     def base(self) -> Path:
-        """The directory of the model's weights; with adapters, of the frozen base. Raises `CheckpointError`."""
+        """The directory of the model's weights; with adapters, of the frozen base.
+
+        Raises `CheckpointError` when the base of an adapter is missing."""
         return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
 
     def check_kind(self) -> None:
-        """Raise `CheckpointError` where the checkpoint's learner trained adapters and this one does not, or the
-        reverse."""
+        """Raise `CheckpointError` when only one of the checkpoint's learner and this one trains adapters."""
         if self.resumed and (self.path / ADAPTER_CONFIG).is_file() != bool(self.config.lora_rank):
             was = "adapters" if not self.config.lora_rank else "all weights"
             raise CheckpointError(
@@ -119,7 +115,9 @@ class LoadRequest:
             )
 
     def adapter(self, model: Transformer) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-        """The adapter's settings, and A and B if they were saved. Raises `CheckpointError`."""
+        """Return the adapter's settings, and A and B if they were saved.
+
+        Raises `CheckpointError` if they differ from the config."""
         settings = self.config
         expected = AdapterConfig(settings.lora_rank, settings.lora_alpha, lora_modules(model, settings.lora_on), "")
         if not self.resumed:
@@ -130,7 +128,7 @@ class LoadRequest:
 
 
 class LoraWeights:
-    """LoRA adapters on a frozen base, the checkpoint at `base`."""
+    """A `Trainable` that trains LoRA adapters on a frozen base, the checkpoint at `base`."""
 
     def __init__(self, model: Transformer, adapters: Adapters, weights: LiveWeights, base: Path) -> None:
         self.model, self.adapters, self._weights, self._base = model, adapters, weights, base
@@ -158,8 +156,9 @@ class LoraWeights:
 
 
 def load_trainable(request: LoadRequest) -> Trainable:
-    """Load the trainable weights from a learner's checkpoint or from a starting checkpoint. Raises
-    `CheckpointError`."""
+    """Load the trainable weights from a learner's checkpoint or from a starting checkpoint.
+
+    Raises `CheckpointError` when a file is missing or damaged, or was saved with other LoRA settings."""
     request.check_kind()
     path, config, device = request.path, request.config, request.device
     if not config.lora_rank:
@@ -186,7 +185,7 @@ def set_recompute(model: Transformer, recompute: bool) -> Transformer:
 
 
 def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
-    """The modules of a model that get adapters, by the last parts of their names."""
+    """Return the modules of a model that get adapters, by the last parts of their names."""
     inside, names = (
         model.config.architecture.etude_name,
         [name for matrix in quantisable_matrices(model) for name in matrix.rows],

@@ -1,9 +1,9 @@
 """Exact delta updates of model weights, from a trainer to inference engines, through a blob store. Usable alone.
 
-A `Channel` publishes versions of a set of tensors: each version as a delta from the version before, now and then as a
-full snapshot (an *anchor*). A `Follower` fetches, decodes and verifies the newest version. `encode` and `apply` do the
-same for two sets of arrays without a store. All of it is bit-exact for every dtype. `docs/guides/weights-alone.md` is
-the guide.
+A `Channel` publishes versions of a set of tensors. Each version is stored as a delta from the version before, now and
+then also as a full snapshot (an *anchor*). A `Follower` fetches, decodes and verifies the newest version. `encode` and
+`apply` do the same for two sets of arrays without a store. All of it is bit-exact for every dtype.
+`docs/guides/weights-alone.md` is the guide.
 
 Importing this package is cheap: numpy and the other dependencies are imported when a name is first used.
 

@@ -29,31 +29,32 @@ _COMPARED = 1 << 16
 
 @dataclass(frozen=True)
 class DType:
-    """The bit layout of a dtype's codes: sign, exponent and mantissa, or an unsigned integer if `exponent_shift` is
-    None.
+    """A supported element type, described by the bits of one element. All instances are in `DTYPES`.
 
-    Deltas are computed on *items*. An item is a code, or, if `parts` is 2, one of the two halves of a code (low half
+    The bits of one element, read as an unsigned integer, are called its *code*. `bits` is the number of bits of a code.
+    `exponent_shift` is the number of mantissa bits of a float; the exponent is above them, then the sign. It is None
+    for an integer. Deltas are computed on *items*. An item is a code, or, if `parts` is 2, one half of a code (low half
     first).
     """
 
     name: str
-    bits: int  # bits of a code
-    exponent_shift: int | None = None  # width of the mantissa; above it are the exponent, then the sign
+    bits: int
+    exponent_shift: int | None = None
     parts: int = 1
 
     @property
     def codes(self) -> np.dtype[Any]:
-        """The numpy dtype of the codes: unsigned, `bits` wide."""
+        """The numpy dtype of the codes (elements as unsigned integers): unsigned, `bits` wide."""
         return np.dtype(f"u{self.bits // 8}")
 
     @property
     def width(self) -> int:
-        """Number of bits of one item."""
+        """Number of bits of one item: of a code or of one half of it."""
         return self.bits // self.parts
 
     @property
     def items(self) -> np.dtype[Any]:
-        """The numpy dtype that stores one item (at least 8 bits wide)."""
+        """The numpy dtype of an array of items (codes or halves of codes). An item of 4 bits is stored in a uint8."""
         return np.dtype(f"u{max(8, self.width) // 8}")
 
 
@@ -83,7 +84,9 @@ DTYPES = {
 
 
 def to_items(codes: Codes, kind: DType) -> Codes:
-    """Split codes into items, in order. Returns a view if no bit has to move, else a copy.
+    """Split codes (elements as unsigned integers) into items: halves if `kind.parts` is 2, else the codes themselves.
+
+    The order is kept. Return a view if no bit has to move, else a copy.
 
     >>> to_items(np.array([0x21, 0x43], np.uint8), DTYPES["f4_e2m1x2"]).tolist()
     [1, 2, 3, 4]
@@ -94,7 +97,7 @@ def to_items(codes: Codes, kind: DType) -> Codes:
 
 
 def from_items(items: Codes, kind: DType) -> Codes:
-    """Inverse of `to_items`."""
+    """Join the items from `to_items` to codes (elements as unsigned integers) of dtype `kind`."""
     if kind.width >= 8:
         return items if kind.parts == 1 else items.astype("<u4", copy=False).view("<u8").astype(np.uint64, copy=False)
     return items[0::2] | items[1::2] << np.uint8(4)
@@ -102,8 +105,10 @@ def from_items(items: Codes, kind: DType) -> Codes:
 
 @dataclass(frozen=True)
 class Spec:
-    """The dtype name and shape of a tensor. Raises `ValueError` for an unknown dtype, a negative dimension, more than 8
-    dimensions or more than 2^40 elements."""
+    """The dtype name (a key of `DTYPES`) and the shape of a tensor.
+
+    Raises `ValueError` for an unknown dtype, a negative dimension, more than 8 dimensions or more than 2^40 elements.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -127,11 +132,11 @@ class Spec:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor with its exact bits. Exporters of weights create it; the codec and engines read it.
+    """A tensor as raw bits: its dtype name, its shape, and one unsigned integer (the *code*) per element.
 
-    `dtype`: a name in `DTYPES`, such as "bf16". `codes`: 1-D array of the unsigned dtype `DTYPES[dtype].codes`, in C
-    order of `shape`; the tensor keeps a read-only view of it. Raises `ValueError` if dtype, shape and codes do not fit
-    together.
+    `dtype`: a key of `DTYPES`, such as "bf16". `codes`: a 1-D array of the unsigned dtype `DTYPES[dtype].codes`, with
+    the elements in C order. The tensor keeps a read-only view of the array, not a copy. Raises `ValueError` if dtype,
+    shape and codes do not fit together.
 
     >>> t = Tensor("bf16", (2, 2), np.array([0x3F80, 0xBF80, 0, 0x8000], np.uint16))  # 1, -1, 0, -0
     >>> t.spec
@@ -162,16 +167,16 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """Size of the elements in bytes."""
         return self.codes.nbytes
 
     def copy(self) -> Tensor:
-        """A copy in newly allocated memory."""
+        """Return a tensor with the same content in newly allocated memory."""
         return Tensor(self.dtype, self.shape, self.codes.copy())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits. NaN payloads and the sign of zero count."""
+    """Return whether two tensors have the same dtype, shape and bits. NaN payloads and the sign of zero count."""
     if a.spec != b.spec:
         return False
     parts = range(0, a.codes.size, _COMPARED)  # most different tensors differ in the first part
@@ -179,13 +184,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor, as 64 hex characters: over the text ``"bf16 2,2\\n"`` (dtype and shape) and the
-    little-endian bytes of the codes."""
+    """Return the SHA-256 of a tensor, as 64 hex characters.
+
+    It is computed over the text ``"bf16 2,2\\n"`` (dtype and shape), then the codes as little-endian bytes.
+    """
     return digest_of_parts(tensor.spec, (tensor.codes,))
 
 
 def digest_of_parts(spec: Spec, parts: Iterable[Codes]) -> str:
-    """Compute `tensor_digest` of a tensor whose codes are passed in consecutive parts."""
+    """Return the `tensor_digest` of a tensor of this dtype and shape, whose codes are passed in consecutive parts."""
     digest = hashlib.sha256(f"{spec.dtype} {','.join(map(str, spec.shape))}\n".encode())
     for codes in parts:
         digest.update(np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).data)
@@ -194,9 +201,10 @@ def digest_of_parts(spec: Spec, parts: Iterable[Codes]) -> str:
 
 
 def content_digest(digests: Mapping[str, str]) -> str:
-    """Digest of a set of tensors, from their digests by name: 64 hex characters.
+    """Return the digest of a set of tensors, as 64 hex characters. `digests`: tensor name -> its `tensor_digest`.
 
-    SHA-256 over, for each name in sorted order: the name in UTF-8, a NUL byte, and the 32 bytes of its tensor digest.
+    It is the SHA-256 over, for each name in sorted order: the name in UTF-8, a NUL byte, and the 32 bytes of the
+    digest.
 
     >>> content_digest({})[:8]
     'e3b0c442'

@@ -37,10 +37,12 @@ MAX_TRANSFER_BYTES = 2 << 30
 
 
 class EtudeEnvironment(BaseEnvironment):
-    """A Harbor environment with one etude machine for one trial.
+    """A Harbor environment: one etude machine for one trial. Harbor makes it and calls its methods.
 
-    `images`: path of the image store. `backend`: name of the runtime to open. `offline`: run tasks that need a network
-    without one. `runtime`: an open runtime to use instead of `backend`."""
+    `images`: path of the image store; None: the default one. `backend`: name of the machine backend. `offline`: True
+    runs tasks that need a network without one; else they are refused. `runtime`: an open runtime to use instead of
+    `backend`; it is not closed here. The other arguments are those of Harbor's `BaseEnvironment`.
+    """
 
     def __init__(
         self,
@@ -61,12 +63,12 @@ class EtudeEnvironment(BaseEnvironment):
 
     @staticmethod
     def type() -> str:
-        """The name of this environment."""
+        """Return the name of this kind of environment."""
         return "etude"
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        """What Harbor can request: machines have no network."""
+        """What tasks can request of this environment: machines have no network."""
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
@@ -76,7 +78,10 @@ class EtudeEnvironment(BaseEnvironment):
             raise ValueError("machines of etude have no network: set network_mode = 'no-network', or --ek offline=true")
 
     async def start(self, force_build: bool) -> None:
-        """Build the image if it is not cached, and fork a machine from it."""
+        """Build the image from the task's Dockerfile, unless the store has it, and fork a machine from it.
+
+        `force_build` is ignored: an image is rebuilt when its inputs change.
+        """
         await self.stop(delete=True)
         store = ImageStore(self._images)
         self._runtime = self._given_runtime or open_runtime(self._backend, images=store)
@@ -92,7 +97,7 @@ class EtudeEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     async def stop(self, delete: bool) -> None:
-        """End the machine. Its state is always lost, also without `delete`."""
+        """End the machine. Its state is always lost, also if `delete` is False."""
         machine, self._machine = self._machine, None
         if machine is not None:
             await machine.close()
@@ -108,7 +113,12 @@ class EtudeEnvironment(BaseEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a shell command."""
+        """Run a command with `sh -c` in the machine and return its exit code, stdout and stderr.
+
+        `cwd`, `env`, `timeout_sec`: None for the image's directory, no further variables, and a day. `user`: None for
+        Harbor's default, else root if the machine has it. Raises `TimeoutError` at the deadline, `RuntimeError` for
+        more than `MAX_TRANSFER_BYTES` of output, `MachineError` if the machine is not started or is lost.
+        """
         code, stdout, stderr = await self._run(
             ["sh", "-c", command],
             cwd=cwd or "",
@@ -122,25 +132,27 @@ class EtudeEnvironment(BaseEnvironment):
         )
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        """Copy a file into the machine."""
+        """Copy a file of this host into the machine. Raises `RuntimeError` if that fails there."""
         data = await asyncio.to_thread(Path(source_path).read_bytes)
         folder = shlex.quote(str(Path(target_path).parent))
         await self._run_or_raise(f"mkdir -p {folder} && cat > {shlex.quote(target_path)}", stdin=data)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        """Copy a folder into the machine."""
+        """Copy the content of a folder of this host into a folder of the machine. Raises `RuntimeError` if that fails
+        there."""
         packed = await asyncio.to_thread(_pack, Path(source_dir))
         target = shlex.quote(target_dir)
         await self._run_or_raise(f"mkdir -p {target} && tar -xf - -C {target} --no-same-owner", stdin=packed)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        """Copy a file out of the machine."""
+        """Copy a file of the machine to this host. Raises `RuntimeError` if that fails there."""
         data = await self._run_or_raise(f"cat {shlex.quote(source_path)}")
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(Path(target_path).write_bytes, data)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Copy a folder out of the machine."""
+        """Copy the content of a folder of the machine into a folder of this host. Raises `RuntimeError` if that fails
+        there."""
         data = await self._run_or_raise(f"tar -cf - -C {shlex.quote(source_dir)} .")
         await asyncio.to_thread(_unpack, data, Path(target_dir))
 

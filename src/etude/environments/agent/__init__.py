@@ -1,8 +1,9 @@
-"""The host's side of the machine agent: commands and files of a machine over one channel. Usable alone.
+"""The host's side of the machine agent, which runs commands and accesses files in a machine. Usable alone.
 
-The agent is a small static program (native/agent), the first process of a machine. A backend starts it, connects a
-`Channel` to it, and passes that to an `AgentMachine` together with what only the backend can do: end the machine, take
-a snapshot, and decide who is to blame when the channel ends. The protocol: docs/formats/agent.md.
+The agent is a small static program (native/agent) and the first process of a machine. A backend starts it and connects
+a `Channel` to it. The backend passes the channel to an `AgentMachine`, with functions for what only a backend can do:
+end the machine, take a snapshot, and tell whether the host is to blame when the channel ends. The protocol is in
+docs/formats/agent.md.
 """
 
 from etude.environments.agent.channel import Channel

@@ -1,8 +1,8 @@
-"""The host's end of the channel to an agent: concurrent requests, matched by their ids, on one or two descriptors.
+"""The host's end of the channel to an agent: many requests at once, matched by their ids, on one or two descriptors.
 
-Reading never blocks, so a flood of output cannot delay another request's answer; senders wait for buffer space. The
-channel ends once, with one reason, and everything that waits gets `ChannelLost`; the machine decides who is to blame.
-Ids start at a random number, since a restored agent may still answer requests of another host.
+Reading never blocks, so a flood of output cannot delay the answer to another request. Senders wait until the buffer has
+space. A channel ends once, for one reason, and everything that waits for it gets `ChannelLost`. Ids start at a random
+number, since an agent that was restored from a snapshot may still answer earlier requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_NUDGE_S = 1.0
 
 
 class ChannelLost(Exception):
-    """No answer will come: the channel has ended, or the deadline has passed (`late`)."""
+    """Raised when no answer will come: the channel has ended, or the request's deadline has passed (`late` is True)."""
 
     def __init__(self, why: str, *, late: bool = False) -> None:
         super().__init__(why)
@@ -32,24 +32,32 @@ class ChannelLost(Exception):
 
 
 class Handler(Protocol):
-    """Receives the answers to one request."""
+    """An object that receives the answers to one request. `Channel` calls its methods in the event loop."""
 
     def on_answer(self, kind: bytes, body: bytes) -> bool:
-        """Handle an answer. Returns True if it was the last. Raises `ProtocolError` for an invalid one."""
+        """Handle one answer frame of kind `kind`, and return whether it was the last.
+
+        The kinds are constants of `agent.protocol`. Raises `ProtocolError` for an invalid answer; this ends the
+        channel.
+        """
         ...
 
     def on_lost(self, why: str) -> None:
-        """No further answer will come."""
+        """Handle that no further answer will come. `why`: the reason, as a clause such as "it was closed"."""
         ...
 
 
 class Channel:
-    """A channel to an agent over connected descriptors, which it owns. For one event loop.
+    """A channel to an agent over connected descriptors, which it owns and closes. For one event loop.
 
-    `write_fd`: None if `read_fd` is used in both directions. `after`: for a restored agent, bytes that mark the end of
-    its old output; everything before them is skipped. Answers to unknown requests are ignored until the first answer to
-    a known one. `nudge_s`: if the agent has not confirmed within this time what was sent, send PING again at doubling
-    intervals, for channels over which an agent can miss one wake-up.
+    `read_fd`, `write_fd`: descriptors to read from and to write to; `write_fd` None: `read_fd` is used in both
+    directions.
+
+    `after` is for an agent that was restored from a snapshot: bytes that mark the end of its old output. Everything up
+    to this mark is skipped. Answers to unknown requests are ignored until the first answer to a known request.
+
+    `nudge_s` is for transports over which an agent can miss a wake-up. If the agent has not confirmed what was sent
+    within this many seconds, PING is sent again, at doubling intervals. None: never.
     """
 
     def __init__(
@@ -82,7 +90,10 @@ class Channel:
         return self._answered or self._is_agent_ready
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until a started agent reports that it is ready. Raises `ChannelLost`."""
+        """Wait until a started agent reports that it is ready.
+
+        Raises `ChannelLost` if the channel ends, or after `deadline_s` seconds.
+        """
         if self.ended is None and not self._ready.is_set():
             self._read()  # the message may have arrived already
         with timeout_as_lost(deadline_s, "its agent to be ready"):
@@ -92,14 +103,18 @@ class Channel:
         self._require_open()
 
     def begin(self, handler: Handler) -> int:
-        """Register a request's handler. Returns the request's id. Raises `ChannelLost`."""
+        """Register the handler of a new request and return the request's id. Raises `ChannelLost` if the channel has
+        ended."""
         self._require_open()
         self._next = self._next % 0xFFFF_FFFF + 1
         self._handlers[self._next] = handler
         return self._next
 
     def send(self, data: bytes) -> None:
-        """Send frames as soon as the channel accepts them."""
+        """Send bytes as soon as the channel accepts them, without waiting. `data`: one or more complete frames.
+
+        Does nothing if the channel has ended.
+        """
         if self.ended is not None:
             return
         if self._queued is not None:
@@ -123,8 +138,11 @@ class Channel:
 
     @contextlib.asynccontextmanager
     async def paused(self, deadline_s: float) -> AsyncIterator[None]:
-        """Send nothing during the block, and enter it only when the agent has processed everything sent so far. So
-        the agent can be copied between two frames. One block at a time. Raises `ChannelLost`."""
+        """Pause sending for a `with` block, which begins when the agent has processed everything that was sent before.
+
+        So a snapshot of the agent can be taken between two frames. What is sent meanwhile is queued until the block
+        ends. One block at a time. Raises `ChannelLost` if the channel ends, or after `deadline_s` seconds.
+        """
         self._require_open()
         self._queued = bytearray()
         self._has_space.clear()
@@ -173,19 +191,30 @@ class Channel:
         await self._has_space.wait()
 
     async def request(self, kind: bytes, *parts: bytes, deadline_s: float, max_bytes: int = 0) -> bytes:
-        """Send a request and wait for its data. Raises `ChannelLost`, and `OSError` if the agent refuses."""
+        """Send one request frame and return the data of its answer.
+
+        `kind`: the frame's kind. `parts`: its body, in parts. `max_bytes`: the most data that the answer may have.
+        Raises `ChannelLost` if no answer comes within `deadline_s` seconds, and `OSError` with the agent's error number
+        if the agent refuses.
+        """
         reply = Reply(max_bytes)
         self.send(protocol.frame(kind, self.begin(reply), *parts))
         return await reply.wait(deadline_s)
 
     async def renew(self, *, seed: bytes = b"", clock_ns: int | None = None, host_name: str = "") -> None:
-        """Give a restored agent's machine a new identity: random seed, clock and host name. Raises `ChannelLost`,
-        `OSError`."""
+        """Give the machine of a restored agent a new random seed, clock and host name.
+
+        `clock_ns`: Unix time in nanoseconds. b"", None and "" leave the value as it is. Raises `ChannelLost` if no
+        answer comes, `OSError` if the agent refuses.
+        """
         clock = b"" if clock_ns is None else clock_ns.to_bytes(8, "little")
         await self.request(protocol.RENEW, protocol.fields(seed, clock, os.fsencode(host_name)), deadline_s=30.0)
 
     def close(self, why: str = "it was closed") -> None:
-        """End the channel and close its descriptors. Idempotent."""
+        """End the channel and close its descriptors. Idempotent.
+
+        Everything that waits for an answer gets `ChannelLost` with the reason `why`.
+        """
         if self.ended is not None:
             return
         self.ended = why
@@ -222,7 +251,7 @@ class Channel:
             self.close(f"its agent sent {error}")
 
     def _skip_stale(self, data: bytes) -> bytes:
-        """The part of the data after the marker that ends the old output."""
+        """Return the part of the data after the marker that ends the old output."""
         past, found, fresh = (self._stale + data).partition(self._after)
         if not found:
             self._stale = past[-len(self._after) + 1 :]
@@ -268,7 +297,7 @@ class Channel:
 
 
 class Reply:
-    """Waits for one request's data, of at most `max_bytes`."""
+    """A `Handler` that collects the data of one request's answer, at most `max_bytes`."""
 
     def __init__(self, max_bytes: int = 0) -> None:
         self._left, self._parts = max_bytes, list[bytes]()
@@ -276,7 +305,11 @@ class Reply:
         self._future.add_done_callback(consume_exception)
 
     async def wait(self, deadline_s: float) -> bytes:
-        """The data. Raises `ChannelLost`, `OSError`."""
+        """Wait for the answer and return its data.
+
+        Raises `ChannelLost` if no answer comes within `deadline_s` seconds, and `OSError` if the agent refused the
+        request.
+        """
         with timeout_as_lost(deadline_s, "its agent to answer"):
             async with asyncio.timeout(deadline_s):
                 return await asyncio.shield(self._future)
@@ -312,7 +345,10 @@ class Reply:
 
 @contextlib.contextmanager
 def timeout_as_lost(deadline_s: float, what: str) -> Iterator[None]:
-    """Convert a `TimeoutError` in the block to `ChannelLost`; `what` names what was waited for."""
+    """Convert a `TimeoutError` in a `with` block to `ChannelLost`.
+
+    `deadline_s` and `what` are for its message: how long the block waited, and for what, such as "its agent to answer".
+    """
     try:
         yield
     except TimeoutError:

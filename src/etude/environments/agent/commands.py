@@ -1,4 +1,4 @@
-"""Run one command over a channel: feed its standard input, collect its output, report how it ended."""
+"""Run one command over a channel: send its standard input, collect its output, report how it ended."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _USER_ERRORS = ("no such user", "becoming the command's user")  # the agent's me
 
 
 async def run(channel: Channel, command: Command, clock: FairClock | None = None) -> ExecResult:
-    """Run a command.
+    """Run a command in the machine behind `channel` and return its result.
 
-    `clock` measures its deadline here; without one, the agent measures it by its own clock. Raises `ChannelLost` if no
-    answer comes, `ConfinementFailed` if the agent cannot confine the command, `UnknownUser` for a user that the machine
-    lacks, and what the callback `tell` raises (the command is killed then).
+    `clock` measures the command's deadline on the host; None: the agent measures it by its own clock.
+
+    Raises `ChannelLost` if no answer comes, `ConfinementFailed` if the agent cannot confine the command, and
+    `UnknownUser` if the agent cannot switch to the command's user. An exception of the command's `on_output` callback
+    kills the command and is raised here.
     """
     began = time.perf_counter()
     handler = _CommandHandler(command, lambda: channel.send(protocol.frame(protocol.KILL, number)))
@@ -64,8 +66,6 @@ def _flags(command: Command) -> int:
 
 
 class _CommandHandler:
-    """Handles the agent's answers to one command."""
-
     def __init__(self, command: Command, kill: Callable[[], None]) -> None:
         self.output, self._tell, self.kill = OutputBuffer(command.output_bytes), command.on_output, kill
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -116,16 +116,19 @@ class _CommandHandler:
 
 
 class UnknownUser(ValueError):
-    """The machine's list of users lacks the command's user, or the agent cannot switch to that user."""
+    """Raised when the machine does not have a command's user, or its agent cannot switch to that user."""
 
 
 class ConfinementFailed(MachineError):
-    """The agent reports that it could not confine a command."""
+    """Raised when an agent reports that it could not confine a command."""
 
 
 def as_outcome(refusal: UnknownUser | ConfinementFailed, *, used: bool) -> ExecResult:
-    """The result of a refused command: exit code 126, as in a shell, since earlier commands may have caused the
-    refusal. If nothing has run in the machine before (not `used`), a `ConfinementFailed` is raised."""
+    """Return the result of a command that the agent refused to start: exit code 126, as in a shell.
+
+    `used`: whether commands have run in the machine before; they may have caused the refusal. If not, a
+    `ConfinementFailed` is raised, since then the host is to blame.
+    """
     if isinstance(refusal, ConfinementFailed) and not used:
         raise refusal
     text = refusal.facts if isinstance(refusal, ConfinementFailed) else str(refusal)

@@ -1,8 +1,9 @@
-"""`AgentMachine`: a machine over a channel to its agent. All backends with an agent share it.
+"""`AgentMachine`: a machine over a channel to its agent, for all backends that have an agent.
 
 Programs in a machine can kill its agent, or make it send anything. That is an outcome, not an error: the command counts
-as killed (137), files are not found. `MachineError` is raised only on evidence that agent code cannot produce. The
-backend has that evidence: when no answer comes, `blame` returns what the host did wrong, or "".
+as killed (exit code 137), and files are not found. `MachineError` is raised only on evidence that programs in the
+machine cannot produce. Only the backend has such evidence: when no answer comes, its function `blame` returns what went
+wrong on the host, or "".
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False
 
 
 class AgentMachine:
-    """A `Machine` behind an agent.
+    """A `Machine` whose commands and files are served by an agent. Backends create it.
 
-    `env`: environment variables of every command. `users`: users that commands can run as, the default first.
-    `snapshot`: takes a snapshot and returns its id (`save` returns the working directory as a TREE frame). `end`: kills
-    the machine and frees its resources; called once. `blame`: why the host is to blame for a missing answer, or "".
-    `used`: whether commands ran in the machine that this one was restored from.
+    - `channel`: the connected channel to its agent
+    - `env`: environment variables of every command
+    - `users`: names of the users that commands can run as, the default first
+    - `snapshot`: takes a snapshot of the machine and returns its id
+    - `end`: kills the machine and frees its resources; called once
+    - `blame`: called when no answer comes; returns why the host is to blame, or "" if it is not
+    - `used`: whether commands have run in the machine that this one was restored from
     """
 
     def __init__(
@@ -60,7 +64,6 @@ class AgentMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the caller does not stop the command: call again with the same key."""
         return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
@@ -84,8 +87,6 @@ class AgentMachine:
             return commands.as_outcome(refusal, used=used)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`. Raises `ValueError` for a path through a link, `FileNotFoundError` if the machine is
-        gone."""
         check_max_bytes(max_bytes)
         name = encode_path(path)
         try:
@@ -95,7 +96,6 @@ class AgentMachine:
             raise _file_error(error, path, max_bytes) from None
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`. Raises `OSError` if the machine's disk is full or a folder has this name."""
         name = encode_path(path)
         head = (0o644).to_bytes(4, "little"), len(name).to_bytes(2, "little") + name
         parts = [data[at : at + protocol.PART] for at in range(0, len(data), protocol.PART)] or [b""]
@@ -107,7 +107,12 @@ class AgentMachine:
             raise _file_error(error, path) from None
 
     async def save(self, max_bytes: int) -> bytes:
-        """The working directory as a TREE frame (`guest.wire`). Raises `ValueError` beyond `max_bytes` of content."""
+        """Return the working directory as one byte string, a serialised file tree (the TREE frame of
+        `namespace.guest.wire`).
+
+        Raises `ValueError` if the files have more than `max_bytes` together, `FileNotFoundError` if the machine is
+        gone.
+        """
         try:
             return await self._request(
                 protocol.SAVE, max_bytes.to_bytes(8, "little"), max_bytes=2 * max_bytes + (64 << 20)
@@ -116,13 +121,16 @@ class AgentMachine:
             raise _file_error(error, "the working directory", max_bytes) from None
 
     async def load(self, tree: bytes) -> None:
-        """Fill a new machine's working directory from a TREE frame. Raises `OSError` if the tree does not fit."""
+        """Write a file tree into the working directory of a new machine. `tree`: what `save` returned, also in another
+        machine.
+
+        Raises `OSError` if the files do not fit, `FileNotFoundError` if the machine is gone.
+        """
         last = max(len(tree) - 1, 0) // protocol.PART
         parts = (tree[i * protocol.PART : (i + 1) * protocol.PART] for i in range(last + 1))
         await self._send(protocol.LOAD, (bytes([i == last]) + part for i, part in enumerate(parts)), len(tree))
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`: kills all processes in the machine."""
         self._require_open()
         if self._frozen is None:
             self._frozen = asyncio.create_task(self._freeze())
@@ -133,7 +141,6 @@ class AgentMachine:
             await self._request(protocol.FREEZE, b"")
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`."""
         self._require_alive()
         try:
             return await self._snapshot(self)
@@ -142,7 +149,10 @@ class AgentMachine:
             raise FileNotFoundError(f"the machine is gone: {self._gone}") from None
 
     async def renew(self, *, seed: bytes, clock_ns: int, host_name: str) -> None:
-        """Give a restored machine its own random seed, time and host name. Raises `MachineError`."""
+        """Give a restored machine a random seed, a time and a host name of its own.
+
+        `clock_ns`: Unix time in nanoseconds. Raises `MachineError` if the agent does not answer or refuses.
+        """
         try:
             await self._channel.renew(seed=seed, clock_ns=clock_ns, host_name=host_name)
         except (ChannelLost, OSError) as error:
@@ -200,7 +210,6 @@ class AgentMachine:
         await asyncio.shield(self._ending)
 
     async def close(self) -> None:
-        """See `Machine.close`."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._end_once())
         await asyncio.shield(self._closing)
@@ -216,7 +225,6 @@ class AgentMachine:
 
 
 def _file_error(error: OSError, path: str, max_bytes: int | None = None) -> Exception:
-    """The exception that a caller of `read` or `write` gets."""
     match error.errno:
         case errno.EFBIG if max_bytes is not None:
             return ValueError(f"{path} is larger than {max_bytes} bytes")

@@ -1,7 +1,7 @@
-"""The agent's frames: ``u32 length | u8 kind | u32 id | body``, little endian. See docs/formats/agent.md.
+"""Encode and decode the agent's frames: ``u32 length | u8 kind | u32 id | body``, little endian.
 
-What a machine sends is not trusted: lengths are checked before use, and a body that does not match its kind raises
-`ProtocolError`, which ends the channel.
+The format is in docs/formats/agent.md. What a machine sends is not trusted: lengths are checked before use, and a body
+that does not match its kind raises `ProtocolError`, which ends the channel.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ENDED = struct.Struct("<iBQ")
 
 
 class ProtocolError(ValueError):
-    """Bytes that no correct agent sends."""
+    """Raised for bytes that no correct agent sends."""
 
 
 class Frame(NamedTuple):
-    """One frame of the protocol."""
+    """One frame of the protocol. `kind`: one byte, a constant of this module. `id`: that of its request."""
 
     kind: bytes
     id: int
@@ -47,7 +47,11 @@ class Frame(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a command ended. `printed`: number of output bytes, sent to the host or not."""
+    """How a command ended, from a frame of kind ENDED.
+
+    `late`: whether the agent killed it at its deadline. `printed`: number of output bytes, including those that were
+    not sent to the host.
+    """
 
     exit_code: int
     late: bool
@@ -55,7 +59,8 @@ class Ended(NamedTuple):
 
 
 def frame(kind: bytes, number: int, *parts: bytes) -> bytes:
-    """Encode a frame.
+    """Encode a frame of kind `kind` and id `number`; its body consists of `parts`. Raises `ValueError` if it is too
+    long.
 
     >>> frame(PING, 7)
     b'\\x05\\x00\\x00\\x00P\\x07\\x00\\x00\\x00'
@@ -67,8 +72,9 @@ def frame(kind: bytes, number: int, *parts: bytes) -> bytes:
 
 
 def request(data: bytes) -> int:
-    """The request id if the bytes are exactly one request that fits one frame, else 0. Its first answer then confirms
-    that the request was received completely.
+    """Return the request's id if the bytes are exactly one request that fits one frame, else 0.
+
+    The first answer to such a request confirms that the agent has received all of it.
 
     >>> request(frame(PING, 7)), request(frame(INPUT, 7)), request(frame(PING, 7) * 2)
     (7, 0, 0)
@@ -78,7 +84,7 @@ def request(data: bytes) -> int:
 
 
 class Parser:
-    """Splits a byte stream into frames. It buffers less than one frame."""
+    """Splits the byte stream of one channel into frames. It buffers less than one frame."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -103,12 +109,15 @@ class Parser:
 
 
 def fields(*values: bytes) -> bytes:
-    """Encode values as ``u32 count, count x (u32 length, bytes)``."""
+    """Encode values as one body: ``u32 count, count x (u32 length, bytes)``."""
     return b"".join((_NUMBER.pack(len(values)), *(part for v in values for part in (_NUMBER.pack(len(v)), v))))
 
 
 def run(number: int, command: Command, flags: int) -> bytes:
-    """The frame that starts a command."""
+    """Encode the frame that starts a command.
+
+    `number`: the request's id. `flags`: the sum of STDIN, SEPARATE_STREAMS and ALL_OUTPUT where they apply.
+    """
     deadline_ms = int(min(max(command.deadline_s * 1000, 1), 0xFFFF_FFFF))
     head = _RUN.pack(deadline_ms, min(command.output_bytes, 0xFFFF_FFFF), flags)
     variables = (f"{name}={value}" for name, value in command.env.items())
@@ -117,7 +126,7 @@ def run(number: int, command: Command, flags: int) -> bytes:
 
 
 def ended(body: bytes) -> Ended:
-    """Decode the body of ENDED."""
+    """Decode the body of an ENDED frame. Raises `ProtocolError`."""
     code, flags, printed = _unpack(_ENDED, body)
     if not 0 <= code <= 255:
         raise ProtocolError(f"an exit code of {code}")
@@ -125,13 +134,13 @@ def ended(body: bytes) -> Ended:
 
 
 def number(body: bytes) -> int:
-    """Decode a body that is one number."""
+    """Decode a body that is one number. Raises `ProtocolError` for any other length."""
     (value,) = _unpack(_NUMBER, body)
     return int(value)
 
 
 def refused(body: bytes) -> tuple[int, str]:
-    """Decode the body of REFUSED: (error number, message)."""
+    """Decode the body of a REFUSED frame. Returns (error number, message). Raises `ProtocolError`."""
     if len(body) < _NUMBER.size:
         raise ProtocolError("a refusal without a number")
     return _NUMBER.unpack_from(body)[0], body[_NUMBER.size :].decode(errors="replace")

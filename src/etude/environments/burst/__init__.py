@@ -1,8 +1,8 @@
-"""Many machines at once on many hosts: one runtime over several others, and its placement algorithm.
+"""One runtime over many hosts: it decides which host forks which machines. For use as a library; no setting of a run
+uses it.
 
-`FleetRuntime` is a `Runtime` over several others. `Placement` decides which host forks what; it is pure and does no
-I/O, so it also serves fleets of your own. Library only: no setting of a run uses it. `benchmarks.fleet_model` tests the
-placement on simulated hosts.
+`FleetRuntime` is a `Runtime` over the runtimes of several hosts. `Placement` decides which host forks what. It is pure
+and does no I/O, so it also serves fleets of your own. `benchmarks.fleet_model` tests it on simulated hosts.
 
 >>> from etude.environments.burst import Capacity, Placement
 >>> placement = Placement()

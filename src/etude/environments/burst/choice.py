@@ -1,13 +1,12 @@
 """Choose the host that is expected to have the machines ready first.
 
-Among two random hosts that have the snapshot and two that would have to copy it, the one with the shortest expected
-wait wins. This is the power of two choices: near the optimum in O(1), and robust against data that is one heartbeat
-old. It also replicates snapshots: a copy is made as soon as waiting costs more than copying. If none of the four can
-serve, a heap gives the emptiest hosts in O(log hosts).
+Two random hosts that have the snapshot are compared with two that would have to copy it. The shortest expected wait
+wins. This is the power of two choices: near the optimum in O(1), and robust against data that is one heartbeat old. It
+also replicates snapshots: a copy is made as soon as waiting costs more than copying. If none of the four can serve, a
+heap gives the emptiest hosts in O(log hosts).
 
-Expectations are corrected by measurements of each host (`Host.slowness`). If all hosts are slower than expected, no
-host is to blame: a host more than `MAX_SLOWNESS` times slower than the median is used only if no other host has free
-slots. Groups and attempts are not known here.
+Expected waits are corrected by the measured speed of each host (`Host.slowness`, 1 for a host as fast as `Costs` says).
+A host more than `MAX_SLOWNESS` times slower than the median is used only if no other host has free slots.
 """
 
 from __future__ import annotations
@@ -28,34 +27,44 @@ _SOURCES = 3  # of a copy, tried in turn
 
 @dataclass(frozen=True)
 class Costs:
-    """Expected durations on an idle host, in seconds. Placement corrects them by what it measures."""
+    """Expected durations on an idle host, in seconds. `Placement` corrects them by what it measures.
 
-    batch_s: float = 0.005  # per batch, with its messages
-    fork_s: float = 0.002  # per machine
-    copy_s: float = 0.05  # a snapshot from another host, until it can be forked
-    upload_s: float = 0.02  # during which the sender sends nothing else
-    full_s: float = 0.05  # penalty of a full host, as waiting time
+    - `batch_s`: for a batch of machines, with its messages; plus `fork_s` for each machine in it
+    - `copy_s`: to copy a snapshot from another host until it can be forked
+    - `upload_s`: the part of a copy in which the sending host can send nothing else
+    - `full_s`: not a duration; the waiting time by which a completely full host is made less attractive
+    """
+
+    batch_s: float = 0.005
+    fork_s: float = 0.002
+    copy_s: float = 0.05
+    upload_s: float = 0.02
+    full_s: float = 0.05
 
     def work_s(self, n: int) -> float:
-        """Duration of forking a batch of n machines."""
+        """Return the expected seconds to fork a batch of n machines."""
         return self.batch_s + n * self.fork_s
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen host, and when it will have the snapshot."""
+    """A chosen host, and when it will have the snapshot.
+
+    `there_s`: that time, by the caller's clock. `sources`: hosts to copy the snapshot from, the best first; empty if
+    the host has it.
+    """
 
     host: Host
     there_s: float
-    sources: tuple[Host, ...]  # of the copy, the best first; () if the host has the snapshot
+    sources: tuple[Host, ...]
 
 
 class Chooser:
-    """Chooses the host on which to start a batch of machines, and estimates the speed of each host from measurements.
+    """Chooses the host that starts a batch of machines, and estimates each host's speed from measurements.
 
-    `costs`: expected durations on an idle host. `seed`: of the random choice of candidates. `suspect_s`: a host without
-    a heartbeat for more seconds is not chosen. `short_s`: batches with a shorter expected duration count less in the
-    estimate. The caller passes the current time, `now_s`, in seconds.
+    `costs`: expected durations on an idle host. `seed`: of the random choice of candidates. `suspect_s`: a host whose
+    last heartbeat is older than this is not chosen. `short_s`: batches that are expected to take less count less in the
+    estimate. All are in seconds, and `now_s` is the current time by the caller's clock.
     """
 
     def __init__(self, hosts: Hosts, costs: Costs, *, seed: int, suspect_s: float, short_s: float) -> None:
@@ -64,11 +73,10 @@ class Chooser:
         self.typical = 1.0  # median slowness of all hosts
 
     def choose(self, copies: SnapshotHosts, n: int, now_s: float, *, avoid: Sequence[str] = ()) -> Choice | None:
-        """Return the host that is expected to start `n` machines first. If no host has `n` free slots, return the one
-        with the most; None if no host has any.
+        """Return the host that is expected to start `n` machines first, as a `Choice`.
 
-        `copies`: the hosts that have the snapshot. `avoid`: names of hosts that are used only if no other has `n` free
-        slots.
+        If no host has `n` free slots, return the host with the most; None if no host has any. `copies`: the hosts that
+        have the snapshot. `avoid`: names of hosts that are used only if no other has `n` free slots.
         """
         near = copies.sample(self._rng, 2)
         if copies.copyable:
@@ -88,38 +96,44 @@ class Chooser:
         return self._choice(wide[-at], copies, sources, now_s) if free_slots else None
 
     def is_alive(self, host: Host, now_s: float) -> bool:
-        """Whether the host sent a heartbeat within `suspect_s`."""
+        """Return whether the host's last heartbeat is at most `suspect_s` old."""
         return now_s - host.last_heartbeat_s <= self._suspect_s
 
     def is_slow(self, host: Host) -> bool:
-        """Whether the host is much slower than the median."""
+        """Return whether the host is more than `MAX_SLOWNESS` times slower than the median."""
         return host.slowness > MAX_SLOWNESS * self.typical
 
     def wait_s(self, host: Host, base_s: float) -> float:
-        """Return how many seconds to wait for a host that needs `base_s` by the costs alone: `base_s` times its
-        slowness, at most `MAX_SLOWNESS` times the median."""
+        """Return how many seconds to expect for work on a host that takes `base_s` by the costs alone.
+
+        This is `base_s` times the host's slowness, but at most `MAX_SLOWNESS` times the median slowness.
+        """
         return base_s * min(host.slowness, MAX_SLOWNESS * self.typical)
 
     def update_median(self) -> None:
-        """Update the median slowness of all hosts. The median is robust: a few slow hosts do not make the others
-        look fast."""
+        """Update the median slowness of all hosts.
+
+        The median is robust: a few slow hosts do not make the others look fast.
+        """
         if len(self._hosts):
             self.typical = statistics.median_low(host.slowness for host in self._hosts)
 
     def heartbeat(self, host: Host) -> None:
-        """Record a heartbeat: the slowness of a living host slowly returns to the median, so that it is tried again
-        some day."""
+        """Record a heartbeat: the host's slowness moves a little towards the median, so a slow host is tried again some
+        day."""
         host.slowness += 0.02 * (self.typical - host.slowness)
         host.is_too_slow = host.is_too_slow and self.is_slow(host)
 
     def record_start(self, host: Host, base_s: float, took_s: float) -> None:
-        """Record that a batch started after `took_s`; the costs alone predicted `base_s`. Short batches count
-        little, since one lost message dominates them."""
+        """Record that a batch started after `took_s` seconds; the costs alone predicted `base_s`.
+
+        Short batches count little, since one lost message dominates their time.
+        """
         ratio = min(_SLOWEST, max(0.25, took_s / max(1e-6, base_s)))
         host.slowness += 0.25 * min(1.0, base_s / self._short_s) * (ratio - host.slowness)
 
     def record_delay(self, host: Host) -> None:
-        """Record that a batch is overdue on the host, or has failed there."""
+        """Record that a batch is overdue on the host, or has failed there: its slowness grows by half."""
         host.slowness = min(_SLOWEST, host.slowness * 1.5)
 
     def _soonest(

@@ -1,10 +1,11 @@
-"""A `Runtime` over several others, one per host, using `Placement`: several remote runtimes, or several local ones.
+"""A `Runtime` over several others, one per host, such as several remote runtimes. `Placement` chooses the hosts.
 
-A snapshot is stored as the files that it was prepared from, and prepared on another host when the placement needs it
-there. The state of a machine exists only on its own host and is forked there. Hosts are checked by heartbeats. A host
-that is silent beyond its lease is lost: its machines raise `MachineError` from then on, even if the host comes back,
-and forks in progress there are repeated on another host. Lost machines are not replaced silently, since their state is
-gone: the caller forks again.
+A snapshot is remembered as the files that it was prepared from, and is prepared on another host when machines are to
+start there. The state of a machine exists only on its own host and is forked there.
+
+Hosts are checked by heartbeats. A host that has been silent for longer than `lease_s` is lost. Its machines raise
+`MachineError` from then on, even if the host comes back, and forks in progress there are repeated on another host. Lost
+machines are not replaced silently, since their state is gone: the caller forks again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from etude.seams import Machine, Portable, Runtime, RuntimeInfo
 
 
 def require_portable(runtime: Runtime) -> Portable:
-    """The runtime as a `Portable`. Raises `MachineError` if its snapshots cannot leave it."""
+    """Return the runtime, typed as `Portable`. Raises `MachineError` if it is not: then its snapshots cannot be
+    packed."""
     if not isinstance(runtime, Portable):
         facts = f"snapshots of {runtime.info.name} machines cannot be packed"
         raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")
@@ -38,14 +40,17 @@ def require_portable(runtime: Runtime) -> Portable:
 
 
 async def close_quietly(machine: Machine) -> None:
-    """Close a machine; ignore a `MachineError`."""
+    """Close a machine and ignore a `MachineError`."""
     with contextlib.suppress(MachineError):
         await machine.close()
 
 
 @dataclass
 class FleetHost:
-    """A host of a fleet: its runtime, its capacity, and a function that returns its load (0 to 1)."""
+    """A host of a fleet: the runtime that makes its machines, and its capacity.
+
+    `pressure`: called at each heartbeat; returns the host's load from 0 to 1.
+    """
 
     runtime: Runtime
     capacity: Capacity
@@ -54,18 +59,22 @@ class FleetHost:
 
 @dataclass
 class _PendingGroup:
-    """Machines that a caller waits for."""
-
     machines: asyncio.Future[list[Machine]]
     until_s: float  # of the event loop's clock
 
 
 class FleetRuntime:
-    """Places forks on hosts that all offer the same kind of machine.
+    """A `Runtime` that forks machines on several hosts, whose runtimes all make the same kind of machine.
 
-    `need`: resources of one machine. `lease_s`: how long a host may be silent; `beat_s`: interval of heartbeats.
-    `costs`: expected durations. `late_s`: a fork that is this late is also tried on another host. `max_waiting`: the
-    most callers that may wait for free slots. `clock`: seconds; replaced in tests.
+    - `hosts`: host name to host
+    - `need`: resources that one machine takes on average
+    - `seed`: of the random choice of hosts
+    - `lease_s`: how many seconds a host may be silent before it counts as lost
+    - `beat_s`: seconds between heartbeats
+    - `costs`: expected durations of forks and copies
+    - `late_s`: a fork that is this many seconds late is also tried on another host
+    - `max_waiting`: the most callers that may wait for free slots
+    - `clock`: returns the time in seconds; replaced in tests
 
     >>> from etude.testing import MemoryRuntime
     >>> async def main():
@@ -111,22 +120,23 @@ class FleetRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """The info of the first host's runtime, with the number of hosts."""
+        """Name and capabilities of the first host's runtime; `notes` also has the number of hosts."""
         info = next(iter(self._hosts.values())).runtime.info
         return msgspec.structs.replace(info, notes=(*info.notes, f"{len(self._hosts)} hosts"))
 
     @property
     def placed(self) -> dict[str, int]:
-        """Number of live machines by host."""
+        """Number of live machines by host name."""
         return {name: len(machines) for name, machines in self._machines.items()}
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Names of lost hosts."""
+        """Names of the hosts that are lost."""
         return tuple(name for name in self._hosts if self._placement.hosts.get(name) is None)
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. Prepares on one host; others follow when they are to fork it."""
+        """Prepare a snapshot on one host, as `Runtime.prepare` does. Other hosts prepare it when machines are to start
+        there."""
         self._require_open()
         parts = msgspec.msgpack.encode([sorted(files.items()), image])
         snapshot = hashlib.sha256(parts).hexdigest()
@@ -159,7 +169,8 @@ class FleetRuntime:
                 self._placement.remove_snapshot(snapshot, name)
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`. `MachineError` where the hosts' runtimes are not `Portable`."""
+        """Serialise a snapshot, as `Portable.pack` does. Raises `MachineError` also if the host's runtime is not
+        `Portable`."""
         recipe = self._recipe_of(snapshot)
         if not recipe.id_by_host:
             await self._prepare_again(snapshot, recipe)
@@ -168,7 +179,10 @@ class FleetRuntime:
         return msgspec.msgpack.encode((host, packed))
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`. Uses one of the emptiest hosts, or the host where it was packed if those fail."""
+        """Load a packed snapshot on one of the emptiest hosts, as `Portable.unpack` does.
+
+        If those fail, the host where it was packed is tried. Raises `MachineError` if no host can load it.
+        """
         try:
             origin, state = msgspec.msgpack.decode(packed, type=tuple[str, bytes])
         except msgspec.MsgspecError as error:
@@ -182,7 +196,11 @@ class FleetRuntime:
         raise failure
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`. Waits if no host has free slots."""
+        """Fork n machines on one or more hosts, as `Runtime.fork` does.
+
+        If no host has free slots, wait for them until the deadline. Raises `MachineError` also if too many callers wait
+        already.
+        """
         check_count(n)
         self._require_open()
         recipe = self._recipe_of(snapshot)
@@ -282,7 +300,9 @@ class FleetRuntime:
         elif group is not None and following.attempt <= len(self._hosts) + 2:
             self._spawn(self._start(following))
         elif group is not None:
-            group.machines.set_exception(error if isinstance(error, MachineError) else _prepare_error(error))
+            if not isinstance(error, MachineError):
+                error = MachineError("a host could not prepare a snapshot", str(error), hint="prepare it again")
+            group.machines.set_exception(error)
             await self._ended(following.id, following.n)
 
     def _abandon_groups(self, groups: Mapping[int, _PendingGroup]) -> None:
@@ -302,7 +322,6 @@ class FleetRuntime:
             self._freed.notify_all()
 
     def _register_state(self, host: str, there: str) -> str:
-        """Register a machine's state on its host as a snapshot of the fleet."""
         snapshot = hashlib.sha256(f"{host}\0{there}".encode()).hexdigest()
         self._recipes.put(snapshot, Recipe(id_by_host={host: there}, of_machine=True))
         self._placement.add_snapshot(snapshot, host, self._clock(), need=self._need, copyable=False)
@@ -315,8 +334,10 @@ class FleetRuntime:
             await self.beat()
 
     async def beat(self) -> None:
-        """One heartbeat round, as done every `beat_s`: check all hosts, and give up those that are silent for too
-        long."""
+        """Do one round of heartbeats: check all hosts, and give up those that have been silent for too long.
+
+        Once machines were forked, this happens every `beat_s` seconds.
+        """
         await asyncio.gather(*map(self._heartbeat, self._hosts))
         review = self._placement.review(self._clock())
         for name in review.hosts:
@@ -364,7 +385,7 @@ class FleetRuntime:
             raise MachineError("the runtime is closed", hint="make a new runtime")
 
     async def close(self) -> None:
-        """See `Runtime.close`. Closes the runtimes of all hosts."""
+        """Close the runtimes of all hosts, as `Runtime.close` does."""
         self._closed = True
         for group in self._groups.values():
             if not group.machines.done():
@@ -387,27 +408,22 @@ class _FleetMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`."""
         return await self._require_host().exec(argv, key=key, deadline_s=deadline_s, **options)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`."""
         return await self._require_host().read(path, max_bytes=max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`."""
         await self._require_host().write(path, data)
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`."""
         await self._require_host().freeze()
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`. The snapshot can be forked on this machine's host only."""
+        """Take a snapshot, which can be forked on this machine's host only."""
         return self._fleet._register_state(self._batch.host, await self._require_host().snapshot())
 
     async def close(self) -> None:
-        """See `Machine.close`."""
         try:
             if not self._lost:
                 await self.inner.close()
@@ -428,10 +444,6 @@ class _FleetMachine:
         return self.inner
 
 
-def _prepare_error(error: Exception) -> MachineError:
-    return MachineError("a host could not prepare a snapshot", str(error), hint="prepare it again")
-
-
 # ----------------------------------------------------------------------------------- what snapshots were prepared from
 
 
@@ -441,21 +453,26 @@ MAX_RECIPES = 16_384
 
 @dataclass
 class Recipe:
-    """What a snapshot was prepared from. Without files and image for the state of a machine, which exists only once."""
+    """What one snapshot of the fleet was prepared from.
+
+    `files`: path to content. `id_by_host`: host name to the snapshot's id in that host's runtime. `of_machine`: it is
+    the state of a used machine, so it has no files and no image and exists on one host only.
+    """
 
     files: dict[str, bytes] = field(default_factory=dict)
     image: Image | None = None
-    id_by_host: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
+    id_by_host: dict[str, str] = field(default_factory=dict)
     of_machine: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files, in bytes."""
         return sum(map(len, self.files.values()))
 
 
 class Recipes:
-    """Recipes by the fleet's snapshot ids, bounded; the least recently used are dropped first."""
+    """Recipes by the fleet's snapshot ids. They are limited in number and bytes; the least recently used are dropped
+    first."""
 
     def __init__(self) -> None:
         self._recipes: OrderedDict[str, Recipe] = OrderedDict()
@@ -465,25 +482,25 @@ class Recipes:
         return iter(self._recipes.values())
 
     def get(self, snapshot: str) -> Recipe | None:
-        """The recipe, marked as used now, or None."""
+        """Return the recipe of a snapshot and mark it as used now; None if there is none."""
         if snapshot in self._recipes:
             self._recipes.move_to_end(snapshot)
         return self._recipes.get(snapshot)
 
     def put(self, snapshot: str, recipe: Recipe) -> Recipe:
-        """Add or replace a recipe."""
+        """Add or replace the recipe of a snapshot. Returns the recipe."""
         self.drop(snapshot)
         self._recipes[snapshot] = recipe
         self._num_bytes += recipe.num_bytes
         return recipe
 
     def drop(self, snapshot: str) -> None:
-        """Remove a recipe. Idempotent."""
+        """Remove the recipe of a snapshot. Does nothing if there is none."""
         if (recipe := self._recipes.pop(snapshot, None)) is not None:
             self._num_bytes -= recipe.num_bytes
 
     def surplus(self) -> Iterator[str]:
-        """Drop recipes until the bounds are met. Yields their snapshot ids."""
+        """Drop the least recently used recipes until the limits are met. Yields the snapshot ids of those dropped."""
         while len(self._recipes) > 1 and (len(self._recipes) > MAX_RECIPES or self._num_bytes > MAX_BYTES):
             snapshot = next(iter(self._recipes))
             self.drop(snapshot)

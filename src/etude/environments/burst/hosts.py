@@ -1,7 +1,7 @@
-"""State of hosts for placement, with two small indexes; no decisions.
+"""State of hosts for placement, in two small indexes.
 
-`Hosts` samples a random host in O(1) and finds the emptiest in O(log hosts), by a heap with one entry per change, whose
-outdated entries are dropped when they reach the top. `SnapshotHosts` are the hosts that have one snapshot.
+`Hosts` has all hosts. It samples a random host in O(1) and finds the emptiest in O(log hosts), by a heap with one entry
+per change whose outdated entries are dropped when they reach the top. `SnapshotHosts` has the hosts of one snapshot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Need:
-    """Resources that one machine takes of its host, on average."""
+    """Resources that one machine takes of its host on average: CPU cores and bytes of memory."""
 
     cores: float = 0.1
     memory_bytes: int = 64 << 20
@@ -23,7 +23,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Resources of a host for machines. `rack`: the failure domain, "" for none."""
+    """Resources that a host has for machines.
+
+    `rack`: hosts with the same rack can fail together, for example by losing power; "" if unknown.
+    """
 
     cores: float
     memory_bytes: int
@@ -32,25 +35,35 @@ class Capacity:
 
 @dataclass(eq=False)
 class Host:
-    """State of a host. Times are in seconds of the caller's clock."""
+    """State of one host of a `Placement`. Times are in seconds of the caller's clock.
+
+    - `cores`, `memory_bytes`: reserved for its machines
+    - `pressure`: load that the host reports, from 0 to 1
+    - `queued_s`: expected duration of its batches that have not started
+    - `is_suspect`: no heartbeat for some time; `is_too_slow`: its batches are also tried on other hosts
+    - `uploads`: snapshot copies that it is sending
+    - `slowness`: measured durations relative to expected ones
+    - `batches`, `snapshots`: ids of the batches and snapshots on it
+    - `entry`: number of its current heap entry in `Hosts`
+    """
 
     name: str
     capacity: Capacity
     last_heartbeat_s: float
-    cores: float = 0.0  # reserved
-    memory_bytes: int = 0  # reserved
-    pressure: float = 0.0  # reported by the host: 0 idle, 1 full
-    queued_s: float = 0.0  # work placed on it that has not started, at the expected speed
-    is_suspect: bool = False  # no heartbeat for too long
-    is_too_slow: bool = False  # its batches are also tried on other hosts
-    uploads: int = 0  # copies requested from it that have not arrived
-    slowness: float = 1.0  # measured over expected time of its forks
+    cores: float = 0.0
+    memory_bytes: int = 0
+    pressure: float = 0.0
+    queued_s: float = 0.0
+    is_suspect: bool = False
+    is_too_slow: bool = False
+    uploads: int = 0
+    slowness: float = 1.0
     batches: set[int] = field(default_factory=set)
     snapshots: set[str] = field(default_factory=set)
-    entry: int = 0  # of its newest entry in the heap
+    entry: int = 0
 
     def free_slots(self, need: Need) -> int:
-        """How many more machines fit."""
+        """Return how many more machines with this need fit."""
         if self.pressure >= 1.0:
             return 0
         by_cores = (self.capacity.cores - self.cores) / need.cores + 1e-6
@@ -70,7 +83,10 @@ class Host:
 
 
 class SnapshotHosts:
-    """The hosts that have a snapshot, and from when on."""
+    """The hosts that have one snapshot, and since when each has it.
+
+    `need`: resources of one machine of the snapshot. `copyable`: whether other hosts can get the snapshot.
+    """
 
     def __init__(self, need: Need, *, copyable: bool) -> None:
         self.need, self.copyable = need, copyable
@@ -84,8 +100,11 @@ class SnapshotHosts:
         return len(self._hosts)
 
     def add(self, host: Host, since_s: float, *, source: Host | None = None) -> None:
-        """Record that the host has the snapshot from this time on; the earlier time counts. `source`: the host that
-        sends it."""
+        """Record that the host has the snapshot from the time `since_s` on; the earlier time counts if it is recorded
+        already.
+
+        `source`: the host that sends it the snapshot; None if no copy is needed.
+        """
         if source is not None:
             self._copying_from[host.name] = source
             source.uploads += 1
@@ -95,7 +114,7 @@ class SnapshotHosts:
         self.since_s[host.name] = min(since_s, self.since_s.get(host.name, since_s))
 
     def confirm(self, name: str) -> None:
-        """Record proof that the host has the snapshot."""
+        """Record proof that the host has the snapshot: it has forked from it. `name`: the host's name."""
         if name in self.since_s:
             self.confirmed.add(name)
             self._arrived(name)
@@ -106,7 +125,7 @@ class SnapshotHosts:
             source.uploads -= 1
 
     def drop(self, name: str) -> None:
-        """Record that the host no longer has the snapshot."""
+        """Record that the host of this name no longer has the snapshot."""
         self._arrived(name)
         at = self._index.pop(name, None)
         if at is not None:
@@ -118,14 +137,14 @@ class SnapshotHosts:
             self.confirmed.discard(name)
 
     def sample(self, rng: random.Random, n: int) -> list[Host]:
-        """n random hosts, or all if there are not more."""
+        """Return n random hosts that have the snapshot; one may appear twice. Return all if there are at most n."""
         if len(self._hosts) <= n:
             return list(self._hosts)
         return [self._hosts[int(rng.random() * len(self._hosts))] for _ in range(n)]
 
 
 class Hosts:
-    """All hosts that are not lost, ordered by their last heartbeat.
+    """All hosts that are not lost, by name, in the order of their last heartbeats.
 
     >>> hosts = Hosts()
     >>> for name, cores in (("a", 4), ("b", 8)):
@@ -151,7 +170,7 @@ class Hosts:
         return self._by_name[name]
 
     def get(self, name: str) -> Host | None:
-        """The host, or None if it is lost or never joined."""
+        """Return the host of this name, or None if it is lost or never joined."""
         return self._by_name.get(name)
 
     def add(self, host: Host) -> None:
@@ -167,12 +186,12 @@ class Hosts:
         host.entry = -1
 
     def heartbeat(self, host: Host, now_s: float) -> None:
-        """Record a heartbeat."""
+        """Record that the host sent a heartbeat at `now_s`."""
         host.last_heartbeat_s, host.is_suspect = now_s, False
         self._by_name.move_to_end(host.name)
 
     def silent_since(self, since_s: float) -> list[Host]:
-        """Hosts without a heartbeat since this time."""
+        """Return the hosts whose last heartbeat was before the time `since_s`."""
         found = []
         for host in self._by_name.values():
             if host.last_heartbeat_s >= since_s:
@@ -190,7 +209,7 @@ class Hosts:
             heapq.heapify(self._heap)
 
     def emptiest(self, n: int) -> list[Host]:
-        """Up to n hosts, the least full first."""
+        """Return up to n hosts, the least full first."""
         top: list[tuple[float, int, Host]] = []
         while self._heap and len(top) < n:
             entry = heapq.heappop(self._heap)
@@ -201,5 +220,5 @@ class Hosts:
         return [host for _, _, host in top]
 
     def sample(self, rng: random.Random, n: int) -> list[Host]:
-        """n random hosts."""
+        """Return n random hosts, or all if there are not more."""
         return [self._list[int(rng.random() * len(self._list))] for _ in range(n if self._list else 0)]

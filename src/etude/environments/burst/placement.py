@@ -1,15 +1,16 @@
-"""Placement of batches on hosts: groups, attempts and leases. `choice` selects the host; this module tracks what
-happens.
+"""Decide which hosts fork which machines, track what happens, and repeat what is late or lost.
 
-A group is placed on one host. Requests for more than `batch` machines are split into groups.
+A request for n machines is split into *groups* of at most `batch` machines. Each group runs on one host. A *batch* is
+one attempt to start a group on a host. An overdue batch is also tried on another host. The first batch that starts wins
+the group; for any other, `Placement.started` returns False and its machines are closed. So no work is done twice. When
+a host turns out to be slow, all batches that have not started there are overdue at once.
 
-Nothing runs twice. A batch is one *attempt* at its group. An overdue batch is also tried on another host. The first
-that starts wins the group; for any other, `started` returns False and its unused machines are closed. When a host turns
-out to be slow, all batches that have not started there are overdue at once. Each answered heartbeat renews a host's
-lease; the host kills its machines itself when the lease expires (`Lease`). Only `margin_s` later they count as lost
-here and their groups are placed again. A lost host that comes back starts empty.
+A host may run machines only during its *lease*, which each answered heartbeat renews. When the lease expires, the host
+kills its machines itself (`Lease`). Its machines count as lost here `margin_s` later, and their groups can be placed
+again. A lost host that comes back starts without machines.
 
-Pure and seeded: the caller passes the time and sends the batches to the hosts.
+`Placement` is pure and seeded: the caller passes the time and sends the batches to the hosts. The module `choice`
+selects the host of a batch.
 """
 
 from __future__ import annotations
@@ -30,30 +31,43 @@ _SPARE_ATTEMPTS = 64  # parallel attempts in total, plus one for ten batches tha
 
 @dataclass(frozen=True)
 class Batch:
-    """n machines that a host is to fork: one attempt at a group."""
+    """An order to one host to fork n machines of a snapshot: one attempt to start a group.
+
+    - `id`, `group`: numbers of this batch and of its group; `attempt`: counts from 1 within the group
+    - `snapshot`, `host`: the snapshot's id and the host's name
+    - `n`: number of machines; `need`: resources of each
+    - `sources`: hosts to copy the snapshot from, tried in turn; empty if the host has it
+    - `there_s`: when the host should have the snapshot, by the caller's clock
+    """
 
     id: int
     group: int
-    attempt: int  # counted from 1
+    attempt: int
     snapshot: str
     host: str
     n: int
-    need: Need  # of each
-    sources: tuple[str, ...]  # hosts to copy the snapshot from, tried in turn; () if the host has it
-    there_s: float  # when the host should have the snapshot
+    need: Need
+    sources: tuple[str, ...]
+    there_s: float
 
 
 @dataclass(frozen=True)
 class Review:
-    """What to do after a `Placement.review`."""
+    """What the caller of `Placement.review` has to do.
 
-    batches: tuple[Batch, ...] = ()  # new attempts at groups that have not started
-    lost: tuple[Batch, ...] = ()  # started, and lost with their host; n: machines that had not ended
-    hosts: tuple[str, ...] = ()  # lost hosts
+    `batches`: new attempts, to be sent to their hosts. `lost`: batches that had started on a lost host; their `n` is
+    the number of machines that had not ended. `hosts`: names of the hosts that were lost now.
+    """
+
+    batches: tuple[Batch, ...] = ()
+    lost: tuple[Batch, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 class Lease:
-    """A host's lease: when it has expired, the host kills its machines itself.
+    """The lease of one host, kept on that host. When it has expired, the host must kill its machines.
+
+    `lease_s`: its length in seconds. Times are in seconds of one clock.
 
     >>> lease = Lease(10.0, now_s=0.0)
     >>> lease.answered(sent_s=4.0)
@@ -65,12 +79,12 @@ class Lease:
         self._lease_s, self.ends_s = lease_s, now_s + lease_s
 
     def answered(self, *, sent_s: float) -> None:
-        """Record that the heartbeat sent at `sent_s` was answered. The time of sending counts, since the answer
-        arrived later."""
+        """Renew the lease: the heartbeat that was sent at `sent_s` was answered. The lease counts from the time of
+        sending."""
         self.ends_s = max(self.ends_s, sent_s + self._lease_s)
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the lease has expired, so that no machine may run here any more."""
+        """Return whether the lease has expired, so that no machine may run here any more."""
         return now_s >= self.ends_s
 
 
@@ -92,11 +106,17 @@ class _Group:
 
 
 class Placement:
-    """Hosts, snapshots and batches.
+    """The state of all hosts, snapshots and batches, and the decisions about them.
 
-    `costs`: expected durations. `batch`: the most machines of one group. `lease_s`: lease of a host; `margin_s`: how
-    much later its machines count as lost. `suspect_s`: silence after which a host gets no new batches. `patience`,
-    `grace_s`: a batch is overdue after `patience` times its expected wait plus `grace_s`.
+    - `seed`: of the random choice of hosts
+    - `costs`: expected durations
+    - `batch`: the most machines of one group
+    - `lease_s`: how long a host may run machines after its last answered heartbeat
+    - `margin_s`: how long after that its machines count as lost
+    - `suspect_s`: a host that is silent for this long gets no new batches
+    - `patience`, `grace_s`: a batch is overdue after `patience` times its expected wait plus `grace_s`
+
+    All times are in seconds. The caller passes the current time as `now_s`.
 
     >>> placement = Placement(seed=1)
     >>> for name in ("a", "b"):
@@ -142,13 +162,16 @@ class Placement:
     # hosts and snapshots
 
     def join(self, name: str, capacity: Capacity, now_s: float) -> None:
-        """Add a host that runs no machines."""
+        """Add a host that runs no machines. Raises `ValueError` if a host of this name has joined and is not lost."""
         if self.hosts.get(name) is not None:
             raise ValueError(f"host {name!r} has joined already")
         self.hosts.add(Host(name, capacity, now_s))
 
     def heartbeat(self, name: str, now_s: float, *, pressure: float = 0.0) -> bool:
-        """Record a heartbeat. False if the host counts as lost: it must kill its machines and join again."""
+        """Record a heartbeat of the host `name`, with its load `pressure` from 0 to 1.
+
+        Returns False if the host counts as lost: it must kill its machines and join again.
+        """
         host = self.hosts.get(name)
         if host is None:
             return False
@@ -162,7 +185,11 @@ class Placement:
     def add_snapshot(
         self, snapshot: str, name: str, now_s: float, *, need: Need | None = None, copyable: bool = True
     ) -> None:
-        """Record that a host has a snapshot. `need` and `copyable` are taken from the snapshot's first report only."""
+        """Record that the host `name` has a snapshot.
+
+        `need`: resources of one machine of the snapshot. `copyable`: whether other hosts can get it. Both are taken
+        from the first report of a snapshot only. Does nothing if the host is lost.
+        """
         host = self.hosts.get(name)
         if host is not None:
             copies = self._copies.setdefault(
@@ -173,7 +200,7 @@ class Placement:
             host.snapshots.add(snapshot)
 
     def remove_snapshot(self, snapshot: str, name: str) -> None:
-        """Record that a host no longer has a snapshot."""
+        """Record that the host `name` no longer has a snapshot."""
         if snapshot in self._copies:
             self._copies[snapshot].drop(name)
             if not self._copies[snapshot]:
@@ -183,11 +210,12 @@ class Placement:
             host.snapshots.discard(snapshot)
 
     def hosts_with(self, snapshot: str) -> tuple[str, ...]:
-        """Hosts that have a snapshot, or will have it after copies in progress."""
+        """Return the names of the hosts that have a snapshot, or will have it once copies in progress have arrived."""
         return tuple(self._copies[snapshot].since_s) if snapshot in self._copies else ()
 
     def choose_homes(self, n: int) -> list[str]:
-        """Up to n of the emptiest hosts to prepare a new snapshot on, if possible no two in one rack."""
+        """Return the names of up to n of the emptiest hosts, to prepare a new snapshot on; if possible no two in one
+        rack."""
         emptiest = [host for host in self.hosts.emptiest(4 * n) if host.free_slots(Need())]
         first = {host.capacity.rack or host.name: host for host in reversed(emptiest)}
         spread = sorted(first.values(), key=lambda host: host.fullness)
@@ -196,10 +224,10 @@ class Placement:
     # batches
 
     def place(self, snapshot: str, n: int, now_s: float) -> list[Batch]:
-        """Place n machines in groups of at most `batch`; groups are split further only if no host has enough free
-        slots.
+        """Place n machines of a snapshot on hosts; return the batches to send to them.
 
-        Returns [] if not all of them can be placed now. Raises `MachineError` if no host has the snapshot.
+        Groups have at most `batch` machines, and fewer only if no host has enough free slots. Returns [] if not all n
+        machines can be placed now. Raises `MachineError` if no host has the snapshot.
         """
         copies = self._copies.get(snapshot)
         if not copies:
@@ -214,13 +242,17 @@ class Placement:
                     self.ended(one.id, one.n)
                 return []
             size = min(wanted, choice.host.free_slots(copies.need))
-            placed.append(self._assign(self._new_group(snapshot, size), choice, now_s))
+            self._ids += 1
+            self._groups[self._ids] = _Group(snapshot, size)
+            placed.append(self._assign(self._ids, choice, now_s))
             left -= size
         return placed
 
     def started(self, batch_id: int, now_s: float) -> bool:
-        """Record that a host has forked a batch. False if the batch is no longer wanted: close its machines and call
-        `ended`."""
+        """Record that a host has forked the machines of a batch, and return whether they are wanted.
+
+        If not, because another batch has won the group or it was cancelled, close the machines and call `ended`.
+        """
         batch = self._batches.get(batch_id)
         if batch is None:
             return False
@@ -252,8 +284,11 @@ class Placement:
         self._resize(batch, self._open_machines[batch_id] - n)
 
     def failed(self, batch_id: int, now_s: float) -> Batch | None:
-        """Record that a host could not fork a batch. Returns the next attempt, on another host if possible. None if
-        another attempt is in progress, or there are no free slots yet; then a later `review` returns it."""
+        """Record that a host could not fork a batch, and return the next attempt, on another host if possible.
+
+        Returns None if another attempt is in progress, or if no host has enough free slots; then a later `review`
+        returns it.
+        """
         batch = self._batches.get(batch_id)
         if batch is None:
             return None
@@ -262,10 +297,10 @@ class Placement:
         return self._retry(batch.group, now_s, avoid=(batch.host,))
 
     def review(self, now_s: float) -> Review:
-        """Check the clock: start new attempts for batches that are overdue or were to start on a lost host.
+        """Check which hosts are lost and which batches are overdue at `now_s`. Call this a few times a second.
 
-        `Review.lost` has the batches that had started on a lost host: pass them to `retry`, or ignore them. Call this a
-        few times a second.
+        Returns new attempts for batches that are overdue or had not started on a lost host. Batches that had started
+        there are in `Review.lost`: pass them to `retry`, or ignore them.
         """
         self._chooser.update_median()
         silent = self.hosts.silent_since(now_s - self._lost_s)
@@ -311,12 +346,13 @@ class Placement:
         return self._retry_in_parallel(batch, group, now_s)
 
     def _mark_all_late(self, host: Host) -> None:
-        """Mark all batches that have not started on a host as overdue."""
         self._late += sorted(self._pending.keys() & host.batches)
 
     def retry(self, lost: Batch, now_s: float) -> Batch | None:
-        """The next attempt at a group whose machines were lost. None if there are no free slots yet; then a later
-        `review` returns it."""
+        """Return a new attempt to start a group whose machines were lost. `lost`: the batch from `Review.lost`.
+
+        Returns None if no host has enough free slots; then a later `review` returns it.
+        """
         self._groups[lost.group] = _Group(lost.snapshot, lost.n, attempts=lost.attempt)
         return self._retry(lost.group, now_s)
 
@@ -325,13 +361,13 @@ class Placement:
         self._groups.pop(group_id, None)
 
     def rivals(self, batch_id: int) -> list[Batch]:
-        """The other attempts at a batch's group that have not ended: close them once the batch has won."""
+        """Return the other batches of a batch's group that have not ended. Close them once the batch has won."""
         group = self._groups.get(self._batches[batch_id].group) if batch_id in self._batches else None
         return [self._batches[other] for other in sorted(group.open) if other != batch_id] if group else []
 
     @property
     def missing(self) -> set[str]:
-        """Snapshots that groups wait for and no host has: prepare them again."""
+        """Ids of the snapshots that groups wait for and no host has. Prepare them again."""
         waiting = {self._groups[group].snapshot for group in self._unplaced if group in self._groups}
         self._gone = {snapshot for snapshot in self._gone | waiting if not self._copies.get(snapshot)}
         return set(self._gone)
@@ -342,11 +378,6 @@ class Placement:
         return sum(self._groups[group].n for group in self._unplaced if group in self._groups)
 
     # internals
-
-    def _new_group(self, snapshot: str, n: int) -> int:
-        self._ids += 1
-        self._groups[self._ids] = _Group(snapshot, n)
-        return self._ids
 
     def _retry(self, group_id: int, now_s: float, *, avoid: Sequence[str] = ()) -> Batch | None:
         """The next attempt at a group without one. The group is not split; it waits if no host has enough free
@@ -362,10 +393,10 @@ class Placement:
         return self._assign(group_id, choice, now_s)
 
     def _retry_in_parallel(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
-        """Start one more attempt beside one that is overdue."""
         copies = self._copies.get(group.snapshot)
         choice = None
-        if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < self._max_parallel:
+        max_parallel = _SPARE_ATTEMPTS + len(self._pending) // 10  # overloaded hosts do not get even more work
+        if copies and len(group.open) < _MAX_ATTEMPTS and len(self._parallel) < max_parallel:
             tried = [self._batches[other].host for other in group.open]
             choice = self._chooser.choose(copies, group.n, now_s, avoid=tried)
             if choice is not None and (choice.host.name in tried or choice.host.free_slots(copies.need) < group.n):
@@ -378,11 +409,6 @@ class Placement:
         further = self._assign(batch.group, choice, now_s)
         self._parallel.add(further.id)
         return further
-
-    @property
-    def _max_parallel(self) -> int:
-        """Limit of parallel attempts, so that overloaded hosts do not get even more work."""
-        return _SPARE_ATTEMPTS + len(self._pending) // 10
 
     def _assign(self, group_id: int, choice: Choice, now_s: float) -> Batch:
         group, host = self._groups[group_id], choice.host

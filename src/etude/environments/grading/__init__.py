@@ -1,4 +1,4 @@
-"""Grading of what an agent leaves in its machine: exported files are checked and then graded in fresh machines."""
+"""Grade what an agent leaves in its machine: check the exported files, then grade them in fresh machines."""
 
 from etude.environments.grading.data import same
 from etude.environments.grading.exports import (

@@ -1,10 +1,10 @@
-"""Canaries: variants of a hidden test that correct code must fail. If one passes, passing proves nothing.
+"""Canaries: variants of a hidden test that correct code must fail. If one passes, test results prove nothing.
 
 The best variants look like the original test: only one literal that a result is compared with differs (or a parameter,
 or the expected exception or warning). Code that reads expected values, overloads ``==``, disables assertions or reports
 results itself passes them like the original. For tests without such literals, an assertion is negated or a failing one
-is added; code could recognise those. Each variant is verified on the reference solution before use. Pure functions,
-without machines.
+is added; code could recognise those. The caller runs each variant on the reference solution before use, and keeps it
+only if it fails there.
 """
 
 from __future__ import annotations
@@ -48,11 +48,16 @@ _WARNINGS = ("BytesWarning", "ImportWarning", "UnicodeWarning", "ResourceWarning
 
 
 class Variant(NamedTuple):
-    """A changed test file."""
+    """A changed test file.
+
+    `source`: its text. `looks_original`: whether the change keeps the form of the test, so that code cannot recognise
+    it. `kind`: what was changed: "compared" (a literal), "raised" (an expected exception) or "turned" (an assertion was
+    negated or added).
+    """
 
     source: str
-    looks_original: bool  # whether its form is that of the original
-    kind: str  # what was changed: "compared" (a literal), "raised" (an exception), "turned" (an assertion)
+    looks_original: bool
+    kind: str
 
 
 class _Edit(NamedTuple):
@@ -65,10 +70,11 @@ _KindEdit = tuple[_Edit, str]
 
 
 def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.Random) -> Iterator[Variant]:
-    """Variants of one test, the best first.
+    """Yield variants of a test file that one test should fail, the least recognisable first.
 
-    `source`: the test file. `names`: the test's class and method, or its function. `index`: which of its parameter rows
-    counts.
+    `source`: the text of the file. `names`: the names of the test's class and method, or of its function. `index`: the
+    row of the test's `parametrize` values to change, from 0. Yields nothing if the file is not Python or has no such
+    test.
 
     >>> next(variants_of_test("def test_a():\\n    assert f(2) == 3\\n", ["test_a"], 0, random.Random(0))).source
     'def test_a():\\n    assert f(2) == 8\\n'
@@ -94,8 +100,9 @@ def variants_of_test(source: str, names: Sequence[str], index: int, rng: random.
 
 
 def variant_of_data(text: str, row: int, rng: random.Random) -> str | None:
-    """A data file of tests with one letter or digit changed, in line `row` if possible, since rows of parameters often
-    are lines. None if there is nothing to change.
+    """Return `text`, a data file of tests, with one letter or digit changed; None if it has neither.
+
+    The change is in line `row` (from 0) if possible, since each line is often one test's parameters.
 
     >>> variant_of_data("[[1], 2]\\n[[3], 4]\\n", 1, random.Random(0))
     '[[1], 2]\\n[[3], 7]\\n'
@@ -109,7 +116,9 @@ def variant_of_data(text: str, row: int, rng: random.Random) -> str | None:
 
 
 def variants_of_program(source: str, rng: random.Random) -> Iterator[str]:
-    """Variants of a grading program: in each, one literal of a comparison differs. Random order.
+    """Yield variants of a grading program in random order. In each, one literal of a comparison differs.
+
+    `source`: the program's text. Yields nothing if it is not Python.
 
     >>> [*variants_of_program("import calc, sys\\nsys.exit(calc.f(2) != 3)\\n", random.Random(0))]
     ['import calc, sys\\nsys.exit(calc.f(2) != 8)\\n']
@@ -139,7 +148,6 @@ def _interleave(one: list[_KindEdit], other: list[_KindEdit], rng: random.Random
 
 
 def _change_expected_exceptions(function: _Function, offsets: _Offsets, rng: random.Random) -> Iterator[_Edit]:
-    """Edits that replace an exception or warning that the test expects."""
     for node in ast.walk(function):
         name = _method_name(node) or (
             node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
@@ -204,7 +212,6 @@ def _assert_equal_sides(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _method_name(node: ast.AST) -> str:
-    """The name of the method that a call expression calls; "" for anything else."""
     return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
@@ -280,7 +287,6 @@ def _different_text(text: str, rng: random.Random) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as a literal with double quotes."""
     literal = repr(text)
     if literal.startswith('"'):
         return literal
@@ -317,7 +323,6 @@ def _change_literal(atom: ast.Constant, text: bytes, offsets: _Offsets, rng: ran
 
 
 def _negate_assertion(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | None:
-    """An edit that negates an assertion."""
     if isinstance(node, ast.Assert):
         start, stop = offsets.span(node.test)
         return _Edit(start, stop, f"not ({text[start:stop].decode()})")
@@ -328,7 +333,6 @@ def _negate_assertion(node: ast.AST, text: bytes, offsets: _Offsets) -> _Edit | 
 
 
 def _add_failing_assertion(function: _Function, text: bytes, offsets: _Offsets, rng: random.Random) -> _Edit:
-    """An edit that adds a failing assertion after the last statement."""
     last = function.body[-1]
     _, stop = offsets.span(last)
     one, other = rng.randrange(10, 99), rng.randrange(100, 999)

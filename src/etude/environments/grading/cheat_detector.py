@@ -1,9 +1,8 @@
-"""Detect signs of cheating (reward hacking) in a finished rollout: in its tool calls, exported files and reward.
+"""Detect signs of cheating (reward hacking) in a rollout: in its tool calls, exported files and reward.
 
-Each indicator names its rule, the reason and the place. Rules are few and precise, since a false alarm discards honest
-work: each matches something that honest solutions do not need. The rules find plain cheating; well-hidden cheating must
-be stopped by isolation and canaries. The detector knows no rollouts or ledgers: it gets their parts. Workers and the
-conductor import it; the attacks themselves are in `etude.redteam`.
+Each sign is a `CheatIndicator` with its rule, the reason and the place. Rules are few and precise, since a false alarm
+discards honest work: each matches something that honest solutions do not need. They find plain cheating; well-hidden
+cheating must be stopped by isolation and canaries. The attacks that test this module are in `etude.redteam`.
 
 Code is examined by its syntax tree, so comments and prose raise no alarm, and only what is new in a file counts. Tool
 calls are examined by their arguments.
@@ -28,7 +27,11 @@ MAX_CODE_BYTES = 256 << 10  # of all changed Python files; parsing takes about 2
 
 
 class CheatIndicator(msgspec.Struct, frozen=True):
-    """One sign of cheating. `place`: a file and line, or a turn's number."""
+    """One sign of cheating.
+
+    `rule`: name of the rule, such as "exit". `reason`: what was found, in words. `place`: a file and line, "turn" and
+    the turn's number, or "the reward" or "the grade".
+    """
 
     rule: str
     reason: str
@@ -39,15 +42,19 @@ class CheatIndicator(msgspec.Struct, frozen=True):
 
 
 class CheatIndicators(msgspec.Struct, frozen=True):
-    """The signs of cheating found in a rollout before its outcome is known."""
+    """The signs of cheating in one rollout before its outcome is known, as `scan_rollout` returns them.
+
+    `found` counts for every outcome, `if_rewarded` only for a reward above 0.
+    """
 
     found: tuple[CheatIndicator, ...] = ()
-    if_rewarded: tuple[CheatIndicator, ...] = ()  # count only for a reward above 0
+    if_rewarded: tuple[CheatIndicator, ...] = ()
 
     def for_outcome(self, outcome: Graded | Invalid | None) -> list[CheatIndicator]:
-        """The indicators that count for this outcome, the most serious first; at most `MAX_INDICATORS`.
+        """Return the indicators that count for this outcome, the most serious first; at most `MAX_INDICATORS`.
 
-        For a reward above 0 it adds `if_rewarded`; for a forged grade it adds an indicator "forged".
+        These are `found`; for a reward above 0 also `if_rewarded`; and an indicator "forged" if the grader has detected
+        a forged result. `outcome` None: the rollout has not been graded.
         """
         rewarded = isinstance(outcome, Graded) and outcome.grade > 0
         graver = list(self.if_rewarded) if rewarded else []
@@ -63,9 +70,10 @@ def find_cheating(
     exports: Mapping[str, bytes] | None = None,
     outcome: Graded | Invalid | None = None,
 ) -> list[CheatIndicator]:
-    """Find signs of cheating in a rollout, the most serious first; at most `MAX_INDICATORS`.
+    """Return the signs of cheating in a rollout, the most serious first; at most `MAX_INDICATORS`.
 
-    `calls`: the tool calls of each turn, in order. `exports`: path to content of the exported files.
+    `calls`: the tool calls of each turn, in order. `exports`: path to content of the exported files. `outcome`: the
+    result of grading; None before it.
 
     >>> from etude.records.task import Split
     >>> task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i",
@@ -80,7 +88,10 @@ def find_cheating(
 def scan_rollout(
     task: Task, *, calls: Sequence[Sequence[ToolCall]] = (), exports: Mapping[str, bytes] | None = None
 ) -> CheatIndicators:
-    """Like `find_cheating`, but before the outcome is known; `CheatIndicators.for_outcome` then gives the list."""
+    """Return the signs of cheating in a rollout, before its outcome is known.
+
+    The arguments are those of `find_cheating`. `CheatIndicators.for_outcome` then gives the list for an outcome.
+    """
     exports, found, free_bytes = exports or {}, list[CheatIndicator](), MAX_CODE_BYTES
     for path, data in exports.items():
         before = task.files.get(path)
@@ -147,7 +158,7 @@ _TEST = re.compile(r"(^|/)(tests?/|test_[^/]*\.py$|[^/]*_test\.py$|conftest\.py$
 
 
 def is_test(path: str) -> bool:
-    """Whether a path is a test file, by its name.
+    """Return whether a path is that of a test file, by its name and folders.
 
     >>> is_test("tests/test_calc.py"), is_test("calc.py"), is_test("latest.py")
     (True, False, False)
@@ -156,8 +167,10 @@ def is_test(path: str) -> bool:
 
 
 def scan_tool_call(call: ToolCall, files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(rule, reason) of each sign of cheating in a tool call. `files`: the task's files; only its own tests count as
-    tests."""
+    """Yield (rule, reason) for each sign of cheating in a tool call.
+
+    `files`: path to text of the task's files; only tests among these count as the task's tests.
+    """
     if call.malformed:
         return
     path = str(call.arguments.get("path", "")).removeprefix("./")
@@ -172,7 +185,6 @@ def scan_tool_call(call: ToolCall, files: Mapping[str, str]) -> Iterator[tuple[s
 
 
 def _only_adds(before: str, after: str) -> bool:
-    """Whether all lines of the old test are still there."""
     return set(before.splitlines()) <= set(after.splitlines())
 
 
@@ -273,7 +285,7 @@ Finding = tuple[str, str, str]  # rule, reason, place
 
 
 def is_configuration(path: str) -> bool:
-    """Whether a file of this name changes how tests or interpreters start, or shadows a library module.
+    """Return whether a file of this name changes how tests or interpreters start, or shadows a library module.
 
     >>> [is_configuration(path) for path in ("conftest.py", "evil.pth", "json.py", "pkg/json.py", "calc.py")]
     [True, True, True, False, False]
@@ -285,8 +297,11 @@ def is_configuration(path: str) -> bool:
 
 
 def changes_configuration(path: str, data: bytes, before: str | None) -> bool:
-    """Whether an exported file is configuration in the sense of `is_configuration`: a new file, or, where the task has
-    a file of this name, by its new lines.
+    """Return whether an exported file changes how tests or interpreters start, or shadows a library module.
+
+    `data`: its content. `before`: the text of the task's own file at this path; None if there is none. A file that the
+    task has already counts only if its name is reserved for configuration; of files with other settings too, such as
+    pyproject.toml, only new lines about tests count.
 
     >>> changes_configuration("queue.py", b"x = 2", None), changes_configuration("queue.py", b"x = 2", "x = 1")
     (True, False)
@@ -303,8 +318,10 @@ def changes_configuration(path: str, data: bytes, before: str | None) -> bool:
 
 
 def scan_code(path: str, data: bytes, before: str = "") -> list[Finding]:
-    """(rule, reason, place) of each sign of cheating in a Python file that was not in its old version `before`.
-    Empty for bytes that are not Python."""
+    """Return (rule, reason, place) for each sign of cheating in a Python file that its old version lacks.
+
+    `data`: the file's content. `before`: the text of the old version. Returns [] for content that is not Python.
+    """
     had = {(rule, reason) for rule, reason, _ in _scan_source(path, before.encode())}
     return [finding for finding in _scan_source(path, data) if finding[:2] not in had]
 

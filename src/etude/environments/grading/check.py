@@ -1,8 +1,8 @@
-"""Grade with a hidden `check(candidate)`: the test runs in one machine, the agent's code in another.
+"""Grade with a hidden function `check(candidate)`: the test runs in one machine, the agent's code in another.
 
-The host relays calls and results between them as plain data. So the agent's code cannot reach the expected values, the
-nonce or the verdict: there is nothing to patch, read or forge. A test that passes runs once more with every result
-changed; it must fail then, or it tests nothing.
+The host relays calls and results between the two as plain data. So the agent's code cannot reach the expected values,
+the nonce or the verdict: there is nothing to patch, read or forge. A test that passes runs once more with every result
+changed. It must fail then, or it tests nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from etude.environments.grading.machines import (
@@ -38,7 +38,10 @@ MAX_UNSOLICITED_BYTES = 64 << 10
 async def grade_check(
     machines: GradingMachines, answer: Answer, submission: Submission, *, deadline_s: float
 ) -> Graded:
-    """Grade a submission with `answer.test_code`: reward 1 if it passes, else 0."""
+    """Grade a submission with the function in `answer.test_code`: reward 1 if it passes, else `Rejected` is raised.
+
+    `deadline_s`: for both runs of the test together. Raises `GradingFault` if the task or the host is to blame.
+    """
     verdicts = await _verdicts(machines, answer, submission, deadline_s)
     if verdicts[0] != ["passes"]:
         raise Rejected(str(verdicts[0][-1]))
@@ -53,9 +56,12 @@ async def _verdicts(
     module, _, function = answer.entry_point.partition(":")
     nonce = new_nonce()
     test = {"role": "test", "nonce": nonce, "module": module, "function": function, "test": answer.test_code}
-    modules = _modules(machines, submission, module)
+    modules = _modules(machines, module)
     python = await machines.python()
-    request = json.dumps({**test, "modules": modules, "more": _new_modules(submission, modules)}).encode() + b"\n"
+    more = sorted(
+        _module_names(submission) - {*modules}
+    )  # a module of this name in the test's machine takes precedence
+    request = json.dumps({**test, "modules": modules, "more": more}).encode() + b"\n"
     for is_retry in range(2):
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -71,16 +77,11 @@ async def _verdicts(
     raise AssertionError("the loop returns or raises")
 
 
-def _modules(machines: GradingMachines, submission: Submission, module: str) -> list[str]:
+def _modules(machines: GradingMachines, module: str) -> list[str]:
     """The modules that belong to the agent: the entry point's, and those of files that the task declares."""
     is_declared = covering(machines.task.exports)
     files = [path for path in machines.task.files if is_declared(path)]
     return sorted({module, *_module_names([*machines.task.exports, *files])})
-
-
-def _new_modules(submission: Submission, modules: Collection[str]) -> list[str]:
-    """Further modules that the agent added. A module of this name in the test's machine takes precedence."""
-    return sorted(_module_names(submission) - {*modules})
 
 
 def _module_names(paths: Iterable[str]) -> set[str]:
@@ -89,8 +90,6 @@ def _module_names(paths: Iterable[str]) -> set[str]:
 
 
 class _Lines:
-    """Splits a byte stream into lines."""
-
     def __init__(self) -> None:
         self._rest = bytearray()
 
@@ -104,8 +103,6 @@ class _Lines:
 
 
 class _Relay:
-    """Relays calls and results between a test and the code under test."""
-
     def __init__(self, python: str, nonce: str, deadline_s: float) -> None:
         self._python = python
         self._marker, self._deadline_s = f"{nonce} ".encode(), deadline_s
@@ -117,7 +114,7 @@ class _Relay:
         self._finished = asyncio.Event()
 
     async def run(self, tests: Machine, code: Machine, request: bytes) -> list[list[Any]]:
-        """The verdicts, one for each completed run of the test. Raises `Rejected` without any verdict, or
+        """Return the verdicts, one for each completed run of the test. Raises `Rejected` without any verdict, or
         `MachineError`."""
         self._to_test.put_nowait(request)
         self._to_code.put_nowait(b'{"role": "calls"}\n')

@@ -1,7 +1,7 @@
-"""Data-graded tasks: a machine calls the agent's functions and returns plain data; the host compares it.
+"""Grade function calls: a machine calls the agent's functions and returns plain data, and the host compares it.
 
 Expected values never enter a machine, so there is nothing to read there. Each call counts as if no other call had been
-made (see `runners/data.py`). The nonce decides the order of calls.
+made (see `runners/data.py`). The order of calls is random.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_THERE = object()
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Whether two values are equal in value and type, recursively: True is not 1, 1 is not 1.0, a tuple is not a list.
+    """Return whether two values are equal in value and type, recursively: True is not 1, and 1 is not 1.0.
 
     >>> same([1, {"a": None}], [1, {"a": None}]), same(1.0, 1), same(True, 1)
     (True, False, False)
@@ -39,8 +39,12 @@ def same(got: Any, expected: Any) -> bool:
 async def grade_cases(
     machines: GradingMachines, cases: Sequence[Case], submission: Submission, *, deadline_s: float
 ) -> Graded:
-    """Grade by the results of function calls: reward 1 if all are right, else 0; the share of right ones is a
-    measure. `deadline_s` is for all calls together."""
+    """Grade a submission by the results of function calls: reward 1 if all are as expected, else 0.
+
+    The share of right results is recorded as a measure. `cases`: the calls with their expected results. `deadline_s`:
+    for all calls together. Raises `Rejected` if the calls were not all answered, `GradingFault` if the task or the host
+    is to blame.
+    """
     nonce = new_nonce()
     order = random.Random(nonce).sample(range(len(cases)), len(cases))
     calls = [[cases[i].module, cases[i].function, cases[i].args] for i in order]

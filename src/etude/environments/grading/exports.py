@@ -1,7 +1,7 @@
-"""Export what a task declares from the agent's frozen machine, as plain data, and validate it again where it is graded.
+"""Copy out of the agent's machine what a task declares as its exports, and check it again before grading.
 
-Export and validation run in different processes, and neither trusts the agent. A file that is a link, too large or
-missing is left out. To list a folder, a fork of the frozen machine is used; its answer only names files, which are then
+Copying and checking run in different processes, and neither trusts the agent. A file that is a link, too large or
+missing is left out. To list a folder, a fork of the frozen machine is used. The list only names files, which are then
 read from the frozen machine itself, without following links. If the task is graded by running processes, the machine's
 state is saved first, at one moment; what the processes do afterwards does not count.
 """
@@ -34,10 +34,10 @@ def validate_exports(
     max_file_bytes: int = MAX_FILE_BYTES,
     max_total_bytes: int = MAX_EXPORT_BYTES,
 ) -> dict[str, bytes]:
-    """Check exported files and return them.
+    """Check exported files and return them as a dict. Raises `ValueError` if one is not allowed.
 
-    `raw`: path to content. `declared`: the task's exports, files or folders ending in "/". Paths must be declared,
-    plain and relative; the number and the sizes of files are limited. Raises `ValueError`.
+    `raw`: path to content. `declared`: the task's exports: files, or folders ending in "/". Paths must be declared,
+    plain and relative. At most `max_files` files of `max_file_bytes` each are allowed, with `max_total_bytes` together.
 
     >>> validate_exports({"calc.py": b"x = 1"}, ["calc.py"])
     {'calc.py': b'x = 1'}
@@ -66,11 +66,13 @@ def validate_exports(
 async def take_exports(
     machine: Machine, task: Task, runtime: Runtime, *, max_bytes: int = MAX_FILE_BYTES
 ) -> dict[str, bytes]:
-    """Freeze the machine and export what the task declares: its files, and its state if the task is graded by that.
+    """Freeze the machine and return the files that the task declares as exports, as path to content.
 
-    Returns path to content; the state is under the key `STATE`, or an explanation under `NO_STATE` if it cannot be
-    saved. `max_bytes`: the largest file. What the agent did to its files is never an error: such files are left out.
-    Raises `MachineError`, and `TaskError` for an invalid declaration.
+    If the task is graded by the machine's state, the result also has a packed snapshot under the key `STATE`, or the
+    reason why there is none under `NO_STATE`. Larger files than `max_bytes` are left out, like links and missing files:
+    nothing that the agent did to its files is an error.
+
+    Raises `MachineError` if the host is to blame, and `TaskError` for an invalid declaration.
     """
     _check_declared(task.exports)
     require_complete_snapshots(runtime, task)
@@ -114,7 +116,8 @@ async def _list_files(machine: Machine, folders: Sequence[str], task: Task, runt
         listing = await fork.exec(argv, key="list", deadline_s=_LISTING_S, output_bytes=_LISTING_BYTES)
     finally:
         await fork.close()
-    return [] if listing.truncated else [_relative(name) for name in listing.output.split(b"\0")]
+    names = listing.output.decode(errors="surrogateescape").split("\0")
+    return [] if listing.truncated else [name.removeprefix("./") for name in names]
 
 
 async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | None:
@@ -134,10 +137,6 @@ async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | 
         await control.close()
         return None
     return fork
-
-
-def _relative(name: bytes) -> str:
-    return name.decode(errors="surrogateescape").removeprefix("./")
 
 
 async def _state(machine: Machine, runtime: Runtime) -> dict[str, bytes]:
@@ -160,10 +159,11 @@ async def simulate_exports(
     *,
     deadline_s: float = 600.0,
 ) -> dict[str, bytes]:
-    """The exports of an agent that writes these files and runs this command, such as a reference solution. With
-    neither: the exports of the untouched machine.
+    """Return the exports of an agent that writes these files and then runs this command, such as a reference solution.
 
-    Raises `MachineError`, and `TaskError` if the files cannot be written or the command fails.
+    `files`: path to content. `argv`: the command; empty: none. With neither, these are the exports of the untouched
+    machine. `deadline_s`: for the command. Raises `MachineError`, and `TaskError` if a file cannot be written or the
+    command fails.
     """
     [machine] = await runtime.fork(await prepare(runtime, task), 1)
     try:
@@ -180,10 +180,10 @@ async def simulate_exports(
 
 
 async def find_test_command_problem(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
-    """Why the task's `test` command cannot start beside the reference solution; "" if it starts, whatever it reports
-    and however long it runs.
+    """Return why the task's test command cannot start beside the reference solution; "" if it starts.
 
-    Raises `MachineError`, and `TaskError` if the solution's files cannot be written.
+    What the tests report and how long they run does not matter; they are stopped after `deadline_s` seconds. Raises
+    `MachineError`, and `TaskError` if the solution's files cannot be written.
     """
     if not task.test_command:
         return ""
@@ -211,7 +211,10 @@ async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
 
 
 async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dict[str, bytes]:
-    """The exports of an agent that found the reference solution. Raises what `simulate_exports` does."""
+    """Return the exports of an agent that found the reference solution, as path to content.
+
+    Raises what `simulate_exports` raises.
+    """
     files = {path: text.encode() for path, text in answer.reference.items()}
     if answer.reference_argv or task.state or task.image is not None:
         return await simulate_exports(runtime, task, files, answer.reference_argv)
@@ -221,16 +224,21 @@ async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dic
 
 
 async def prepare(runtime: Runtime, task: Task) -> str:
-    """Prepare the snapshot that the task's rollouts start from. Raises `MachineError`, also where the runtime's
-    snapshots cannot hold what the task is graded by."""
+    """Prepare the snapshot that the task's rollouts start from, and return its id.
+
+    Raises `MachineError`, also if this runtime's snapshots cannot hold what the task is graded by.
+    """
     snapshot = await runtime.prepare({path: text.encode() for path, text in task.files.items()}, image=task.image)
     require_complete_snapshots(runtime, task)
     return snapshot
 
 
 def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
-    """Check that the runtime's snapshots hold what the task is graded by: its processes, or all files of an image.
-    Raises `MachineError`."""
+    """Check that the runtime's snapshots hold what the task is graded by. Raises `MachineError` otherwise.
+
+    A task that is graded by running processes needs snapshots with memory; one that is graded by the state of an
+    image's machine needs snapshots of its whole filesystem.
+    """
     info = runtime.info
     if task.running and not info.forks_memory:
         facts = f"snapshots of {info.name} machines contain files but no processes"

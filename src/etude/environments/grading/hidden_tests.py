@@ -1,12 +1,12 @@
-"""Grade with hidden tests (code-graded): each named test runs in a process and a machine of its own, under the
-machine's own pytest or unittest and the task's own configuration.
+"""Grade with hidden tests: each named test runs in a process and a machine of its own.
 
-Such tests import the agent's code, so that code could forge results. After all tests have passed, some are repeated,
-mixed with canaries: variants that correct code fails, with the same names, form and nonce (`grading.canaries`). A
-canary that passes proves a forgery. Code that passes at random survives `n` repeats and `k` canaries with a probability
-of at most `(n/(n+k))^n (k/(n+k))^k`: 1 in 484 for one test and the defaults.
+Tests run under the machine's own pytest or unittest and the task's own configuration. They import the agent's code, so
+that code could forge results. Therefore, after all tests have passed, some are repeated, mixed with canaries: variants
+that correct code fails, with the same names, form and nonce (`grading.canaries`). A canary that passes proves a
+forgery. Code that passes at random survives `n` repeats and `k` canaries with a probability of at most `(n/(n+k))^n
+(k/(n+k))^k`: 1 in 484 for one test and the defaults.
 
-A plan (`HiddenTestPlan`) is made once per task on the reference solution: which tests exist, and which canaries fail.
+A plan (`HiddenTestPlan`) is made once per task with the reference solution: which tests exist, and which canaries fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _COLLECT_S = 300.0
 
 
 class Target(NamedTuple):
-    """One test: number `ordinal` (from 0) of those with the name `base`. `id`: its name in the test runner."""
+    """One hidden test. `id`: its full name in pytest or unittest.
+
+    It is found as number `ordinal` (from 0) of the tests that have the name `base`, which is without parameters.
+    """
 
     base: str
     ordinal: int
@@ -47,14 +50,17 @@ class Target(NamedTuple):
 
 
 class Canary(NamedTuple):
-    """A variant of the hidden files with which the test `target` must fail."""
+    """A changed copy of the hidden files with which the test `target` must fail. `hidden`: path to text."""
 
     hidden: Mapping[str, str]
     target: Target
 
 
 class HiddenTestPlan(NamedTuple):
-    """How to grade submissions of one task: the hidden files (path to text), the tests to run, and the canaries."""
+    """How to grade all submissions of one task. `HiddenTestGrader.plan` makes it.
+
+    `hidden`: path to text of the hidden files. `targets`: the tests to run. `canaries`: changed tests that must fail.
+    """
 
     hidden: Mapping[str, str]
     targets: Sequence[Target]
@@ -62,11 +68,11 @@ class HiddenTestPlan(NamedTuple):
 
 
 class HiddenTestGrader:
-    """Grades with hidden tests.
+    """Grades submissions with hidden tests, in machines of `runtime`.
 
-    After all tests have passed, `repeats` further runs and `canaries` runs that must fail verify the result.
-    `max_machines`: how many machines run tests at once, over all grades. `run_all_tests`: False skips the remaining
-    tests after a failure.
+    `repeats`, `canaries`: after all tests have passed, so many tests run again and so many changed tests must fail.
+    `max_machines`: the most machines that run tests at once, over all grades. `run_all_tests`: False skips the
+    remaining tests after a failure.
     """
 
     def __init__(
@@ -77,7 +83,10 @@ class HiddenTestGrader:
         self._slots, self._run_all_tests = asyncio.Semaphore(max_machines), run_all_tests
 
     def machines(self, task: Task, tests: HiddenTests) -> GradingMachines:
-        """The grading machines of these tests. Test files and configuration files are never taken from the agent."""
+        """Return an object that makes the machines in which these tests of a task are graded.
+
+        Test files and configuration files are never taken from the agent.
+        """
         return GradingMachines(
             self._runtime,
             task,
@@ -87,8 +96,11 @@ class HiddenTestGrader:
         )
 
     async def plan(self, task: Task, tests: HiddenTests, reference: Submission) -> HiddenTestPlan:
-        """Find the named tests, and canaries for them, on the reference solution. Raises `GradingFault` if that
-        fails: no agent is involved."""
+        """Find the tests that `tests` names, and changed tests that must fail, by running them on the reference
+        solution.
+
+        `reference`: the exports of the reference solution. Raises `GradingFault` if the tests do not work there.
+        """
         machines = self.machines(task, tests)
         own = {path: task.files[path] for path in _files_of(tests) if path in task.files}
         hidden = {**own, **tests.files}
@@ -106,8 +118,12 @@ class HiddenTestGrader:
     async def grade(
         self, machines: GradingMachines, tests: HiddenTests, plan: HiddenTestPlan, submission: Submission
     ) -> Graded:
-        """Grade a submission: reward 1 if every named test passes, else 0; the share that passed is a measure.
-        Raises `Rejected` for a forged result."""
+        """Grade a submission: reward 1 if every named test passes, else 0. The share that passed is recorded as a
+        measure.
+
+        `machines`, `plan`: what the methods of these names returned. `submission`: the agent's exports. Raises
+        `Rejected` for a forged result or one that does not repeat, `GradingFault` if the task or the host is to blame.
+        """
         first = await self._run_all(
             machines, tests, [(plan.hidden, target) for target in plan.targets], submission, stop_when_lost=True
         )
@@ -146,10 +162,10 @@ class HiddenTestGrader:
         *,
         stop_when_lost: bool = False,
     ) -> list[dict[str, str]]:
-        """The reports of all runs, in order.
+        """Return the reports of all runs, in order.
 
-        `stop_when_lost`: after a run without a report, skip those that have not started. So a submission that hangs
-        costs one deadline, not one for each test.
+        `stop_when_lost`: after a run without a report, skip those that have not started, so that a submission that
+        hangs costs one deadline.
         """
         lost: list[str] = []
 

@@ -1,6 +1,6 @@
-"""The grader of exported files: it selects the grading method of a task and maps failures to outcomes.
+"""`MachineGrader`: grade exported files by the method that the task's answer needs.
 
-Anything the agent's code can do (raise, hang, exit, print, exhaust its machine) is a reward of 0 with a reason. An
+Anything that the agent's code can do (raise, hang, exit, print, exhaust its machine) is a reward of 0 with a reason. An
 `Invalid` outcome needs evidence from the host: the failure also happens without the agent's files.
 """
 
@@ -32,14 +32,17 @@ _NOTHING_LEFT = "the machine's state is missing: the machine was gone"
 
 
 class MachineGrader:
-    """A `Grader` that grades in machines of `runtime`. The task's answer decides how: function calls, hidden tests, a
-    check function or a verifier.
+    """A `Grader` that grades in machines of `runtime`.
 
-    `deadline_s`: for function calls and check functions, in seconds; hidden tests and verifiers have their own
-    deadlines. `total_deadline_s`: for a whole grade. `repeats`, `canaries`: how many extra runs verify passing hidden
-    tests, see `HiddenTestGrader`; at most two machines per core run tests at once, so that their deadlines are fair.
-    `run_all_tests`: False stops at the first hidden test that fails, for callers that only need to know whether all
-    pass.
+    The task's answer decides how: by function calls, hidden tests, a check function or a verifier.
+
+    - `deadline_s`: seconds for function calls and check functions; hidden tests and verifiers have their own deadlines
+    - `total_deadline_s`: seconds for a whole grade
+    - `repeats`, `canaries`: when all hidden tests have passed, this many are run again, and this many changed tests
+      must fail, so that forged results are found
+    - `run_all_tests`: False stops at the first hidden test that fails, if only passing or failing matters
+
+    At most two machines per core run tests at once, so that their deadlines are fair.
     """
 
     def __init__(
@@ -63,7 +66,10 @@ class MachineGrader:
         self._plans: dict[str, asyncio.Task[HiddenTestPlan | list[VerifierCanary]]] = {}
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
-        """Grade the exports (path to content). Raises nothing that the agent or a machine can cause."""
+        """Grade the exports (path to content) and return the outcome.
+
+        Everything that the agent or a machine can cause is an outcome; nothing is raised for it.
+        """
         trust = Trust.DATA if answer.cases else Trust.CODE if answer.verifier is None else task.trust
         try:
             plan = await self._plan(task, answer) if answer.tests or answer.verifier else None
@@ -133,7 +139,6 @@ class MachineGrader:
 
 
 def _validated(task: Task, exports: Mapping[str, bytes]) -> Submission:
-    """The exports after validation. Raises `Rejected`."""
     state = exports.get(STATE) if task.state else None
     if task.state and state is None:
         why = exports.get(NO_STATE, b"").decode(errors="replace")

@@ -1,15 +1,15 @@
-"""Fresh machines to grade one task's submissions in.
+"""Make fresh machines to grade one task's submissions in.
 
 A grading machine is forked from the task's initial files, with the agent's exports and then the hidden files written
-over them; or from the machine state that the agent left, if the task is graded by its state. On the host the agent's
-files are only data. Files whose names configure test runs (`exports.CONFIGURATION`), and files that shadow a hidden
-file, are never taken from the agent.
+over them. If the task is graded by the machine's state, it is forked from the state that the agent left. On the host
+the agent's files are only data. Files whose names configure test runs (`exports.CONFIGURATION`), and files that shadow
+a hidden file, are never taken from the agent.
 
 A failed run is retried, and then tried without the agent's files. Only if that fails too, the agent is not to blame.
 
-The runner programs (`environments/runners`) report on one line of output that begins with a nonce. The nonce arrives on
-standard input and is in no file, argument or environment variable, so only code in the runner's own process can find
-it. Canaries detect forgeries by such code.
+The runner programs (`environments/runners`) report on one line of output that begins with a nonce, a random string. The
+nonce arrives on standard input and is in no file, argument or environment variable, so only code in the runner's own
+process can find it. Canaries, changed tests that must fail, detect forgeries by such code.
 """
 
 from __future__ import annotations
@@ -48,15 +48,21 @@ Submission = Mapping[str, bytes]
 
 
 class HiddenFilesNotWritten(Exception):
-    """A hidden file could not be written into a machine."""
+    """Raised when a hidden file could not be written into a machine."""
 
 
 class GradingMachines:
-    """Creates fresh machines to grade one task's submissions in.
+    """Makes fresh machines to grade one task's submissions in.
 
-    Some of the agent's files are left out: those at `protected_paths`; those whose file name is in `excluded_names`;
-    and new modules whose name is in `reserved_modules`, where hidden files or commands would import them. Files of the
-    last two kinds are accepted if the task declares their full path as an export.
+    `submission` is an agent's exports as path to content, and `hidden` maps paths to the texts of hidden files, which
+    are written over them. Some of the agent's files are left out:
+
+    - those at `protected_paths`
+    - those whose file name is in `excluded_names`, unless the task declares their full path as an export
+    - new modules whose name is in `reserved_modules`, in folders from which hidden files or commands import, unless the
+      task declares their full path as an export
+
+    `python_finder`: a finder shared with other tasks; None: one of its own.
     """
 
     def __init__(
@@ -79,11 +85,11 @@ class GradingMachines:
         self._snapshots: dict[tuple[int, int], tuple[asyncio.Task[str], Submission, Mapping[str, str]]] = {}
 
     async def snapshot(self, submission: Submission, hidden: Mapping[str, str]) -> str:
-        """Prepare the snapshot for a submission with these hidden files (path to text). Concurrent calls share one
-        preparation.
+        """Prepare a snapshot of the task's files with a submission and hidden files, and return its id.
 
-        Raises `Rejected` where the agent's files cannot be combined with the task's, `GradingFault` where the task's
-        own files are invalid.
+        `submission`: an agent's exports. `hidden`: path to text. Concurrent calls share one preparation. Raises
+        `Rejected` if the agent's files cannot be combined with the task's, `GradingFault` if the task's own files are
+        invalid.
         """
         key = (id(submission), id(hidden))
         if key not in self._snapshots:
@@ -171,7 +177,9 @@ class GradingMachines:
 
     @contextlib.asynccontextmanager
     async def open(self, submission: Submission, hidden: Mapping[str, str] | None = None) -> AsyncIterator[Machine]:
-        """A fresh machine for a `with` block, closed at its end. A failed fork is retried up to `ATTEMPTS` times.
+        """Yield a fresh machine with a submission and hidden files; close it at the end of the `with` block.
+
+        `submission`: an agent's exports. `hidden`: path to text. A failed fork is retried up to `ATTEMPTS` times.
 
         Raises `Rejected` if every fork fails although machines without the agent's files work, `GradingFault` if those
         fail too, and `HiddenFilesNotWritten` if the hidden files cannot be written.
@@ -196,8 +204,10 @@ class GradingMachines:
         raise Rejected(f"no machine can be made with the agent's files: {failure}")
 
     async def check_host(self) -> None:
-        """Check that a machine without the agent's files can be created and used now. Raises `GradingFault`
-        otherwise."""
+        """Check that a machine without the agent's files can be created and used now.
+
+        Raises `GradingFault` otherwise.
+        """
         try:
             [machine] = await self.runtime.fork(await prepare(self.runtime, self.task), 1)
             try:
@@ -210,7 +220,7 @@ class GradingMachines:
             raise GradingFault(Boundary.TASK, "the task's files are not a valid tree", str(error)) from None
 
     async def python(self) -> str:
-        """Name of the Python program in the task's machine."""
+        """Return the name of the Python program in the task's machine: "python" or "python3"."""
         return await self._python_finder.find(self.task.image)
 
     async def check_python(self) -> None:
@@ -224,18 +234,22 @@ class GradingMachines:
             raise GradingFault(Boundary.TASK, "there is no python that works in the task's machine", facts)
 
     async def untouched_submission(self) -> Submission:
-        """The exports of an agent that did nothing."""
+        """Return the exports of an agent that did nothing."""
         return await simulate_exports(self.runtime, self.task)
 
     @property
     def user(self) -> str:
-        """The user that verifiers run as: root on the agent's machine state if the runtime has it, else "" for the
-        default user."""
+        """The user that verifiers run as; "" for the machine's default user.
+
+        It is "root" if the task is graded by the agent's machine state and the runtime has this user.
+        """
         return ROOT if self.task.state and ROOT in self.runtime.info.users else ""
 
     def path_of(self, path: str) -> str:
-        """Path of a verifier's file in the machine. If the agent's processes still run there, it is in a folder that
-        only root can read."""
+        """Return where a verifier's file is in the machine.
+
+        If the agent's processes still run there, it is in a folder that only root can enter.
+        """
         return f"{self._private_folder}/{path}" if self._private_folder and not path.startswith("/") else path
 
     async def _write_hidden_files(self, machine: Machine, submission: Submission, hidden: Mapping[str, str]) -> None:
@@ -269,11 +283,14 @@ class GradingMachines:
         deadline_s: float,
         nonce: str | None = None,
     ) -> Any:
-        """Run one of the runner programs in a fresh machine and return its report (plain data).
+        """Run one of the runner programs in a fresh machine and return its report, as plain data.
 
-        `argv`: how to start it. `request`: what it gets as JSON on standard input, together with the nonce. A machine
-        that the host lost is replaced once. Raises `NoReport` or `Rejected` if there is no report because of the
-        agent's files, `GradingFault` if the task or the host is to blame.
+        `submission`: an agent's exports. `hidden`: path to text. `argv`: the command that starts the program.
+        `request`: what it gets as JSON on standard input, with the nonce added. `nonce`: None makes a new one. A
+        machine that the host lost is replaced once.
+
+        Raises `Rejected` (or its subclass `NoReport`) if there is no report because of the agent's files,
+        `GradingFault` if the task or the host is to blame.
         """
         nonce = nonce or new_nonce()
         stdin = json.dumps({**request, "nonce": nonce}).encode()
@@ -300,25 +317,25 @@ class GradingMachines:
 
 
 def runner_source(name: str) -> str:
-    """Source code of a program in `environments/runners`."""
+    """Return the source code of a program in `environments/runners`. `name`: "check", "data" or "tests"."""
     return (resources.files("etude.environments") / "runners" / f"{name}.py").read_text()
 
 
 def new_nonce() -> str:
-    """A random string of 32 hexadecimal digits."""
+    """Return a random string of 32 hexadecimal digits. It marks the report of one run."""
     return secrets.token_hex(16)
 
 
 class NoReport(Rejected):
-    """A runner program ended without a report."""
+    """Raised when a runner program ended without a report. The submission earns nothing."""
 
 
 class RunnerNotStarted(NoReport):
-    """A runner program could not be started."""
+    """Raised when a runner program could not be started."""
 
 
 def parse_report(result: ExecResult, nonce: str) -> Any:
-    """The plain data after the nonce in a runner's output. Raises `NoReport`."""
+    """Return the plain data that follows the nonce in a runner program's output. Raises `NoReport` if there is none."""
     marker = f"{nonce} ".encode()
     for line in result.output.split(b"\n"):
         if line.startswith(marker):
@@ -335,10 +352,10 @@ def parse_report(result: ExecResult, nonce: str) -> Any:
 
 
 class PythonFinder:
-    """Finds the name of the Python program in an image, with one test per image.
+    """Finds the name of the Python program in images. Each image is tested once, in a machine without the agent's
+    files.
 
-    Debian images have ``python3`` and no ``python``, others only ``python``. The test runs in a machine without the
-    agent's files.
+    Debian images have ``python3`` and no ``python``, others only ``python``.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -346,8 +363,11 @@ class PythonFinder:
         self._known: dict[str, str] = {}  # by the image's digest
 
     async def find(self, image: Image | None) -> str:
-        """The first of `PYTHON_NAMES` that works in machines of this image. If no name works or the test fails, the
-        first name; the caller's own run then reports the problem."""
+        """Return the first of `PYTHON_NAMES` that works in machines of this image.
+
+        If no name works or the test fails, return the first name; the caller's own run then reports the problem. None:
+        the runtime's own root filesystem, which has "python".
+        """
         if image is None:
             return PYTHON_NAMES[0]
         if image.digest not in self._known:

@@ -2,8 +2,7 @@
 
 Two exceptions decide who is to blame. `Rejected`: the agent's submission earns nothing. `GradingFault`: the host, the
 task or the grader failed, and the rollout is invalid. Raise `GradingFault` only for a failure that also happens without
-the agent's files (checked by `GradingMachines.check_host` and `check_python`, and by running a verifier on the
-untouched machine).
+the agent's files.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ REASON_CHARS = 200
 
 
 class Rejected(Exception):
-    """The agent's submission earns a reward of 0; `reason` is one line.
+    """Raised when the agent's submission earns a reward of 0; `reason` is one line.
 
-    `forged`: a test passed that cannot pass, so results were forged. `over_limit`: the submission was too large to be
-    graded.
+    `forged`: results were forged, since a test passed that cannot pass. `over_limit`: the submission was too large to
+    be graded.
     """
 
     def __init__(self, reason: str, *, forged: bool = False, over_limit: bool = False) -> None:
@@ -28,35 +27,44 @@ class Rejected(Exception):
 
 
 class GradingFault(Exception):
-    """There is no verdict, and the agent did not cause that. `boundary`: what failed."""
+    """Raised when there is no verdict and the agent did not cause that.
+
+    `boundary`: what failed, such as the task or a machine. `reason`: one line. `evidence`: the facts, for the log.
+    """
 
     def __init__(self, boundary: Boundary, reason: str, evidence: str) -> None:
         self.boundary, self.reason, self.evidence = boundary, one_line(reason), evidence
         super().__init__(self.reason)
 
     def invalid(self) -> Invalid:
-        """The `Invalid` outcome of this fault."""
+        """Return the `Invalid` outcome of this fault."""
         return Invalid(boundary=self.boundary, reason=self.reason, evidence=self.evidence)
 
 
 def graded(grade: float, share: float, trust: Trust, reason: str) -> Graded:
-    """The outcome of a graded submission. `grade`: the reward. `share`: the share of hidden tests that pass,
-    recorded as a measure only."""
+    """Return the outcome of a graded submission.
+
+    `grade`: the reward, from 0 to 1. `share`: the share of hidden tests that pass, recorded as a measure only. `trust`:
+    what kind of grader decided.
+    """
     measures = {"tests": share, "pass": float(grade == 1.0)}
     return Graded.of(grade, measures, trust=trust, reason=one_line(reason), version=__version__)
 
 
 def rejected_grade(rejection: Rejected, trust: Trust) -> Graded:
-    """The outcome of a rejected submission: reward 0. The measures "forged" and "over_limit" mark what somebody
-    should look at."""
+    """Return the outcome of a rejected submission: reward 0.
+
+    The measures "forged" and "over_limit" of the outcome mark submissions that somebody should look at.
+    """
     flags = {"forged": rejection.forged, "over_limit": rejection.over_limit}
     measures = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in flags.items() if is_so}}
     return Graded.of(0.0, measures, trust=trust, reason=rejection.reason, version=__version__)
 
 
 def one_line(text: str) -> str:
-    """The text in one line of at most `REASON_CHARS` characters. Characters that cannot be printed become question
-    marks.
+    """Return the text as one line of at most `REASON_CHARS` characters.
+
+    Characters that cannot be printed become question marks.
 
     >>> one_line("a\\n  b \\ud800 \\x1b[2J")
     'a b ? ?[2J'

@@ -1,14 +1,16 @@
-"""Grade with a verifier: any command, run in a fresh machine with the exports, or in a fork of the frozen machine if
-the task is graded by its state. The reward is its exit code, or a number in a file.
+"""Grade with a verifier: any command of the task, run in a fresh machine with the exports.
+
+If the task is graded by the machine's state, the verifier runs in a fork of the frozen machine. The reward is its exit
+code (0: reward 1), or a number that it writes into a file.
 
 A verifier that runs the agent's code has to trust it: that code can end the verifier's process, or write the reward
-itself. Two guards: a reward above 0 must repeat, and canaries. A canary is the verifier with one compared literal
-changed in its Python files; it is known to give the reference solution less. A submission that gets no less from a
-canary is a forgery.
+itself. There are two guards: a reward above 0 must repeat, and canaries. A canary is the verifier with one compared
+literal changed in its Python files. It is known to give the reference solution less. A submission that gets no less
+from a canary is a forgery.
 
-If a verifier hangs, does not start or writes no number from 0 to 1, it is run on the untouched machine: if it works
-there, the agent caused the failure; else the task is at fault. In a fork of the agent's machine the verifier runs as
-root if possible, since processes of the agent may still run, and its files are in a folder that only root can read. It
+If a verifier hangs, does not start or writes no number from 0 to 1, it is run on the untouched machine. If it works
+there, the agent caused the failure; else the task is at fault. In a fork of the agent's machine, processes of the agent
+may still run; so there the verifier runs as root if possible, with its files in a folder that only root can enter. It
 uses that machine's programs, unless the task brings its own.
 """
 
@@ -53,7 +55,7 @@ _MAX_VARIANTS = 6
 class VerifierResult:
     """The result of one run of a verifier.
 
-    `reward`: from 0 to 1, or None without a verdict. `evidence`: the end of its output.
+    `reward`: from 0 to 1, or None if the run gave no verdict. `reason`: one line. `evidence`: the end of its output.
     """
 
     reward: float | None
@@ -62,15 +64,19 @@ class VerifierResult:
 
 
 class VerifierCanary(NamedTuple):
-    """A changed verifier, and the reward that it gives the reference solution: less than the original gives."""
+    """A changed verifier, and the reward that it gives the reference solution: less than the original verifier
+    gives."""
 
     verifier: Verifier
     reward: float
 
 
 class VerifierGrader:
-    """Grades with verifiers. It remembers which verifiers work on the untouched machine, so that this is tested once
-    for each."""
+    """Grades submissions with verifiers, in machines of `runtime`.
+
+    `canaries`: the most changed verifiers that test one submission for forgery. The grader remembers which verifiers
+    work in a machine without the agent's changes, so each is tested there once.
+    """
 
     def __init__(self, runtime: Runtime, *, canaries: int) -> None:
         self._runtime, self._canaries = runtime, canaries
@@ -79,8 +85,11 @@ class VerifierGrader:
         self._installed_modules: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # by image and folders
 
     def variants(self, task: Task, verifier: Verifier) -> list[tuple[str, str]]:
-        """Changed files as (path, text) that may become canaries. Empty if the verdict does not depend on the
-        agent's code."""
+        """Return changed files of a verifier as (path, text), at most `_MAX_VARIANTS`, from which `plan` chooses
+        canaries.
+
+        Returns [] if the verifier does not run the agent's code.
+        """
         if task.trust is not Trust.CODE or not self._canaries:
             return []
         rng = random.Random(new_nonce())
@@ -89,8 +98,11 @@ class VerifierGrader:
         return rng.sample(changed, min(len(changed), _MAX_VARIANTS))
 
     async def plan(self, task: Task, verifier: Verifier, reference: Submission) -> list[VerifierCanary]:
-        """Find canaries: variants that give the reference solution less than the verifier does. Empty if the
-        verifier gives it 0. Raises `GradingFault` if the verifier gives no verdict."""
+        """Find canaries: variants of a verifier that give the reference solution less than the verifier does.
+
+        `reference`: the exports of the reference solution. Returns [] if the verifier gives it 0. Raises `GradingFault`
+        if the verifier gives no verdict.
+        """
         machines = await self._machines(task, verifier)
         right = await self._run(machines, verifier, reference)
         if right.reward is None:
@@ -108,7 +120,7 @@ class VerifierGrader:
     async def grade(
         self, task: Task, verifier: Verifier, canaries: Sequence[VerifierCanary], submission: Submission
     ) -> Graded:
-        """Grade a submission with a verifier.
+        """Grade a submission with a verifier. `canaries`: what `plan` returned. `submission`: the agent's exports.
 
         A reward above 0 from a verifier that ran the agent's code must repeat; the lower of two counts. Raises
         `Rejected` if the submission prevents a verdict or forges one, `GradingFault` if the task or the host is at
@@ -295,8 +307,12 @@ _ALWAYS_ALLOWED = sys.stdlib_module_names | {"test", "tests"}  # known without l
 async def installed_modules(
     runtime: Runtime, image: Image | None, folders: Collection[str], python: str
 ) -> frozenset[str]:
-    """Module names that new files in these folders could shadow; empty if there is no Python to import them. Raises
-    `MachineError`."""
+    """Return the names of the modules installed in an image that a new file in one of `folders` could shadow.
+
+    `image`: None: the runtime's own root filesystem. `folders`: paths relative to the working directory. `python`: name
+    of the Python program there. Returns an empty set if Python does not work there. Raises `MachineError` if the host
+    is to blame.
+    """
     [machine] = await runtime.fork(await runtime.prepare({}, image=image), 1)
     try:
         argv = [python, "-c", _LIST_MODULES, *sorted(folders)]

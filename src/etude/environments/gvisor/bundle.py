@@ -1,8 +1,7 @@
-"""The parts of a sandbox: its root folder, its mounts, and the config.json (OCI runtime specification) that runsc
-reads.
+"""The root folder, the mounts and the config.json (OCI runtime specification) of a gVisor sandbox.
 
-The runtime's own root is a skeleton of folders and small files in /etc; the host's toolchain is mounted on it
-read-only, as in namespace machines. An image's root is read-only too; writes go to the sandbox's memory.
+Without an image, the root is a skeleton of folders and small files in /etc; the host's toolchain is mounted on it
+read-only, as in namespace machines. With an image, its root is read-only too; writes go to the sandbox's memory.
 """
 
 from __future__ import annotations
@@ -43,17 +42,12 @@ _CAPABILITIES = [
 ]  # fmt: skip
 """Capabilities of the agent in the sandbox; its commands keep few or none of them."""
 _UNLIMITED = (1 << 63) - 1
-_MOUNT_POINTS = {
-    "proc": 0o555,
-    "dev": 0o755,
-    "tmp": 0o1777,
-    "sys": 0o555,
-}  # mount points, or folders that stay empty
+_MOUNT_POINTS = {"proc": 0o555, "dev": 0o755, "tmp": 0o1777, "sys": 0o555}  # mount points, or folders that stay empty
 _USERS_BYTES = 4 << 20  # of an image's /etc/passwd or /etc/group
 
 
 def make_root(folder: Path) -> list[dict[str, Any]]:
-    """Make the skeleton in an empty folder. Returns its mounts in the form of config.json."""
+    """Make the root for sandboxes without an image in an empty folder. Returns its mounts as entries of config.json."""
     for name in _FOLDERS:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, text in _FILES.items():
@@ -76,10 +70,11 @@ def make_root(folder: Path) -> list[dict[str, Any]]:
 
 
 def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
-    """Make the root for sandboxes of an image in an empty folder. Returns its mounts in the form of config.json.
+    """Make the root for sandboxes of an image in an empty folder. Returns its mounts as entries of config.json.
 
-    The image's own folder cannot be the root, as runsc would create mount points in it. /etc is a copy with the
-    machine's users added. The image's links are not trusted: they are copied, and never followed on the host.
+    `image`: the folder with the image's root filesystem. It cannot be the root itself, as runsc would create mount
+    points in it. /etc is a copy with the machine's users added. The image's links are not trusted: they are copied, and
+    never followed on the host.
     """
     mounts = []
     with open_folder(image) as source, Tree(folder, ImageLimits(), keep_setuid=True) as tree:
@@ -163,7 +158,12 @@ def config(
     user: str,
     own_root: bool,
 ) -> bytes:
-    """The text of config.json. `own_root`: the root is the runtime's skeleton, with the working directory in memory."""
+    """Return the content of a sandbox's config.json.
+
+    `root`, `mounts`: the root folder and what `make_root` or `make_image_root` returned for it. `agent`: path of the
+    agent's program. `work`: the working directory. `user`: the default user of commands. `own_root`: whether
+    `make_root` made the root; it is then read-only, with the working directory in memory.
+    """
     arguments = ["--stdio", "--work", work, "--user", user, "--path", PATH]
     for name, value in (("nproc", limits.processes), ("nofile", limits.open_files), ("as", limits.address_bytes)):
         arguments += ["--limit", f"{name}={value}"]

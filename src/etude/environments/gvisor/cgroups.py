@@ -19,8 +19,10 @@ _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift
 
 
 class SandboxCgroups:
-    """The control groups of a runtime's sandboxes, at most `count` at once. On a host without usable control groups
-    it does nothing, and sandboxes are not limited."""
+    """The control groups of a runtime's sandboxes, numbered, at most `count`.
+
+    On a host without usable control groups its methods do nothing, and sandboxes are not limited.
+    """
 
     def __init__(self, limits: MachineLimits, count: int) -> None:
         self._limits = limits
@@ -33,11 +35,14 @@ class SandboxCgroups:
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """What the groups limit: "memory", "cpu"; empty on a host without usable control groups."""
+        """The resources that the groups limit: "memory" and "cpu"; empty on a host without usable control groups."""
         return tuple(c for hierarchy in self._hierarchies for c in hierarchy.controllers)
 
     def take(self) -> int:
-        """Reserve a group, creating it on first use. Returns its number. Raises `OSError` if the kernel refuses."""
+        """Reserve a free group and return its number. It is created on first use.
+
+        Raises `OSError` if the kernel refuses, `IndexError` if no group is free.
+        """
         slot = self._free.pop()
         try:
             if slot not in self._made:
@@ -51,11 +56,12 @@ class SandboxCgroups:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Free a group for another sandbox. Call it when nothing runs in the group any more."""
+        """Free the group with the number `slot` for another sandbox. Call it when nothing runs in the group any
+        more."""
         self._free.append(slot)
 
     def inside(self, slot: int, command: Sequence[str]) -> list[str]:
-        """Wrap a command so that its process first enters the group."""
+        """Return the command line that enters the group with the number `slot` and then executes `command`."""
         entrances = [hierarchy.entrance_path(slot) for hierarchy in self._hierarchies]
         return ["sh", "-c", _ENTER, "sh", *entrances, "--", *command]
 

@@ -1,7 +1,6 @@
 """`Runtime` of gVisor: a machine's programs run on a user-space kernel, which makes only few system calls to the host.
 
-A snapshot contains the working directory's files only: a tree's bytes, addressed by their digest. Tasks and rewards are
-not known here.
+A snapshot contains the working directory's files only. Its id is the digest of these files.
 """
 
 from __future__ import annotations
@@ -35,18 +34,17 @@ _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class GVisorRuntime:
-    """Forks sandboxes. Raises `MachineError` without `runsc` or the machine agent, or if gVisor cannot run here.
+    """A `Runtime` whose machines are gVisor sandboxes.
 
-    `max_machines`: the most that are alive at once. `roots`: the folder of an image's root filesystem by its digest
-    (`ImageStore.root`); without it, machines have the host's toolchain, read-only.
+    `limits`: of each machine; None for the defaults. `max_machines`: the most that are alive at once. `roots`: returns
+    the folder of an image's root filesystem by the image's digest (`ImageStore.root`); None: machines have the host's
+    toolchain, read-only, and no images.
+
+    The constructor raises `MachineError` without `runsc` or the machine agent, or if gVisor cannot run here.
     """
 
     def __init__(
-        self,
-        limits: MachineLimits | None = None,
-        *,
-        max_machines: int = 64,
-        roots: Callable[[str], Path] | None = None,
+        self, limits: MachineLimits | None = None, *, max_machines: int = 64, roots: Callable[[str], Path] | None = None
     ) -> None:
         self._version, self._agent, self._platform = require_runsc(), program(), probe_platform()
         self._overlay = memory_overlay()
@@ -75,7 +73,6 @@ class GVisorRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """See `Runtime.info`."""
         unbound = [name for name in ("memory", "cpu") if name not in self._groups.controllers]
         notes = (
             f"gVisor {self._version} with {self._platform}",
@@ -92,7 +89,6 @@ class GVisorRuntime:
         )
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`."""
         self._require_open()
         return self._keep(tree(files), image)
 
@@ -105,16 +101,13 @@ class GVisorRuntime:
             raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
         return self._snapshots.keep(ImageState(image, packed, b"").pack())
 
-    def _kept(self, snapshot: str) -> bytes:
-        packed = self._snapshots.get(snapshot)
-        if packed is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown or evicted", hint="prepare it again")
-        return packed
-
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`. The packed form is the tree itself. Raises `MachineError` for an image's machine: its
-        snapshot lacks changes outside of the working directory, so it cannot be graded by its state."""
-        packed = self._kept(snapshot)
+        """Serialise a snapshot as its file tree, as `Portable.pack` does.
+
+        Raises `MachineError` also for a machine of an image: its snapshot lacks changes outside of the working
+        directory, so the machine cannot be graded by its state.
+        """
+        packed = self._snapshots.require(snapshot)
         if unpack_state(packed) is not None:
             facts = "snapshots of gVisor lack changes outside of the working directory"
             raise MachineError("this machine's state is incomplete", facts, hint="use backend microvm or namespace")
@@ -123,23 +116,19 @@ class GVisorRuntime:
         return packed
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`."""
         self._require_open()
         return self._snapshots.adopt(packed)
 
     def hold(self, snapshot: str) -> int:
-        """See `Holding.hold`."""
         return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
-        """See `Holding.release`."""
         self._snapshots.release(snapshot)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`."""
         check_count(n)
         self._require_open()
-        packed = self._kept(snapshot)
+        packed = self._snapshots.require(snapshot)
         state = unpack_state(packed)
         image = None if state is None else state.image
         num_alive = len(self._machines) + self._num_starting
@@ -233,7 +222,6 @@ class GVisorRuntime:
         return self._keep(await machine.save(4 * self._limits.work_bytes), image)
 
     async def close(self) -> None:
-        """See `Runtime.close`."""
         if self._closed:
             return
         self._closed = True
@@ -277,7 +265,7 @@ async def _close_all(forking: list[asyncio.Task[AgentMachine]]) -> None:
 
 @contextlib.contextmanager
 def disk_errors(*made: Path) -> Iterator[None]:
-    """Convert `OSError` in the block to `MachineError`. After any error, remove the folders `made`."""
+    """Convert an `OSError` in the `with` block to `MachineError`. After any error, remove the folders `made`."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Start and end one sandbox: a `runsc run` process with the agent inside, reached over two pipes."""
+"""Start and end one sandbox: a `runsc run` process with the machine agent inside, reached over two pipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RUNSC = ("env", "-u", "TMPDIR", "runsc")  # its sandbox runs as nobody, who can
 
 
 def require_runsc() -> str:
-    """The installed version of runsc. Raises `MachineError` if there is none."""
+    """Return the version of the installed runsc. Raises `MachineError` if it is missing or does not run."""
     require_programs({"runsc": "runsc (or gvisor.dev's)"}, "machines of gVisor")
     done = subprocess.run(["runsc", "--version"], capture_output=True, text=True, timeout=20.0)
     words = done.stdout.split()
@@ -30,14 +30,16 @@ def require_runsc() -> str:
 
 
 def memory_overlay() -> str:
-    """The flag of the installed runsc that keeps writes to an image in memory; it was renamed in 2023."""
+    """Return the flag of the installed runsc that keeps writes to an image in memory; it was renamed in 2023."""
     done = subprocess.run(["runsc", "flags"], capture_output=True, text=True, timeout=20.0)
     return "--overlay2=all:memory" if "overlay2" in done.stdout + done.stderr else "--overlay"
 
 
 def probe_platform() -> str:
-    """The first of `PLATFORMS` that works on this host. Blocks for about a second. Raises `MachineError` if none
-    works."""
+    """Return the first of `PLATFORMS` (how runsc intercepts system calls) that works on this host.
+
+    Blocks for about a second. Raises `MachineError` if none works.
+    """
     problem = ""
     for name in PLATFORMS:
         try:
@@ -61,16 +63,20 @@ def _flags(platform: str) -> list[str]:
 
 
 class Sandbox:
-    """A started sandbox. It owns `folder`, which is removed with it. `read_fd` and `write_fd` lead to its agent."""
+    """A started sandbox: a `runsc` process. `read_fd` and `write_fd` are the pipes from and to its agent.
+
+    - `folder`: contains its config.json; removed when the sandbox closes
+    - `platform`: what `probe_platform` returned
+    - `overlay`: what `memory_overlay` returned, for a writable root; else ""
+    - `on_close`: called once when it closes
+    - `groups`: the control groups to run in
+
+    The constructor raises `MachineError` if it cannot be started, `OSError` if the kernel refuses a control group.
+    """
 
     def __init__(
         self, folder: Path, platform: str, *, overlay: str, on_close: Callable[[Sandbox], None], groups: SandboxCgroups
     ) -> None:
-        """Start a sandbox from `folder`, which contains its config.json.
-
-        `overlay`: `memory_overlay()` for a writable root, else "". `on_close`: called once when it closes. `groups`:
-        the control groups to run in.
-        """
         self._folder, self._on_close, self._closed = folder, on_close, False
         self._groups, self._slot = groups, groups.take()
         self._log_fd = os.memfd_create("etude-log", os.MFD_CLOEXEC)
@@ -91,8 +97,10 @@ class Sandbox:
             os.close(agent_stdout)
 
     async def close(self) -> None:
-        """Kill the sandbox, wait for its processes, and remove its folder. The reader of `read_fd` and `write_fd`
-        closes those. Idempotent."""
+        """Kill the sandbox, wait for its processes, and remove its folder. Idempotent.
+
+        `read_fd` and `write_fd` are left open: the `Channel` on them closes them.
+        """
         if self._closed:
             return
         self._closed = True

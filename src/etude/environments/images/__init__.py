@@ -1,4 +1,6 @@
-"""Images: root filesystems on this host, named by the digest of their content, and builders for them.
+"""Images, which are root filesystems for machines, and builders for them.
+
+An image is stored in a folder of this host and named by the digest of its content.
 
 >>> import asyncio, pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as at:
@@ -21,17 +23,7 @@ from etude.environments.images.repository import build_from_repository
 from etude.environments.images.store import ImageStore, default_store
 
 __all__ = [
-    "BadSource",
-    "ChangeExporter",
-    "ImageLimits",
-    "ImageRecord",
-    "ImageStore",
-    "build_from_debian",
-    "build_from_directory",
-    "build_from_dockerfile",
-    "build_from_oci",
-    "build_from_repository",
-    "default_store",
-    "objects_of",
-    "scan_objects",
-]
+    "BadSource", "ChangeExporter", "ImageLimits", "ImageRecord", "ImageStore", "build_from_debian",
+    "build_from_directory", "build_from_dockerfile", "build_from_oci", "build_from_repository", "default_store",
+    "objects_of", "scan_objects",
+]  # fmt: skip

@@ -25,17 +25,9 @@ from etude.records.image import Image
 
 _WORD = re.compile("[a-z0-9][a-z0-9.+-]{0,99}(=[A-Za-z0-9.+~:-]+)?")
 _EMPTIED_FOLDERS = (
-    "var/cache/apt",
-    "var/lib/apt/lists",
-    "var/log",
-    "tmp",
-    "run",
-    "var/tmp",
-    "dev",
-    "proc",
-    "sys",
+    "var/cache/apt", "var/lib/apt/lists", "var/log", "tmp", "run", "var/tmp", "dev", "proc", "sys",
     "var/cache/debconf",
-)
+)  # fmt: skip
 _REMOVED_PATHS = ("etc/hostname", "etc/resolv.conf", "var/lib/systemd/random-seed", "var/cache/ldconfig/aux-cache",
             "var/lib/dpkg/status-old", "var/lib/dpkg/available-old", "etc/passwd-", "etc/group-", "etc/shadow-",
             "etc/gshadow-", "etc/subuid-", "etc/subgid-", "var/lib/dbus/machine-id", "debootstrap")  # fmt: skip
@@ -44,7 +36,7 @@ _TAIL_BYTES = 1500
 
 
 class AptSource(NamedTuple):
-    """An apt source: mirror URL, suite, and the keyring that signs it ("" for the default of apt)."""
+    """A line of apt's configuration: mirror URL, suite, and the keyring that signs it ("" for apt's default)."""
 
     mirror: str
     suite: str
@@ -52,7 +44,9 @@ class AptSource(NamedTuple):
 
 
 def apt_sources(folder: str | os.PathLike[str] = "/etc/apt") -> list[AptSource]:
-    """Return the sources with a component `main` from apt's configuration, in one-line and deb822 files."""
+    """Return the package sources with a component `main` from apt's configuration in `folder`.
+
+    Reads files in the one-line format and in deb822 format."""
     found: list[AptSource] = []
     at = Path(folder)
     for path in [at / "sources.list", *sorted((at / "sources.list.d").glob("*.list"))]:
@@ -78,17 +72,13 @@ def _text(path: Path) -> str:
 
 
 def build_from_debian(
-    store: ImageStore,
-    suite: str = "",
-    packages: Sequence[str] = (),
-    *,
-    mirror: str = "",
-    deadline_s: float = 1800.0,
+    store: ImageStore, suite: str = "", packages: Sequence[str] = (), *, mirror: str = "", deadline_s: float = 1800.0
 ) -> ImageRecord:
     """Build an image of a minimal Debian with additional packages.
 
-    `suite` and `mirror`: default to those of this host. Raises `MachineError` if a tool, root or a mirror is missing,
-    `InputError` for an invalid name of a suite or package, `BadSource` if a package cannot be installed."""
+    An empty `suite` or `mirror` stands for that of this host's apt. A package can have a version, as "name=1.2". Raises
+    `MachineError` if a tool, root or a mirror is missing, `InputError` for an invalid name of a suite or package,
+    `BadSource` if a package cannot be installed."""
     source = _source(suite, mirror)
     for word in (source.suite, *packages):
         if not _WORD.fullmatch(word):
@@ -168,7 +158,7 @@ def _as_found(found: os.stat_result) -> Owner:
 
 
 def tidy(tree: Tree) -> None:
-    """Remove files of a Debian tree that differ between runs, and caches."""
+    """Remove caches, and files that differ between two installations of the same packages, from a Debian tree."""
     for path in _REMOVED_PATHS:
         tree.remove(path)
     for path in _EMPTIED_FOLDERS:

@@ -1,6 +1,6 @@
-"""Decompress untrusted bytes as a stream: uncompressed, gzip or zstd, detected by their first bytes.
+"""Decompress untrusted bytes as a stream: uncompressed, gzip or zstd, recognized by their first bytes.
 
-Decompression bombs are stopped early, by a limit of the output size and of the compression ratio.
+Decompression bombs are stopped early: the size of the output and its ratio to the input are limited.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _UNKNOWN = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "zip"}
 
 
 def decompressed(file: BinaryIO, limits: ImageLimits) -> Read:
-    """Return a reader of the decompressed content of `file`. The reader raises `BadSource` if it is damaged or a
-    bomb."""
+    """Return a function that reads the decompressed content of `file`.
+
+    The function takes the largest number of bytes to return, and returns b"" at the end. It raises `BadSource` if the
+    content is damaged or exceeds the limits."""
     source = _Counted(file)
     head = source.peek()
     for magic, name in _UNKNOWN.items():
@@ -38,8 +40,6 @@ def decompressed(file: BinaryIO, limits: ImageLimits) -> Read:
 
 
 class _Counted:
-    """Counts the bytes read from a file."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._head, self.num_bytes = file, b"", 0
 

@@ -22,8 +22,8 @@ def build_from_directory(
 ) -> ImageRecord:
     """Build an image from the content of a folder.
 
-    All files belong to root; permissions and links are kept. `image`: settings of the new image (working directory,
-    environment, user); its digest is ignored. Raises `BadSource` for sockets, pipes and devices.
+    All files belong to root; permissions and links are kept. `image` has the settings of the new image (working
+    directory, environment, user); its digest is ignored. Raises `BadSource` for sockets, pipes and devices.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as at:
@@ -42,7 +42,9 @@ def build_from_directory(
 
 @contextlib.contextmanager
 def open_folder(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Open a folder of this host; yields its descriptor. Raises `BadSource` if it cannot be opened."""
+    """Open a folder of this host and yield its file descriptor, which is closed at the end of the `with` block.
+
+    Raises `BadSource` if it cannot be opened."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -62,10 +64,11 @@ def copy_folder(
     skip: Callable[[str], bool] = lambda path: False,
     owner: Callable[[os.stat_result], Owner] | None = None,
 ) -> None:
-    """Copy the content of the folder `at` below the open folder `root` into the folder `to` of a tree.
+    """Copy the content of a folder into the folder `to` of a tree.
 
-    `skip`: called with each path relative to `root`; whether to leave it out. `owner`: the owner of a copy, from its
-    stat result; None: root."""
+    The source is the folder `at` below the folder with the descriptor `root`. `skip` gets each path relative to `root`
+    and returns whether to leave it out. `owner` gets the stat result of each file and returns the owner of its copy; by
+    default all copies belong to root. Raises `BadSource` for unreadable files, sockets, pipes and devices."""
     whose = owner if owner is not None else root_owned
     for path, found, folder, name in walk_at(root, at, skip):
         target = f"{to}/{path}" if path else to
@@ -78,7 +81,9 @@ def copy_folder(
 def walk_at(
     root: int, at: str, skip: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[str, os.stat_result, int, str]]:
-    """`listing.walk` of the folder `at` below an open folder. `skip` gets paths relative to `root`."""
+    """Yield what `listing.walk` yields for the folder `at` below the folder with the descriptor `root`.
+
+    `skip` gets paths relative to `root`."""
     fd = open_in(root, at or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield from walk(fd, lambda below: skip(f"{at}/{below}" if at else below))
@@ -87,8 +92,10 @@ def walk_at(
 
 
 def copy_one(found: os.stat_result, folder: int, name: str, tree: Tree, target: str, owner: Owner) -> None:
-    """Copy `name` in the open folder `folder` to `target`; `found` is its lstat. A folder is copied without its
-    content."""
+    """Copy one file, link or folder to the path `target` of a tree. A folder is copied without its content.
+
+    The source is the entry `name` of the folder with the descriptor `folder`, and `found` is its lstat result. Raises
+    `BadSource` for sockets, pipes and devices."""
     if stat.S_ISDIR(found.st_mode):
         tree.folder(target, owner)
     elif stat.S_ISLNK(found.st_mode):
@@ -106,5 +113,5 @@ def copy_one(found: os.stat_result, folder: int, name: str, tree: Tree, target: 
 
 
 def root_owned(found: os.stat_result) -> Owner:
-    """The owner root, with the permissions of a stat result."""
+    """Return the owner root with the permissions of a stat result."""
     return Owner(stat.S_IMODE(found.st_mode))

@@ -1,8 +1,8 @@
-"""Parse Dockerfiles: stages, and instructions with their line, flags, arguments and here-documents.
+"""Parse Dockerfiles into stages and instructions.
 
 Unsupported syntax raises an error with its line and a hint. Reference: Docker's "Dockerfile reference", and BuildKit's
-parser for line continuation: a backslash at the end of a line joins it to the next, without comments and empty lines
-in between.
+parser for line continuation: a backslash at the end of a line joins it to the next, without comments and empty lines in
+between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _WORD = rf"(?:{_PART})+"
 
 
 class Document(NamedTuple):
-    """A here-document. `expands`: variables in it are replaced, since its name has no quotes."""
+    """A here-document of an instruction (``<<EOF``): its name and text.
+
+    `expands` says whether variables in the text are replaced, which is so if the name has no quotes."""
 
     name: str
     text: str
@@ -46,7 +48,10 @@ class Document(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction. `args`: the arguments in exec form, or the full text as a single item in shell form."""
+    """One instruction of a Dockerfile.
+
+    `line` is its first line, counted from 1. In exec form (`is_exec`, a JSON list) `args` are the arguments; in shell
+    form it is one item with the whole text."""
 
     line: int
     name: str
@@ -56,12 +61,14 @@ class Instruction(NamedTuple):
     documents: tuple[Document, ...] = ()
 
     def error(self, what: str, hint: str) -> BadSource:
-        """The error for this instruction, with its line."""
+        """Build the error for this instruction: its line, what is wrong, and a hint."""
         return BadSource(f"Dockerfile line {self.line}: {what}", hint=hint)
 
 
 class Stage(NamedTuple):
-    """One stage: a FROM and the instructions up to the next one."""
+    """One build stage: the FROM instruction `begin`, and the instructions up to the next FROM.
+
+    `base` is the image or stage that it starts from. `name` is "" for a stage without a name."""
 
     name: str  # "" for a stage without a name
     begin: Instruction
@@ -70,14 +77,14 @@ class Stage(NamedTuple):
 
 
 class Dockerfile(NamedTuple):
-    """A parsed Dockerfile. `arguments`: the ARG instructions before the first FROM."""
+    """A parsed Dockerfile: the ARG instructions before the first FROM, and the stages."""
 
     arguments: tuple[Instruction, ...]
     stages: tuple[Stage, ...]
 
 
 def parse(text: str, limits: ImageLimits) -> Dockerfile:
-    """Parse a Dockerfile. Raises `BadSource` with the line of an error.
+    """Parse the text of a Dockerfile. Raises `BadSource` with the line of the first error.
 
     >>> parse("FROM scratch AS a\\nENV X=1 \\\\\\n  Y=2", ImageLimits()).stages[0].instructions[0].args
     ('X=1   Y=2',)
@@ -120,7 +127,6 @@ def _is_ignored(line: str) -> bool:
 
 
 def _joined(line: str, lines: Iterator[tuple[int, str]]) -> str:
-    """Join a line with its continuation lines."""
     parts = []
     while found := _CONTINUED.fullmatch(line):
         parts.append(found[1])
@@ -206,12 +212,14 @@ def _from(instruction: Instruction) -> tuple[str, str]:
 
 
 def split_words(text: str) -> list[str]:
-    """Split a text into words, with their quotes."""
+    """Split a text at spaces outside of quotes; the words keep their quotes."""
     return re.findall(_WORD, text)
 
 
 def unsupported(text: str) -> str:
-    """Return the first substitution outside of single quotes that `expand` does not support; "" if there is none.
+    """Return the first variable reference that `expand` does not support; "" if there is none.
+
+    Text in single quotes is not searched.
 
     >>> unsupported("${A:-b} '${C%d}' ${E##*/}")
     '${E##*/}'
@@ -222,9 +230,9 @@ def unsupported(text: str) -> str:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace $NAME, ${NAME}, ${NAME:-default} and ${NAME:+other} in a text. A backslash protects a dollar sign.
+    """Replace the variables in a text: $NAME, ${NAME}, ${NAME:-default} and ${NAME:+other}.
 
-    Without the colon (${NAME-default}) an empty value counts as set.
+    A backslash protects a dollar sign. Without the colon (${NAME-default}) an empty value counts as set.
 
     >>> expand(r"${A}/$B/${C:-c}/\\$A", {"A": "1"})
     '1//c/$A'
@@ -244,7 +252,9 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the NAME=value pairs of ENV or LABEL, also of the form ``ENV NAME value``, with variables expanded."""
+    """Return the names and values that an ENV or LABEL instruction sets, with variables expanded.
+
+    Both forms are read: ``ENV NAME=value ...`` and ``ENV NAME value``. Raises `BadSource` for other text."""
     text = instruction.args[0]
     name, rest = (*re.split(r"\s+", text, maxsplit=1), "")[:2]
     if "=" not in name:
@@ -261,7 +271,9 @@ def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, s
 
 
 def args_of(instruction: Instruction, variables: Mapping[str, str]) -> list[str]:
-    """Return the arguments of an instruction, with variables expanded (not in single quotes) and quotes removed."""
+    """Return the arguments of an instruction, with variables expanded (not in single quotes) and quotes removed.
+
+    Raises `BadSource` if a quote is not closed."""
     if instruction.is_exec:
         return [expand(word, variables) for word in instruction.args]
     text = instruction.args[0]
@@ -285,7 +297,10 @@ def _unquoted(word: str, variables: Mapping[str, str]) -> str:
 def arguments_of(
     instruction: Instruction, given: Mapping[str, str], variables: Mapping[str, str]
 ) -> list[tuple[str, str | None]]:
-    """Return the names of an ARG with their values: from `given`, else the default, else None."""
+    """Return the names that an ARG instruction declares, with their values.
+
+    A value is that of `given`, else the default in the instruction, else None. `variables` are expanded in defaults.
+    Raises `BadSource` for an invalid name."""
     found: list[tuple[str, str | None]] = []
     for word in args_of(instruction, variables):
         name, equals, default = word.partition("=")

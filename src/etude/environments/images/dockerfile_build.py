@@ -1,8 +1,8 @@
 """Build images from Dockerfiles.
 
-COPY and ADD run on this host. A RUN step runs in a machine with the image so far, which exports its changes
+COPY and ADD run on this host. A RUN step runs in a machine with the image so far, which then exports its changes
 (`layers.ChangeExporter`). Each step is cached under a hash of its parent, its arguments and the content of its inputs.
-Unnamed images are the build cache; `ImageStore.collect` deletes them.
+The image after each step has no name and serves as build cache; `ImageStore.collect` deletes such images.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ async def build_from_dockerfile(
     run_deadline_s: float = 1800.0,
     outlets: BuildNetwork | None = None,
 ) -> ImageRecord:
-    """Build an image from a Dockerfile in the folder `context`.
+    """Build an image from a Dockerfile in the folder `context`, and return its record.
 
-    `arguments`: values of ARG instructions (build arguments). `target`: the stage to build; default: the last one.
-    `runtime`: starts the machines for RUN steps; without one that supports images, a RUN step raises `MachineError`.
-    `refused`: text for that error: why there is no runtime. `run_deadline_s`: time limit of one RUN step. `outlets`:
-    network access of RUN steps; None: no network.
-    Raises `BadSource` with the line of an invalid instruction or failed command, and the end of its output;
+    `arguments` are values of ARG instructions. `target` names the stage to build; "" is the last one. `runtime` starts
+    the machines for RUN steps; without a runtime that supports images, a RUN step raises `MachineError`, with `refused`
+    as the reason why there is none. Each RUN step may take `run_deadline_s` seconds. `outlets` is the network that RUN
+    steps can reach; None: no network.
+
+    Raises `BadSource` for an invalid instruction or failed command, with its line and the end of its output;
     `InputError` for unknown arguments or stages; `MachineError` if no machine can be made."""
     with open_folder(context) as root:
         text = _text_in(root, dockerfile, store.limits.document_bytes)
@@ -108,7 +109,6 @@ class _State:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that the next instruction can use."""
         return {"PATH": _PATH, **self.arguments, **self.record.image.env}
 
     def argv(self, at: Instruction) -> tuple[str, ...]:
@@ -174,7 +174,6 @@ class _Build:
                 raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=hint)
 
     def find(self, name: str) -> Stage:
-        """Return the stage with a name or number. Raises `InputError`."""
         for number, stage in enumerate(self.file.stages):
             if name.lower() in (stage.name, str(number)) and name:
                 return stage
@@ -324,9 +323,7 @@ class _Build:
             if not isinstance(machine, ChangeExporter):
                 facts = f"machines of {self._runtime.info.name} cannot export their changes"
                 raise MachineError(
-                    f"Dockerfile line {at.line}: RUN has no result",
-                    facts,
-                    hint="use a runtime with full snapshots",
+                    f"Dockerfile line {at.line}: RUN has no result", facts, hint="use a runtime with full snapshots"
                 )
             await _changes_of(machine, layer, self._store.limits.total_bytes)
         finally:
@@ -351,7 +348,6 @@ def _require_success(at: Instruction, result: ExecResult) -> None:
 
 
 def _hint(result: ExecResult, printed: str) -> str:
-    """The hint for a RUN that failed."""
     if "File size limit exceeded" in printed:
         return "a file exceeded the size limit of machines: write smaller files, or COPY it"
     if result.exit_code == 127 or "/bin/sh" in printed:
@@ -393,9 +389,9 @@ MAX_LINES = 1_000
 
 
 def ignored(text: str) -> Callable[[str], bool]:
-    """Parse a .dockerignore. Returns a function that tells whether a path is ignored.
+    """Parse the text of a .dockerignore file, and return a function that tells whether a path is ignored.
 
-    The last line that matches the path or a parent folder decides. Raises `BadSource` for too many lines.
+    The last line that matches the path or a parent folder decides. Raises `BadSource` for more than `MAX_LINES` lines.
 
     >>> skip = ignored("*.log\\n**/cache\\n!keep.log")
     >>> [skip(p) for p in ("a.log", "keep.log", "x/y/cache", "x/y/cache/z", "src/a.log", "a.py")]

@@ -1,7 +1,7 @@
-"""COPY, ADD and WORKDIR of a Dockerfile.
+"""The instructions COPY, ADD and WORKDIR of a Dockerfile.
 
-CopySources are below the build context or the root of an image; links are resolved with that folder as root, so they
-never lead out of it. User names are looked up in the image's `/etc/passwd` and `/etc/group`.
+Sources are below the build context or the root of an image. Links are resolved with that folder as root, so they never
+lead out of it. User names are looked up in the image's `/etc/passwd` and `/etc/group`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ OwnerOf = Callable[[os.stat_result], Owner]
 
 
 class CopyStep(NamedTuple):
-    """A step that changes files. `facts`: everything that its result depends on; `to`: the path it writes; `apply`:
-    applies it to a tree."""
+    """A build step that changes files, not yet applied.
+
+    `facts` is everything that its result depends on, for the key of the build cache. `to` is the path that it writes.
+    `apply` applies it to a tree."""
 
     facts: tuple[object, ...]
     to: str
@@ -42,21 +44,23 @@ class CopyStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CopySources:
-    """The sources of a build: the open folder `context`, without the paths for which `skip` is true, and images."""
+    """Where COPY and ADD take files from: the build context, or images of `store`.
+
+    `context` is the descriptor of the context's folder; paths for which `skip` is true are left out."""
 
     store: ImageStore
     context: int
     skip: Callable[[str], bool]
 
     def folder(self, at: Instruction, path: str) -> CopyStep:
-        """The step of a WORKDIR: make the folder if it does not exist."""
+        """Return the step of the WORKDIR instruction `at`: make the folder `path` if it does not exist."""
         return CopyStep((at.name, path), path, lambda tree: _require_folder(tree, path))
 
     def copies(self, at: Instruction, names: list[str], to: str, *, into: bool, digest: str | None) -> CopyStep:
-        """The step of a COPY or ADD of the sources `names`, and of here-documents, to the path `to`.
+        """Return the step of the COPY or ADD instruction `at`: copy the sources `names` and its here-documents to `to`.
 
-        `into`: the destination is a folder, since it ends with a slash. `digest`: copy from this image; None: from the
-        build context."""
+        `into` says that the destination is a folder, as it ends with a slash. `digest` names the image to copy from;
+        None: the build context. Raises `BadSource` if a source does not exist."""
         if any(re.match("[a-z]+://|git@", name) for name in names):
             raise at.error(f"{at.name} of a URL", "download it first: a build reads only files of this host")
         with self._root(digest) as root:

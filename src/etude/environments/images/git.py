@@ -34,12 +34,12 @@ _OPTIONS = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.
 
 
 def command(repository: Path, *args: str) -> list[str]:
-    """Return the command line of a git command for a repository."""
+    """Return the command line of git with these arguments, run in `repository` with safe settings."""
     return ["git", *_OPTIONS, "-C", str(repository), *args]
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a git command, with `more` variables."""
+    """Return the environment variables for a git command: safe settings, and those of `more`."""
     return {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **(more or {})}
 
 
@@ -51,10 +51,11 @@ def git(
     deadline_s: float = 600.0,
     variables: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Run a git command and return its output.
+    """Run a git command to its end and return its standard output.
 
-    `variables`: added to the environment. Raises `BadSource` with git's message if it fails or takes longer than
-    `deadline_s`, `MachineError` if git is not installed."""
+    `args` are the command and its arguments, `variables` additional environment variables. If `stdout` is a file, the
+    output goes there and b"" is returned. Raises `BadSource` with git's message if it fails or takes longer than
+    `deadline_s` seconds, `MachineError` if git is not installed."""
     given: dict[str, Any] = {"input": stdin} if isinstance(stdin, bytes) else {"stdin": stdin}
     try:
         done: subprocess.CompletedProcess[bytes] = subprocess.run(
@@ -80,10 +81,10 @@ def git(
 def run_git(
     repository: Path, *args: str, stdin: int | None = subprocess.DEVNULL, deadline_s: float = 600.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a git command whose output is read while it runs. Yields its process.
+    """Start a git command and yield its process, whose output is read while it runs.
 
-    It is killed at the end of the `with` block and at the deadline, since an untrusted repository can contain a pipe in
-    place of an object. Raises the errors of `git`."""
+    It is killed at the end of the `with` block, and after `deadline_s` seconds: an untrusted repository can contain a
+    pipe in place of an object. Raises `MachineError` if git is not installed."""
     try:
         process = subprocess.Popen(command(repository, *args), stdin=stdin, stdout=subprocess.PIPE, env=environment())
     except FileNotFoundError:
@@ -100,8 +101,10 @@ def run_git(
 
 
 def git_output(repository: Path, *args: str) -> bytes:
-    """Return the output of a git command, at most `MAX_OUTPUT_BYTES`: a few objects can list any number of files.
-    Raises the errors of `git`, and `BadSource` over that limit."""
+    """Return the output of a git command, at most `MAX_OUTPUT_BYTES`.
+
+    The limit is needed since a few objects can list any number of files. Raises `BadSource` over the limit or if git
+    fails, `MachineError` if git is not installed."""
     with run_git(repository, *args) as process:
         assert process.stdout is not None
         parts, left = [], MAX_OUTPUT_BYTES + 1
@@ -118,12 +121,12 @@ def git_output(repository: Path, *args: str) -> bytes:
 
 
 def git_failed(repository: Path, args: Sequence[str], stderr: bytes) -> BadSource:
-    """The error for a git command that failed, with its message."""
+    """Build the error for a git command that failed; `stderr` is its message. Raises `OSError` if the disk was full."""
     facts = " ".join(stderr.decode(errors="replace").split())[:300]
     raise_if_disk_full(facts)
     return BadSource(f"git {args[0]} failed in {repository}", facts, hint="check that the repository has that commit")
 
 
 def git_missing() -> MachineError:
-    """The error if git is not installed."""
+    """Build the error for a host on which git is not installed."""
     return MachineError("repositories cannot be read here", "no git on the path", hint="install git")

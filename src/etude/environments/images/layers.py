@@ -1,8 +1,8 @@
 """OCI layers: tar archives with the changes from one root filesystem to another.
 
-The entry `.wh.NAME` (a whiteout) deletes NAME, `.wh..wh..opq` hides everything that lower layers have in its folder.
-Machines export their changes in the same format, for RUN steps of Dockerfiles and for snapshots. Format: OCI image
-specification 1.1, layer.md.
+The entry `.wh.NAME` (a whiteout) deletes NAME. The entry `.wh..wh..opq` hides everything that lower layers have in its
+folder. Machines export their changes in the same format, for RUN steps of Dockerfiles and for snapshots. Format: OCI
+image specification 1.1, layer.md.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ _OPAQUE_MARKS = ("trusted.overlay.opaque", "user.overlay.opaque")
 
 @runtime_checkable
 class ChangeExporter(Protocol):
-    """A machine that can export the changes in its root filesystem. RUN steps of Dockerfiles need it.
+    """A machine that can export the changes in its root filesystem; RUN steps of Dockerfiles need one.
 
-    It is separate from `etude.seams.Machine`, since runtimes can support images without it.
-    """
+    The method is not part of `etude.seams.Machine`, since a runtime can support images without it."""
 
     async def changes(self, out: BinaryIO, *, max_bytes: int) -> None:
-        """Write the changes since the image as an uncompressed layer, with whiteouts.
+        """Write the changes since the machine's image to `out`, as an uncompressed layer with whiteouts.
 
         Entries are sorted by path and have no times, so equal changes give equal bytes. Raises `ValueError` if the
         layer has more than `max_bytes`."""
@@ -41,11 +40,12 @@ class ChangeExporter(Protocol):
 
 
 def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = True, skip: Collection[str] = ()) -> None:
-    """Apply a layer, read by `read`, to a tree.
+    """Apply a tar archive with the changes of a layer to a tree.
 
-    `below`: the folder of the tree that the layer's paths are relative to. `whiteouts`: apply whiteouts and ignore
-    devices in /dev; False for a plain archive. `skip`: top-level folders that are not changed. Raises
-    `BadSource` for devices, pipes, paths with ``..`` and damaged archives, and over the limits of the tree."""
+    `read` returns at most so many bytes of the archive, and b"" at its end. `below` is the folder of the tree that the
+    archive's paths are relative to. With `whiteouts`, deletions are applied and devices in /dev ignored; False is for a
+    plain archive. `skip` are top-level folders that are not changed. Raises `BadSource` for devices, pipes, paths with
+    ``..`` and damaged archives, and over the limits of the tree."""
     added: set[str] = set()
     for member, content in members(read):
         path = normalize_path(f"{below}/{normalize_path(member.path, tree.budget.limits)}", tree.budget.limits)
@@ -94,9 +94,10 @@ def write_layer(
 ) -> None:
     """Write the upper folder of an overlay filesystem as an uncompressed layer.
 
-    Entries are sorted and have no times, so equal changes give equal bytes. Sockets, pipes and devices are left out.
-    `upper`: the open folder. `write`: called with each block of bytes. `ids`: maps a user or group id outside of the
-    machine to the one inside. `whole`: hide everything of the lower layers. `skip`: paths to leave out."""
+    `upper` is the descriptor of the folder, and `write` is called with each block of bytes. `ids` maps a user or group
+    id outside of the machine to the one inside. With `whole`, the layer hides everything of the layers below. `skip`
+    are paths to leave out. Entries are sorted and have no times, so equal changes give equal bytes. Sockets, pipes and
+    devices are omitted."""
     if whole:
         _write_header(write, _OPAQUE, "0", os.fstat(upper), 0, "", ids)
     for path, found, folder, name in walk(upper, skip.__contains__):

@@ -1,12 +1,12 @@
-"""The canonical list of the files of a root filesystem. Its SHA-256 is the digest of the image.
+"""The canonical list of the files of a root filesystem; its SHA-256 is the digest of the image.
 
-One line for each path, sorted by the bytes of the path::
+It has one line for each path, sorted by the bytes of the path::
 
     path NUL kind NUL mode NUL uid NUL gid NUL size NUL content LF
 
-`kind` is ``d``, ``f`` or ``l``; `mode` is octal, permissions only; `content` is the SHA-256 of a file, the target of a
-link, empty for a folder. LF, NUL and backslash in a path or target are escaped. Times, link counts and extended
-attributes are not included, so a tree has the same digest on every host and filesystem.
+`kind` is ``d`` (folder), ``f`` (file) or ``l`` (link). `mode` is octal, permissions only. `content` is the SHA-256 of a
+file or the target of a link, and empty for a folder. LF, NUL and backslash in a path or target are escaped. Times, link
+counts and extended attributes are not included, so a tree has the same digest on every host and filesystem.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Owner(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One path of a root filesystem.
+    """One path of a root filesystem, relative to the root.
+
+    `kind` is "d" (folder), "f" (file) or "l" (link). `size` is the bytes of a file or of a link's target. `content` is
+    the SHA-256 of a file, the target of a link, or "".
 
     >>> Entry("bin/sh", "l", 0o777, 0, 0, 4, "dash").owner
     Owner(mode=511, uid=0, gid=0)
@@ -55,7 +58,7 @@ class Entry(NamedTuple):
 
 
 def encode(entries: Iterable[Entry]) -> bytes:
-    """Encode entries in the canonical format. The root folder has the path "".
+    """Encode entries in the canonical format, in any order. The root folder has the path "".
 
     >>> decode(encode([Entry("a", "l", 0o777, 0, 0, 3, "x y")]))
     [Entry(path='a', kind='l', mode=511, uid=0, gid=0, size=3, content='x y')]
@@ -68,7 +71,7 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 
 def decode(data: bytes) -> list[Entry]:
-    """Decode a canonical listing. Raises `StoreError` if it is not canonical."""
+    """Decode a list in the canonical format. Raises `StoreError` if `encode` would not give the same bytes."""
     entries = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         fields = os.fsdecode(line).split("\0")
@@ -88,17 +91,18 @@ def _damaged(line: int) -> StoreError:
 
 
 def digest_of(listing: bytes) -> str:
-    """Return the digest of an image from its encoded listing: the SHA-256 in hex."""
+    """Return the digest of an image, the SHA-256 in hex of its encoded listing."""
     return hashlib.sha256(listing).hexdigest()
 
 
 def scan(
     root: int, declared: Mapping[str, Owner] | None = None, *, skip: Callable[[str], bool] = lambda path: False
 ) -> list[Entry]:
-    """List the entries of the tree in the open folder `root`. Hard links are listed as separate files.
+    """List everything in the folder with the descriptor `root`, and read every file for its SHA-256.
 
-    `declared`: owners, by path, that override those on disk, for owners that an unprivileged process could not set.
-    `skip`: whether to leave out a path and everything below it. Raises `StoreError` for devices, pipes and sockets."""
+    `declared` has owners by path that override those on disk, for owners that an unprivileged process could not set
+    there. `skip` returns whether to leave out a path and everything below it. Hard links are listed as separate files.
+    Raises `StoreError` for devices, pipes and sockets."""
     known = declared if declared is not None else {}
     as_found = os.geteuid() == 0
     hashed: dict[tuple[int, int], str] = {}  # by device and inode, of those with several names
@@ -125,10 +129,10 @@ def scan(
 
 
 def walk(root: int, skip: Callable[[str], bool] = lambda path: False) -> Iterator[tuple[str, os.stat_result, int, str]]:
-    """Yield (path, lstat result, descriptor of the parent folder, name) of an open folder and everything below it.
+    """Yield a folder and everything below it, as (path, lstat result, descriptor of the parent folder, name).
 
-    Parents come before their content, names are sorted. Links are not followed. The descriptor is valid until the next
-    step. `skip`: whether to leave out a path and everything below it."""
+    `root` is the folder's descriptor. Parents come before their content, and names are sorted. Links are not followed.
+    A yielded descriptor is valid until the next step. `skip` tells whether to leave out a path and all below it."""
     yield "", os.fstat(root), root, "."
     pending = [""]
     while pending:

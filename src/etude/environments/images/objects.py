@@ -1,8 +1,8 @@
-"""Search all objects of a git repository, also unreachable ones, to show that it does not contain an answer.
+"""Search all objects of a git repository, to show that it does not contain an answer.
 
-All objects are searched, loose, packed and from alternates, and every other file below `.git`: reflogs, packed refs,
-FETCH_HEAD, half-written packs. Object ids alone are not enough, since a commit message or a stash can quote the answer;
-so contents are searched, too.
+Searched are all objects, loose, packed and from alternates, reachable or not, and every other file below `.git`:
+reflogs, packed refs, FETCH_HEAD, half-written packs. Comparing object ids is not enough, since a commit message or a
+stash can quote the answer. So contents are searched, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 def objects_of(repository: str | os.PathLike[str], *, tree: str | None = None) -> set[str]:
-    """Return the ids of all objects, also unreachable ones. With `tree`: of that tree and everything below it."""
+    """Return the ids of all objects of a repository, reachable or not; with `tree`, only of that tree."""
     at = Path(repository)
     if tree is not None:
         listed = git(at, "rev-list", "--objects", "--no-object-names", tree)
@@ -43,10 +43,10 @@ def objects_of(repository: str | os.PathLike[str], *, tree: str | None = None) -
 
 
 def scan_objects(repository: str | os.PathLike[str], secrets: Collection[str | bytes]) -> list[Finding]:
-    """Search a repository for secrets: full object ids in hex, or texts in any object or file below `.git`.
+    """Search every object and every file below `.git` of a repository for secrets.
 
-    Returns the findings; an empty list proves that no secret is there. Raises `BadSource` if git cannot read the
-    repository or a file cannot be searched."""
+    A secret is a text, or a full object id in hex. Returns where secrets were found; an empty list proves that none is
+    there. Raises `BadSource` if the repository cannot be read, `ValueError` for an empty secret."""
     at = Path(repository)
     wanted = {s if isinstance(s, str) else s.decode(errors="replace"): _bytes(s) for s in secrets}
     if any(not secret for secret in wanted.values()):

@@ -1,8 +1,8 @@
 """Build an image from an OCI image layout, or from an archive of `docker save` or `podman save`.
 
-Nothing in it is trusted: every document has a size limit, the digest of a blob is checked before it is used, and that
-of a layer's content against the config's `diff_ids`. Specifications: OCI image 1.1 (image-layout.md, manifest.md,
-config.md); for Docker's older archives moby's `image/spec/v1.2.md`.
+Nothing in it is trusted. Every document has a size limit, the digest of a blob is checked before it is used, and that
+of a layer's content is compared with the config's `diff_ids`. Specifications: OCI image 1.1 (image-layout.md,
+manifest.md, config.md); for Docker's older archives moby's `image/spec/v1.2.md`.
 """
 
 from __future__ import annotations
@@ -82,18 +82,15 @@ class _Config(msgspec.Struct):
 
 
 class _Saved(msgspec.Struct, rename="pascal"):
-    """One image in the manifest.json of a `docker save` archive."""
-
     config: str
     layers: list[str]
     repo_tags: list[str] | None = None
 
 
 def build_from_oci(store: ImageStore, source: str | os.PathLike[str], *, tag: str = "") -> ImageRecord:
-    """Build an image from an OCI layout (folder or archive) or an archive of `docker save` or `podman save`.
+    """Build an image from an OCI layout (a folder or archive), or an archive of `docker save` or `podman save`.
 
-    `tag`: which image to use if there are several. Raises `BadSource` if the source is damaged, incomplete or too
-    large."""
+    `tag` chooses among several images. Raises `BadSource` if the source is damaged, incomplete or too large."""
     path = Path(source)
     with store.new_image() as building, _layout(path, store) as root:
         config_bytes, layers = _find(root, tag, store.limits)

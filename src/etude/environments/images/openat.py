@@ -1,6 +1,6 @@
-"""Open paths inside another root folder with openat2(2), which Python does not wrap.
+"""Open paths inside another root folder with openat2(2), which Python does not offer.
 
-Links, also absolute ones, are resolved as by a process with that root folder, and never lead out of it. The kernel
+Links, even absolute ones, are resolved as by a process with that root folder, and never lead out of it. The kernel
 guarantees this even while the tree is being changed; a check of names before the call could not.
 """
 
@@ -18,10 +18,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_in(root: int, path: str, flags: int, *, follow: bool = True, one_mount: bool = False) -> int:
-    """Open `path` relative to the open folder `root`, as a process with that root folder would. Returns a descriptor.
+    """Open `path` as a process with the root folder `root` would, and return the new file descriptor.
 
-    `follow`: follow links on the way; a link at the end is followed only without O_NOFOLLOW. `one_mount`: refuse to
-    cross mount points. Raises the `OSError` of the kernel, and `MachineError` on a kernel without openat2."""
+    `root` is a folder's descriptor and `flags` are those of `os.open`. `follow` False refuses all links on the way. A
+    link at the end is not followed if `flags` has O_NOFOLLOW. `one_mount` refuses to cross mount points. Raises
+    `OSError`, and `MachineError` on a kernel without openat2."""
     resolve = _IN_ROOT | _NO_MAGICLINKS | (0 if follow else _NO_SYMLINKS) | (_NO_XDEV if one_mount else 0)
     how = (ctypes.c_uint64 * 3)(flags | os.O_CLOEXEC, 0, resolve)
     _libc.syscall.restype = ctypes.c_long

@@ -10,6 +10,8 @@ from etude.records.image import Image
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The metadata of an image in a store: its digest and settings, its source, and its size.
 
+    `source` is "directory", "repository", "dockerfile", "oci" or "debian"; `made` describes the build steps. `parent`
+    is the digest of the image that it was built from (None: from nothing). `num_bytes` is the total size of its files.
     `command`, `entrypoint`, `labels` and `ports` are recorded but not used: a rollout decides what runs.
 
     >>> ImageRecord(image=Image(digest="9f3c"), source="directory").parent is None

@@ -1,8 +1,8 @@
 """Build an image with a git repository at one commit, without its history and its future.
 
 A new repository is made with the objects of the commit's tree and one root commit. Tags, remotes, reflogs and
-unreachable objects are never copied. Files are written from their blobs, without filters. `objects.scan_objects` checks
-that a repository does not contain given texts.
+unreachable objects are never copied. Files are written from their blobs, without filters. `objects.scan_objects` can
+check that a repository does not contain given texts.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def build_from_repository(
     parent: str | None = None,
     workdir: str = "/testbed",
 ) -> ImageRecord:
-    """Build an image with the files and one commit of a git repository in `workdir`.
+    """Build an image that has a git repository with one commit, and its files, in the folder `workdir`.
 
-    `parent`: name or digest of the image to start from; None: an empty one. Raises `BadSource` if git cannot read the
-    repository, or if it has paths that git forbids."""
+    `source` is the repository, and `parent` the name or digest of the image to start from (None: an empty one). Raises
+    `BadSource` if git cannot read the repository or commit, or if it has paths that git forbids."""
     path = Path(source)
     record = None if parent is None else store.get(parent)
     image = Image(digest="") if record is None else record.image
@@ -68,7 +68,9 @@ def build_from_repository(
 
 
 def export_commit(source: Path, commit: str, to: Path, limits: ImageLimits) -> str:
-    """Make a new repository `to` with a single commit that has the tree of `commit`. Returns the id of that tree."""
+    """Make a repository in the new folder `to`, with a single commit that has the files of `commit` of `source`.
+
+    Returns the id of the commit's tree. Raises `BadSource` if the commit does not exist or is too large."""
     git(source, "rev-parse", "--git-dir")
     try:
         output = git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{tree}}")

@@ -9,9 +9,9 @@
     <path>/steps/<key>            the `ImageRecord` after a build step: the build cache
     <path>/building/<random>/     a build in progress, locked by its process; deleted if that process has ended
 
-An image is added and removed by one rename, so it is complete or absent. Images share no inodes: a write through a hard
-link would change every image that shares the file. On filesystems that can clone files (btrfs, xfs) a copy takes no
-space; on others it takes its full size. `collect` deletes unnamed images.
+An image is added and removed by one rename, so it is complete or absent. Images share no inodes, since a write through
+a hard link would change every image with the file. On filesystems that can clone files (btrfs, xfs) a copy takes no
+space; on others it takes its full size.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOENT
 
 
 def default_store() -> Path:
-    """The default store of the command line: ``$XDG_DATA_HOME/etude/images`` or ``~/.local/share/etude/images``."""
+    """Return the store's folder for the command line: ``$XDG_DATA_HOME/etude/images`` or
+    ``~/.local/share/etude/images``."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "etude" / "images"
 
 
 class ImageStore:
-    """A store of images in the directory `path`, which is created if it does not exist. Safe for several processes.
+    """A store of images in the directory `path`, which is created if it does not exist. Several processes can use it.
 
-    `limits`: size limits of the images built through this object. `keep_setuid`: keep the set-user-id bits of sources;
-    by default they are removed. Raises `StoreError` if the directory cannot be used.
-    """
+    `limits` are the size limits of the images built with this object. `keep_setuid` keeps the set-user-id bits of
+    sources, which are removed otherwise. Raises `StoreError` if the directory cannot be used."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, limits: ImageLimits | None = None, keep_setuid: bool = False
@@ -71,10 +71,10 @@ class ImageStore:
 
     @contextlib.contextmanager
     def new_image(self, parent: str | None = None) -> Iterator[ImageBuild]:
-        """Start to build an image from nothing, or from a copy of the image `parent` (a digest).
+        """Yield the build of a new image, which starts empty or as a copy of the image with digest `parent`.
 
-        The build is deleted at the end of the `with` block unless `ImageBuild.commit` was called. Raises `StoreError`
-        if the disk is full or refuses a write."""
+        Call `ImageBuild.commit` in the `with` block; otherwise the build is deleted at its end. Raises `StoreError` if
+        the disk is full or refuses a write."""
         with self.scratch() as folder:
             (folder / "root").mkdir(mode=0o755)
             with Tree(folder / "root", self.limits, keep_setuid=self._keep_setuid) as tree:
@@ -87,10 +87,9 @@ class ImageStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield an empty temporary folder on the disk of the store.
+        """Yield an empty temporary folder on the disk of the store, and delete it at the end of the `with` block.
 
-        It is deleted at the end; after a crash, by the next store that is opened. Raises `StoreError` if the disk is
-        full."""
+        After a crash it is deleted when a store is opened again. Raises `StoreError` if the disk is full."""
         with _on_disk(self.path, ()):
             folder, lock = self._claim()
             try:
@@ -103,8 +102,8 @@ class ImageStore:
     def get(self, name: str, *, verify: bool = False) -> ImageRecord:
         """Return the record of the image with this name or digest.
 
-        `verify`: read and check every file. Raises `InputError` if there is no such image, `StoreError` if it is
-        damaged; with `verify` the error names the first file that has changed."""
+        With `verify`, every file is read and checked, and the error names the first that has changed. Raises
+        `InputError` if there is no such image, `StoreError` if it is damaged."""
         digest_only = _DIGEST.fullmatch(name) is not None
         if not digest_only and not _NAME.fullmatch(name):
             raise InputError(f"{name[:80]!r} is not a valid image name", hint="use a-z, 0-9 and . _ / : @ -")
@@ -124,13 +123,13 @@ class ImageStore:
         return record
 
     def root(self, digest: str) -> Path:
-        """Return the path of the root filesystem of an image. Do not write to it."""
+        """Return the path of the root filesystem of an image, which must not be changed."""
         if not _DIGEST.fullmatch(digest):
             raise InputError(f"{digest[:80]!r} is not a digest of an image", hint="etude machines image list")
         return self.path / digest / "root"
 
     def listing(self, digest: str) -> list[listing.Entry]:
-        """Return the entries of all files of an image. Raises `StoreError` if the listing does not match the digest."""
+        """Return the entries of all files of an image. Raises `StoreError` if the listing is damaged."""
         path = self.root(digest).with_name("listing")
         try:
             data = path.read_bytes()
@@ -141,7 +140,7 @@ class ImageStore:
         return listing.decode(data)
 
     def verify(self, digest: str) -> None:
-        """Read and check every file of an image. Raises `StoreError` naming the first path that has changed."""
+        """Read and check every file of an image. Raises `StoreError` that names the first path that has changed."""
         known = {entry.path: entry for entry in self.listing(digest)}
         with self.open_root(digest) as root:
             declared = {} if os.geteuid() == 0 else {path: entry.owner for path, entry in known.items()}
@@ -153,14 +152,17 @@ class ImageStore:
                 raise StoreError(f"image {digest[:16]} is damaged", facts, hint="remove it and build it again")
 
     def find(self, digest: str, contents: Collection[bytes]) -> list[str]:
-        """Return the paths of files with exactly one of these contents. Use it to check that an image does not contain
-        the answer of a task."""
+        """Return the paths of the files of an image whose content equals one of `contents`.
+
+        This checks that an image does not contain the answer of a task."""
         wanted = {hashlib.sha256(content).hexdigest() for content in contents}
         return [entry.path for entry in self.listing(digest) if entry.kind == "f" and entry.content in wanted]
 
     @contextlib.contextmanager
     def open_root(self, digest: str) -> Iterator[int]:
-        """Yield a descriptor of the root folder of an image. The image cannot be removed meanwhile."""
+        """Yield a descriptor of the root folder of an image, which cannot be removed during the `with` block.
+
+        Raises `InputError` if there is no such image."""
         with self.in_use(digest):
             fd = os.open(self.root(digest), _FOLDER)
             try:
@@ -170,7 +172,9 @@ class ImageStore:
 
     @contextlib.contextmanager
     def in_use(self, digest: str) -> Iterator[None]:
-        """Prevent the removal of an image by any process while the `with` block runs."""
+        """Prevent the removal of an image, by any process, during the `with` block.
+
+        Raises `InputError` if there is no such image."""
         folder = self.root(digest).parent
         try:
             fd = os.open(folder, _FOLDER)
@@ -211,7 +215,9 @@ class ImageStore:
         return found
 
     def name(self, name: str, record: ImageRecord) -> None:
-        """Set or move a name to this image. Raises `InputError` if the name is invalid or the image does not exist."""
+        """Give a name to an image; if another image has it, the name is moved.
+
+        Raises `InputError` if the name is invalid or the image does not exist."""
         if not _NAME.fullmatch(name) or _DIGEST.fullmatch(name) or name == "scratch":
             hint = "use a-z, 0-9 and . _ / : @ -; neither a digest nor `scratch`"
             raise InputError(f"{name[:80]!r} is not a valid image name", hint=hint)
@@ -219,7 +225,7 @@ class ImageStore:
             self._write(self._name_path(name), record)
 
     def cached_step(self, key: str) -> ImageRecord | None:
-        """Return the cached result of a build step; None if there is none or its image was removed."""
+        """Return the image after the build step with this key; None if it is not cached or its image was removed."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
             record = msgspec.json.decode((self.path / "steps" / key).read_bytes(), type=ImageRecord)
             if self.root(record.image.digest).is_dir():
@@ -227,11 +233,11 @@ class ImageStore:
         return None
 
     def cache_step(self, key: str, record: ImageRecord) -> None:
-        """Cache the result of a build step."""
+        """Store the image after a build step under the step's key."""
         self._write(self.path / "steps" / key, record)
 
     def remove(self, name: str) -> int:
-        """Remove a name, or a digest with all its names. The files are deleted with the last name.
+        """Remove a name, or all names of a digest; the image is deleted with its last name.
 
         Returns the number of deleted bytes. Raises `InputError` if the image does not exist or is in use."""
         record = self.get(name)
@@ -248,9 +254,9 @@ class ImageStore:
         return record.num_bytes
 
     def collect(self) -> tuple[int, int]:
-        """Remove all unnamed images that are not in use, and their cached build steps.
+        """Delete all images that have no name and are not in use, and their cached build steps.
 
-        Returns the numbers of removed images and bytes."""
+        Returns the numbers of deleted images and bytes."""
         num_images = num_bytes = 0
         for record in self.images():
             if self._try_remove(record.image.digest, only_unnamed=True):
@@ -319,13 +325,13 @@ class ImageStore:
 
 
 class ImageBuild:
-    """An image that is being built: write its files to `tree`, then call `commit`."""
+    """An image that is being built; `ImageStore.new_image` makes it. Write its files to `tree`, then call `commit`."""
 
     def __init__(self, store: ImageStore, folder: Path, tree: Tree, parent: str | None) -> None:
         self.tree, self._store, self._folder, self._parent = tree, store, folder, parent
 
     def commit(self, record: ImageRecord) -> ImageRecord:
-        """Add the image to the store. Returns `record` with the digest and the sizes. Call it once, at the end."""
+        """Add the image to the store, and return `record` with the image's digest and sizes. Call it once."""
         entries = listing.scan(self.tree.root, self.tree.declared)
         data = listing.encode(entries)
         digest = listing.digest_of(data)
@@ -390,7 +396,7 @@ def _on_disk(path: Path, refusals: Collection[int] = _REFUSALS) -> Iterator[None
 
 
 def copy_entries(source: int, entries: Iterable[Entry], tree: Tree) -> None:
-    """Copy the listed entries from the open folder `source` into `tree`, with owners and permissions."""
+    """Copy the listed entries from the folder with the descriptor `source` into `tree`, with owners and permissions."""
     for entry in sorted(entries, key=lambda e: e.path.count("/") if e.path else -1):
         if entry.kind == "d":
             tree.folder(entry.path, entry.owner)

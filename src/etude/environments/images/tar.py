@@ -1,8 +1,8 @@
 """Read untrusted tar archives as a stream: ustar, GNU long names, pax.
 
 Python's tarfile trusts the headers: it reads a long name or a pax header of gigabytes into memory, and recurses on
-chains of them. Here every header has a size limit, and entries of unknown kinds are refused with an error.
-Format: POSIX.1-2001 `pax`, and `tar.5` of libarchive for what GNU tar adds.
+chains of them. Here every header has a size limit, and entries of unknown kinds are refused with an error. Format:
+POSIX.1-2001 `pax`, and `tar.5` of libarchive for what GNU tar adds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _HINT = "get the archive again, or write it with `tar --format=pax`"
 
 
 class Member(NamedTuple):
-    """One entry. `kind`: "f" file, "d" folder, "l" symbolic link, "h" hard link, "c" or "b" device, "p" pipe."""
+    """The header of one entry of an archive.
+
+    `kind` is "f" for a file, "d" folder, "l" symbolic link, "h" hard link, "c" or "b" device, "p" pipe. `size` is the
+    number of content bytes that follow. `target` is where a link leads, `device` the device's major and minor number.
+    """
 
     path: str
     kind: str
@@ -38,8 +42,9 @@ Read = Callable[[int], bytes]
 
 
 def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
-    """Yield the entries of an archive, each with an iterator of its content, which is valid until the next entry.
+    """Yield the entries of an archive, each with an iterator over its content.
 
+    `read` returns at most so many bytes of the archive, and b"" at its end. An iterator is valid until the next entry.
     The bytes after the end of the archive are read, too, so that a decompressor checks its checksum. Raises `BadSource`
     if the archive is damaged or has unsupported entries."""
     extra: dict[str, str] = {}

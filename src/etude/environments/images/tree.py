@@ -31,10 +31,11 @@ FOLDER_OWNER = Owner(0o755)  # of parent folders that the source does not list
 
 
 class Tree:
-    """Writes files below a folder, within size limits. Paths are relative to the folder, which is their root.
+    """Writes files, folders and links below a folder, within size limits. All paths are relative to that folder.
 
-    `path`: the folder, or its descriptor. `keep_setuid`: keep set-user-id bits. `first`: the user id on this host that
-    is root inside; it is added to all owners."""
+    `path` is the folder or its descriptor. `keep_setuid` keeps set-user-id bits. `first` is the user id on this host
+    that is root inside; it is added to all owners. It is a context manager, which closes the folder at its end. Methods
+    raise `BadSource` for invalid paths and over the limits."""
 
     def __init__(
         self, path: str | os.PathLike[str] | int, limits: ImageLimits, *, keep_setuid: bool = False, first: int = 0
@@ -53,7 +54,7 @@ class Tree:
         os.close(self.root)
 
     def folder(self, path: str, owner: Owner = FOLDER_OWNER) -> None:
-        """Make a folder, or set the owner of an existing one."""
+        """Make a folder, or set the owner of an existing one. A file or link at `path` is replaced."""
         path = normalize_path(path, self.budget.limits)
         if not path:
             self._set_owner(self.root, ".", "", owner)
@@ -80,7 +81,7 @@ class Tree:
         self._set_owner(parent, name, self._real(parent, name), owner)
 
     def copy(self, path: str, owner: Owner, source: int) -> None:
-        """Copy the open regular file `source` (a descriptor), by cloning if the filesystem can."""
+        """Copy the file with the descriptor `source` to `path`, sharing its blocks if the filesystem can."""
         size = os.fstat(source).st_size
         self._take(path, 0, size)
         parent, name = self._make_free(normalize_path(path, self.budget.limits))
@@ -106,7 +107,9 @@ class Tree:
             raise too_large(f"{path} has more than {self.budget.limits.file_bytes} bytes", "file_bytes")
 
     def link(self, path: str, target: str, owner: Owner) -> None:
-        """Make a symbolic link, replacing what exists at `path`. The target is resolved inside of this root."""
+        """Make a symbolic link to `target`, replacing what exists at `path`.
+
+        An absolute target starts at this tree's root."""
         path = normalize_path(path, self.budget.limits)
         if not target or "\0" in target or len(os.fsencode(target)) > self.budget.limits.path_bytes:
             raise BadSource(f"{path} is a link with an invalid target", repr(target[:80]), hint="fix the source")
@@ -115,7 +118,7 @@ class Tree:
         self._set_owner(parent, name, self._real(parent, name), owner._replace(mode=0o777))
 
     def hard_link(self, path: str, existing: str) -> None:
-        """Make a hard link to a file of this tree."""
+        """Make a hard link at `path` to the file `existing` of this tree. Raises `BadSource` if that is no file."""
         path, existing = normalize_path(path, self.budget.limits), normalize_path(existing, self.budget.limits)
         source, there = self._parent(existing, keep=False)
         try:
@@ -136,7 +139,7 @@ class Tree:
             os.close(source)
 
     def is_folder(self, path: str) -> bool:
-        """Whether a path is a folder, or a link to one."""
+        """Return whether a path is a folder or a link to one."""
         try:
             os.close(open_in(self.root, normalize_path(path, self.budget.limits) or ".", _FOLDER, one_mount=True))
         except OSError:
@@ -159,7 +162,7 @@ class Tree:
         self._close_parent()
 
     def clear(self, path: str, keep: Collection[str] = ()) -> None:
-        """Delete everything below a folder except the paths in `keep`. Does nothing if it does not exist."""
+        """Delete everything below the folder `path` except the paths in `keep`. Does nothing if it does not exist."""
         path = normalize_path(path, self.budget.limits)
         self._close_parent()
         try:
@@ -280,7 +283,7 @@ class Tree:
 def normalize_path(path: str, limits: ImageLimits) -> str:
     """Return a path without ``.``, double slashes and leading slashes; "" is the root.
 
-    Raises `BadSource` for a path with ``..``, and for one over the limits or too long for a filesystem.
+    Raises `BadSource` for a path with ``..`` or a zero byte, and for one over the limits or too long for a filesystem.
 
     >>> normalize_path("./usr//bin/", ImageLimits())
     'usr/bin'
@@ -311,7 +314,9 @@ def _too_deep(path: str) -> BadSource:
 
 
 def remove_below(parent: int, name: str) -> None:
-    """Delete a name in an open folder and everything below it. Follows no links; makes folders writable first."""
+    """Delete the entry `name` of the folder with the descriptor `parent`, and everything below it.
+
+    Links are not followed. Folders without write permission are made writable first."""
     found = _lstat(name, parent)
     if found is None:
         return

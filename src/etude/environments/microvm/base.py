@@ -1,4 +1,4 @@
-"""The booted memory that all machines of an image share.
+"""The base of an image: its booted memory, which all machines of the image share.
 
 An image boots once, runs some programs so that they are in memory, and is stopped. Its memory is saved to a file that
 all machines map privately (copy-on-write). The file is cached beside the images, for one combination of kernel, QEMU,
@@ -36,8 +36,14 @@ _MAX_CACHED = 8  # boots in the cache; each takes 100 MiB or more
 
 
 class Base:
-    """A booted image. `ram`: descriptor of its memory file. `start`: its snapshot. `boot`: identifies this boot among
-    those with the same name. It is closed when it is garbage-collected."""
+    """A booted image, from which machines start. `boot` returns it.
+
+    - `name`: equal for all boots with the same memory on the same host
+    - `hardware`: the hardware that it was booted on
+    - `ram`: descriptor of the memory file, closed when this object is garbage-collected
+    - `start`: the snapshot of the booted guest
+    - `boot`: tells this boot from others with the same name
+    """
 
     def __init__(self, name: str, hardware: Hardware, ram: int, start: Snapshot) -> None:
         self.name, self.hardware, self.ram, self.start = name, hardware, ram, start
@@ -46,22 +52,27 @@ class Base:
 
 
 class BootConfig:
-    """How to boot an image. `initial`: the initramfs. `warm`: a shell script that is run as `user` after the boot."""
+    """How to boot an image.
+
+    `kernel`: path of the kernel. `initial`: content of the initramfs. `warm`: a shell script that is run as `user`
+    after the boot, to load programs into memory.
+    """
 
     def __init__(self, hardware: Hardware, kernel: Path, initial: bytes, *, warm: str, user: str) -> None:
         self.hardware, self.kernel, self.initial, self.warm, self.user = hardware, kernel, initial, warm, user
 
     def name(self, qemu: str) -> str:
-        """Return a name that is equal for boots with the same memory on the same host. `qemu`: its version."""
+        """Return a name that is equal for boots with the same memory on the same host. `qemu`: QEMU's version."""
         facts = [_FORMAT, qemu, platform.release(), str(self.kernel), [str(fact) for fact in self.hardware]]
         facts += [hashlib.sha256(self.initial).hexdigest(), self.warm, self.user]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 async def boot(booting: BootConfig, *, qemu: str, kept: Path) -> Base:
-    """Return the base of an image, from the cache folder `kept`, or boot it and cache it there.
+    """Return the base of an image from the cache folder `kept`, or boot the image and cache its base there.
 
-    Raises `MachineError`, with the last console output if the guest does not boot."""
+    `qemu`: QEMU's version. Raises `MachineError`, with the last console output if the guest does not boot.
+    """
     name = booting.name(qemu)
     with contextlib.suppress(OSError, ValueError):
         return _open(kept / name, name, booting.hardware)
@@ -149,7 +160,8 @@ def _remove_old(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the unfinished files of killed processes: names with a leading dot, older than `_MAKING_S`."""
+    """Delete what killed processes left unfinished in a folder: names with a leading dot, older than `_MAKING_S`
+    seconds."""
     for path in folder.glob(".*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < _MAKING_S:

@@ -1,4 +1,4 @@
-"""The initramfs of a guest: virtio modules, busybox and the guest agent.
+"""Build the initramfs of a guest: virtio modules, busybox and the guest agent.
 
 Its init program loads the modules, mounts the disk and executes the agent. The archive is built at each boot, without
 compression, which takes a millisecond; so the agent is always the installed one.
@@ -47,8 +47,9 @@ echo {CONSOLE_MARK.decode()} >/dev/ttyS0
 def initial_filesystem(image: BaseImage, agent: Path, arguments: Sequence[str], *, prepare: str) -> bytes:
     """Build an initramfs (cpio, newc) that boots a disk with the agent as its first process.
 
-    `agent`: path of the agent binary. `arguments`: its arguments. `prepare`: a busybox shell script (busybox is ``$b``)
-    that runs after the disk is mounted at ``/new``."""
+    `agent`: path of the agent's program. `arguments`: its command-line arguments. `prepare`: a busybox shell script
+    (busybox is ``$b``) that runs after the disk is mounted at ``/new``.
+    """
     modules = [(f"modules/{path.name}", 0o100644, path.read_bytes()) for path in image.modules]
     names = " ".join(path.stem for path in image.modules)
     init = _INIT.format(modules=names, arguments=shlex.join(arguments), prepare=prepare)
@@ -70,6 +71,8 @@ def probing_filesystem(image: BaseImage) -> bytes:
 
 def archive(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
     """Build a cpio archive in the newc format of the Linux kernel, with all files owned by root.
+
+    `entries`: (path, mode with file type, content) of each file or folder.
 
     >>> archive([("init", 0o100755, b"x")])[:6]
     b'070701'

@@ -22,9 +22,11 @@ _EXTRA = range(0x84, 0x98, 4)  # nanoseconds of the three, and the time of creat
 
 
 def make_disk(root: Path, path: Path, *, num_bytes: int, epoch: int) -> None:
-    """Write the content of `root` as a sparse ext4 image of `num_bytes` to `path`. `epoch`: all times in it.
+    """Write the content of the folder `root` to `path`, as a sparse ext4 image of `num_bytes`.
 
-    Raises `MachineError` if it does not fit or mkfs.ext4 is missing."""
+    `epoch`: Unix time in seconds, for all times in the image. Raises `MachineError` if the content does not fit or
+    mkfs.ext4 is missing.
+    """
     require({"mkfs.ext4": "e2fsprogs"})
     path.unlink(missing_ok=True)
     with path.open("wb") as file:

@@ -36,7 +36,11 @@ sh -c 'grep x /etc/passwd | sed s/x/y/ | sort | head -1' ; sync
 
 
 class GuestImage(NamedTuple):
-    """A root filesystem that a guest can boot from. `record`, `root`: None for the guest image itself."""
+    """A root filesystem that a guest can boot from.
+
+    `name`: tells it from others. `record`, `root`: the image of a store and the folder of its files; both None for the
+    guest image itself, which `etude machines image microvm` built.
+    """
 
     name: str
     record: Image | None
@@ -44,7 +48,11 @@ class GuestImage(NamedTuple):
 
     @classmethod
     def of(cls, image: Image | None, own: BaseImage, roots: Callable[[str], Path] | None) -> GuestImage:
-        """Look up an image. Raises `MachineError` if it does not exist."""
+        """Look up what to boot for `image`. None: the guest image `own`.
+
+        `roots`: returns the folder of an image's root filesystem by its digest; None: there is no store. Raises
+        `MachineError` if the image does not exist.
+        """
         if image is None:
             return cls(own.digest, None, None)
         if roots is None:
@@ -58,7 +66,7 @@ class GuestImage(NamedTuple):
 
 
 def users_of(image: Image | None) -> tuple[str, ...]:
-    """Return the users that commands can run as. The first one is the default."""
+    """Return the names of the users that commands can run as in an image, the default first."""
     user = image.user if image is not None else ""
     return (user, *(name for name in _USERS if name != user)) if user else _USERS
 
@@ -66,7 +74,11 @@ def users_of(image: Image | None) -> tuple[str, ...]:
 async def boot_config_of(
     image: GuestImage, own: BaseImage, agent: Path, limits: MachineLimits, kind: str
 ) -> BootConfig:
-    """Return how to boot an image. `kind`: the accelerator. Raises `MachineError` if its disk cannot be made."""
+    """Return how to boot an image.
+
+    `own`: the guest image, whose kernel is used. `agent`: path of the agent's program. `kind`: the accelerator, "kvm"
+    or "tcg". Raises `MachineError` if the image's disk cannot be made.
+    """
     disk = own.disk if image.root is None else await asyncio.to_thread(_disk_of, image, own)
     hardware = Hardware(
         accelerator=kind,

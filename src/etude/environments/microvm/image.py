@@ -37,7 +37,11 @@ _HINT = "build it: etude machines image microvm"
 
 
 class BaseImage(NamedTuple):
-    """The files of a built guest image, in the folder `digest` of the image cache."""
+    """The files of a built guest image, in the folder `digest` of the image cache.
+
+    `kernel_release`: version of the kernel, as `uname -r` prints it. `modules`: kernel modules in the order in which
+    they are loaded. `disk`: the ext4 image of its root filesystem.
+    """
 
     digest: str
     kernel: Path
@@ -54,7 +58,10 @@ def cache_folder() -> Path:
 
 
 def find(folder: Path | None = None) -> BaseImage:
-    """Return the latest guest image. Raises `MachineError` if none was built."""
+    """Return the guest image that was built last. `folder`: the image cache; None: the default one.
+
+    Raises `MachineError` if none was built.
+    """
     home = (folder or cache_folder()) / "microvm"
     try:
         digest = (home / "current").read_text().strip()
@@ -82,8 +89,10 @@ def _open(path: Path) -> BaseImage:
 def build(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS, log: Log = print) -> BaseImage:
     """Build the guest image from the current packages of the mirror, unless it exists. Takes about a minute.
 
-    `folder`: the image cache. `mirrors`: "URL SUITE" each. An interrupted build continues with the packages that were
-    downloaded. Raises `MachineError` if a tool, the mirror or disk space is missing."""
+    `folder`: the image cache; None: the default one. `mirrors`: "URL SUITE" of each Debian archive. `log` is called
+    with lines about the progress. An interrupted build continues with the packages that were downloaded. Raises
+    `MachineError` if a tool, the mirror or disk space is missing.
+    """
     home = (folder or cache_folder()) / "microvm"
     home.mkdir(parents=True, exist_ok=True)
     apt = Apt(home / "packages", mirrors)

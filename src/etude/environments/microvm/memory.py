@@ -1,8 +1,9 @@
 """Read and write a guest's memory from the host.
 
-QEMU maps the memory file of the base privately, and the file never changes. So the pages that a guest has written are
-the private copies, which /proc/PID/pagemap lists. They are read and written with `process_vm_readv` and
-`process_vm_writev` while the guest is stopped. A snapshot has only these pages, a few thousand for any guest size.
+All machines of an image share a memory file, the base. QEMU maps it privately, and it never changes. So the pages that
+a guest has written are the private copies, which /proc/PID/pagemap lists. They are read and written with
+`process_vm_readv` and `process_vm_writev` while the guest is stopped. A snapshot has only these pages, a few thousand
+for any guest size.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
 
 
 class Pages(NamedTuple):
-    """Pages of a guest's memory that differ from its base."""
+    """Pages of a guest's memory that differ from its base.
 
-    numbers: NDArray[np.int64]  # [P], ascending
-    content: NDArray[np.uint8]  # [P, PAGE]
+    `numbers`: page numbers in the guest's memory, ascending, shape [P]. `content`: their bytes, shape [P, PAGE].
+    """
+
+    numbers: NDArray[np.int64]
+    content: NDArray[np.uint8]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of content."""
+        """Size of `content` in bytes."""
         return self.content.nbytes
 
 
@@ -46,7 +50,7 @@ NONE = Pages(np.empty(0, np.int64), np.empty((0, PAGE), np.uint8))
 
 
 class Mapping(NamedTuple):
-    """The address range of the guest's memory in a process."""
+    """Where the guest's memory is in a QEMU process: process id, first address, and size."""
 
     pid: int
     start: int
@@ -54,7 +58,10 @@ class Mapping(NamedTuple):
 
 
 def find(pid: int, ram: int, num_bytes: int) -> Mapping:
-    """Find the private mapping of the memory file `ram` (a descriptor) in a process. Raises `MachineError`."""
+    """Find the address range at which a process has mapped a memory file privately.
+
+    `ram`: a descriptor of the file, whose size is `num_bytes`. Raises `MachineError` if there is no such mapping.
+    """
     inode = str(os.fstat(ram).st_ino)
     with open(f"/proc/{pid}/maps") as maps:
         for line in maps:
@@ -68,7 +75,7 @@ def find(pid: int, ram: int, num_bytes: int) -> Mapping:
 
 
 def written(mapping: Mapping) -> Pages:
-    """Read the pages that the guest has written. The guest must be stopped."""
+    """Read the pages that the guest has written. The guest must be stopped. Raises `MachineError`."""
     with open(f"/proc/{mapping.pid}/pagemap", "rb", buffering=0) as file:
         file.seek(mapping.start // PAGE * 8)
         entries = np.frombuffer(_exactly(file.read(mapping.num_bytes // PAGE * 8), mapping), np.uint64)
@@ -79,7 +86,7 @@ def written(mapping: Mapping) -> Pages:
 
 
 def write(mapping: Mapping, pages: Pages) -> None:
-    """Write pages into the memory of a guest that has not run yet."""
+    """Write pages into the memory of a guest that has not run yet. Raises `MachineError`."""
     _move(_libc.process_vm_writev, mapping, pages)
 
 

@@ -1,7 +1,7 @@
 """The disk of a machine: an unnamed qcow2 file with the guest's writes, on top of the image's filesystem.
 
-Unnamed files (`O_TMPFILE`, or memory on filesystems without it) disappear with the last process that has them open, so
-a killed process leaves nothing behind.
+Unnamed files (`O_TMPFILE`, or memory files on filesystems without it) disappear with the last process that has them
+open, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ SPACE_HINT = "free space in the folder for temporary files, or set TMPDIR to ano
 
 
 def anonymous(folder: str | None = None) -> int:
-    """Create an unnamed empty file on the disk of `folder` (default: the folder for temporary files)."""
+    """Create an unnamed empty file and return its descriptor.
+
+    `folder`: a folder on the disk to use; None: the folder for temporary files.
+    """
     with contextlib.suppress(OSError):
         return os.open(folder or tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return os.memfd_create("etude-disk", os.MFD_CLOEXEC)
 
 
 def free_bytes(place: int | str = "") -> int:
-    """Return the free bytes on the disk of a file or folder (default: the folder for temporary files)."""
+    """Return the number of free bytes on the disk of a file or folder.
+
+    `place`: a path or a descriptor; "": the folder for temporary files.
+    """
     found = os.statvfs(place or tempfile.gettempdir())
     return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62  # a memory file has no disk
 
@@ -48,7 +54,7 @@ def write_empty(fd: int, num_bytes: int) -> None:
 
 
 def copy(source: int, target: int) -> None:
-    """Copy a file, with its holes."""
+    """Copy the content of the file `source` to the empty file `target`, with its holes. Both are descriptors."""
     os.ftruncate(target, 0)
     os.ftruncate(target, os.fstat(source).st_size)
     for start, length in extents(source):
@@ -57,7 +63,7 @@ def copy(source: int, target: int) -> None:
 
 
 def extents(fd: int) -> list[tuple[int, int]]:
-    """Return start and length of each data range of a sparse file."""
+    """Return (start, length) in bytes of each data range of a sparse file."""
     found, at, end = list[tuple[int, int]](), 0, os.fstat(fd).st_size
     while at < end:
         try:
@@ -71,7 +77,7 @@ def extents(fd: int) -> list[tuple[int, int]]:
 
 
 def read(fd: int, at: int, num_bytes: int) -> bytes:
-    """Read exactly `num_bytes`. Raises `OSError` if the file ends before."""
+    """Read exactly `num_bytes` at the offset `at` of a file. Raises `OSError` if the file ends before."""
     parts, left = list[bytes](), num_bytes
     while left:
         part = os.pread(fd, left, at + num_bytes - left)
@@ -83,7 +89,7 @@ def read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def write(fd: int, at: int, data: bytes | memoryview) -> None:
-    """Write all bytes at an offset. Raises `OSError` if the disk is full."""
+    """Write all bytes at the offset `at` of a file. Raises `OSError` if the disk is full."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, at)

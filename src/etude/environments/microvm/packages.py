@@ -25,7 +25,7 @@ Log = Callable[[str], None]
 
 
 class Package(NamedTuple):
-    """A downloaded package."""
+    """A downloaded Debian package. `path`: its .deb file."""
 
     name: str
     version: str
@@ -34,7 +34,8 @@ class Package(NamedTuple):
 
 
 def require(tools: dict[str, str]) -> None:
-    """Raise `MachineError` if a program is missing. `tools`: the Debian package of each program."""
+    """Raise `MachineError` if a program is not installed. `tools`: program name to the Debian package that contains
+    it."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
     if missing:
@@ -45,7 +46,11 @@ def require(tools: dict[str, str]) -> None:
 
 
 def run(command: Sequence[str], what: str, *, deadline_s: float, env: dict[str, str] | None = None) -> bytes:
-    """Run a program and return its standard output. Raises `MachineError` with `what` failed and the end of stderr."""
+    """Run a program and return its standard output.
+
+    `what`: what the program does, as the subject of errors, such as "resolving packages". `env`: further environment
+    variables. Raises `MachineError` if it fails or takes longer than `deadline_s` seconds.
+    """
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     environment = {"PATH": path, "LANG": "C.UTF-8", "HOME": "/", **(env or {})}
     proxies = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
@@ -64,7 +69,11 @@ def run(command: Sequence[str], what: str, *, deadline_s: float, env: dict[str, 
 
 
 class Apt:
-    """apt with its state in `folder`. `mirrors`: ``URL SUITE`` each, in order of preference."""
+    """apt, with package lists and downloads in a folder of its own.
+
+    `mirrors`: "URL SUITE" of each Debian archive, in order of preference. The constructor raises `MachineError` if apt
+    or the keys of the archive are missing.
+    """
 
     def __init__(self, folder: Path, mirrors: Sequence[str] = MIRRORS) -> None:
         require(_TOOLS)
@@ -97,11 +106,11 @@ class Apt:
         self._command = ["apt-get", "-q", "-y", *(f"-o{key}={value}" for key, value in options.items())]
 
     def update(self) -> None:
-        """Download the package lists."""
+        """Download the package lists. Raises `MachineError`."""
         run([*self._command, "update"], "updating the package lists", deadline_s=_DEADLINE_S)
 
     def closure(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the files of packages and their dependencies, with the SHA-256 of each."""
+        """Return the files of packages and all their dependencies: file name to SHA-256. Raises `MachineError`."""
         nothing = f"-oDir::Cache::archives={self._folder}/nothing"  # else apt does not list downloaded packages
         command = [*self._command, nothing, "--print-uris", "install", *names]
         lines = run(command, "resolving packages", deadline_s=60.0).decode().splitlines()
@@ -109,7 +118,11 @@ class Apt:
         return {fields[1]: fields[3].removeprefix("SHA256:") for fields in found}
 
     def fetch(self, names: Sequence[str], files: dict[str, str], log: Log) -> list[Package]:
-        """Download packages and check their signed hashes. Returns them sorted by name."""
+        """Download packages and check their signed hashes. Returns them sorted by file name.
+
+        `names`: the packages. `files`: what `closure` returned for them. `log` is called with lines about the progress.
+        Raises `MachineError`.
+        """
         missing = [name for name in files if not (self.archives / name).exists()]
         if missing:
             log(f"downloading {len(missing)} of {len(files)} packages")

@@ -1,8 +1,8 @@
-"""Snapshots as bytes, for other runtimes on this host: the difference to a base that both have.
+"""Serialise snapshots for other runtimes on this host: the difference to a booted image that both have.
 
 Format: ``magic | SHA-256 of all after the seal | seal | u32 length, head as JSON | devices | page numbers | pages |
-disk``. The head identifies the base and its boot. QEMU trusts a device state and reads it with the rights of the host
-user; so only bytes that are sealed (HMAC) with this user's key are passed to it.
+disk``. The head identifies the booted image. QEMU trusts a device state and reads it with the rights of the host user;
+so only bytes that are sealed (HMAC) with this user's key are passed to it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,33 @@ _LENGTH = struct.Struct("<I")
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The header of a packed snapshot. `base`, `boot`: the name of the base, and its boot."""
+    """The header of a packed snapshot.
 
-    key: str  # digest of the key that sealed it
+    - `key`: digest of the key that sealed it
+    - `base`, `boot`: names of the booted image (`Base.name`) and of its boot (`Base.boot`)
+    - `image`: the image of a store that was booted; None for the guest image
+    - `devices`: bytes of device state
+    - `pages`: number of memory pages
+    - `disk`: size in bytes of the file with the disk writes
+    - `extents`: (start, length) of each data range in that file
+    """
+
+    key: str
     base: str
     boot: str
     image: Image | None
     devices: int
     pages: int
-    disk: int  # size of the overlay
-    extents: list[tuple[int, int]]  # start and length of each data range in it
+    disk: int
+    extents: list[tuple[int, int]]
 
 
 def key_in(folder: Path) -> bytes:
-    """Return this user's key for snapshots, from the cache of bases; create it if it does not exist.
+    """Return this user's key for snapshots from a folder; create it if it does not exist.
 
-    Returns b"" if it cannot be stored; then bases cannot be shared either."""
+    `folder`: the cache of booted images. Returns b"" if the key cannot be stored; then booted images cannot be shared
+    either.
+    """
     path = folder / "key"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,7 +76,11 @@ def key_in(folder: Path) -> bytes:
 
 
 def pack(snapshot: Snapshot, *, base: str, boot: str, image: Image | None, key: bytes, max_bytes: int) -> bytes:
-    """Pack a snapshot. Raises `ValueError` if it has more than `max_bytes`."""
+    """Return a snapshot as bytes. Raises `ValueError` if these are more than `max_bytes`.
+
+    `base`, `boot`: `Base.name` and `Base.boot` of the booted image that it is a difference to. `image`: the store's
+    image that was booted; None for the guest image. `key`: what `key_in` returned.
+    """
     extents = overlay.extents(snapshot.disk)
     size, devices, pages = os.fstat(snapshot.disk).st_size, snapshot.devices, snapshot.pages
     head = Head(_name(key), base, boot, image, len(devices), len(pages.numbers), size, extents)
@@ -86,8 +101,10 @@ def pack(snapshot: Snapshot, *, base: str, boot: str, image: Image | None, key: 
 
 
 def head_of(packed: bytes, key: bytes) -> Head:
-    """Check packed bytes and return their header. Raises `ValueError` if they are damaged or forged, `MachineError` if
-    another user or host packed them."""
+    """Check packed bytes and return their header. `key`: what `key_in` returned.
+
+    Raises `ValueError` if the bytes are damaged or forged, `MachineError` if another user or host packed them.
+    """
     body = memoryview(packed)[_START:]
     if not packed.startswith(_MAGIC) or len(body) < _LENGTH.size:
         raise ValueError("these bytes are not a snapshot of a virtual machine")
@@ -112,8 +129,10 @@ def head_of(packed: bytes, key: bytes) -> Head:
 
 
 def unpack(packed: bytes, head: Head, *, image: str) -> Snapshot:
-    """Unpack a snapshot with the header `head`. `image`: the name of its booted image. Raises `MachineError` if the
-    disk is full."""
+    """Return the snapshot in packed bytes whose header is `head`. `image`: the name of its booted image.
+
+    Raises `MachineError` if the disk is full.
+    """
     body = memoryview(packed)[_START:]
     at = _LENGTH.size + _LENGTH.unpack_from(body)[0]
     devices = bytes(body[at : at + head.devices])

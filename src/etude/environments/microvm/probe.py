@@ -1,6 +1,6 @@
 """Choose the accelerator: KVM if a guest boots with it, else TCG, QEMU's emulation.
 
-That /dev/kvm can be opened is not enough: nested KVM may not run the kernel. So a minimal guest is booted with a
+It is not enough that /dev/kvm can be opened: nested KVM may not run the kernel. So a minimal guest is booted with a
 deadline. The result is cached beside the image, for this kernel, QEMU and processor.
 """
 
@@ -25,16 +25,17 @@ _MEMORY_BYTES = 128 << 20
 
 
 class Accelerator(NamedTuple):
-    """The accelerator of guests, and why it is not a faster one."""
+    """The accelerator of guests: `name` is "kvm" or "tcg". `why`: for "tcg", why KVM cannot be used; else ""."""
 
-    name: str  # "kvm" or "tcg"
-    why: str  # "" for KVM
+    name: str
+    why: str
 
 
 async def probe(image: BaseImage) -> Accelerator:
-    """Choose the accelerator for an image on this host. Takes at most ten seconds at the first call; then it is cached.
+    """Choose the accelerator for an image on this host.
 
-    Raises `MachineError` if QEMU is missing."""
+    The first call takes at most ten seconds; then the result is cached. Raises `MachineError` if QEMU is missing.
+    """
     qemu = require_qemu()
     conditions = {"kernel": platform.release(), "qemu": qemu, "processor": _processor()}
     known = image.disk.parent / "probe.json"

@@ -1,8 +1,8 @@
-"""One QEMU process, which never outlives this process.
+"""Start and control one QEMU process, which never outlives this process.
 
 All its resources are inherited descriptors: socket pairs for monitor and agent, unnamed files for memory and disk. So
-nothing is left if this process is killed: the kernel kills QEMU with its parent (`bound`) and frees the files. QEMU has
-no network card, and cannot start programs or gain privileges (`-sandbox`).
+nothing is left if this process is killed: the kernel kills QEMU with its parent (`child_process`) and frees the files.
+QEMU has no network card, and cannot start programs or gain privileges (`-sandbox`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,29 @@ _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=d
 
 
 class Hardware(NamedTuple):
-    """The hardware of a guest. A snapshot can only be restored on the same hardware."""
+    """The hardware of a guest. A snapshot can only be restored on the same hardware.
 
-    accelerator: str  # "kvm" or "tcg"
+    `accelerator`: "kvm" or "tcg". `disk`: the image's filesystem, which is read-only; `disk_bytes`: size of the disk as
+    the guest sees it. `translation_mib`: MiB of TCG's cache of translated code.
+    """
+
+    accelerator: str
     memory_bytes: int
-    disk: Path  # the filesystem of the image, read-only
+    disk: Path
     disk_bytes: int
     cpus: int = 1
-    translation_mib: int = 32  # TCG's cache of translated code
+    translation_mib: int = 32
 
 
 class Boot(NamedTuple):
-    """Boot from a kernel, not from a snapshot."""
+    """What a guest boots from: a kernel, and `initial`, a descriptor of the initramfs."""
 
     kernel: Path
-    initial: int  # descriptor of the initramfs
+    initial: int
 
 
 def require_qemu() -> str:
-    """Return the version of the installed QEMU. Raises `MachineError` if it, or another requirement, is missing."""
+    """Return the version of the installed QEMU. Raises `MachineError` if QEMU or a tool that starts it is missing."""
     require_programs({PROGRAM: "qemu-system-x86"}, "virtual machines")
     done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, timeout=20.0)
     words = done.stdout.split()
@@ -59,10 +63,15 @@ def require_qemu() -> str:
 
 
 class Qemu:
-    """A running QEMU process whose guest boots, or waits for a snapshot."""
+    """A running QEMU process, whose guest boots or waits for a snapshot to be loaded.
+
+    `ram`: descriptor of the memory file; a booting guest writes to it, others map it privately. `boot`: what to boot;
+    None: wait for a snapshot. Its `channel` is this end of the socket to the guest's agent; its `disk` is the
+    descriptor of the file with the guest's disk writes. The constructor raises `MachineError` if QEMU cannot be
+    started.
+    """
 
     def __init__(self, hardware: Hardware, ram: int, *, boot: Boot | None = None) -> None:
-        """`ram`: descriptor of the memory file. A booting guest writes to it; others map it privately."""
         self.hardware, self._ram = hardware, ram
         self._qmp, qmp = socket.socketpair()
         self.channel, agent = socket.socketpair()
@@ -88,7 +97,8 @@ class Qemu:
                 end.close()
 
     async def connect(self, *, deadline_s: float = 30.0) -> Monitor:
-        """Return the monitor, when QEMU is ready for commands."""
+        """Wait until QEMU is ready for commands, and return its monitor. Raises `MachineError` after `deadline_s`
+        seconds."""
         if self.monitor is None:
             try:
                 self.monitor = await Monitor.open(self._qmp, deadline_s=deadline_s)
@@ -99,11 +109,14 @@ class Qemu:
         return self.monitor
 
     def mapping(self) -> memory.Mapping:
-        """Return the mapping of the guest's memory in the QEMU process."""
+        """Return where the guest's memory is in the QEMU process. Raises `MachineError`."""
         return memory.find(self.process.pid, self._ram, self.hardware.memory_bytes)
 
     async def load(self, state: bytes, *, deadline_s: float) -> None:
-        """Load a device state and start the guest. Its memory and disk must be restored already."""
+        """Load a device state and start the guest. Its memory and disk must be restored already.
+
+        Raises `MachineError` if QEMU does not load it within `deadline_s` seconds.
+        """
         monitor = await self.connect()
         try:
             self._loads.setblocking(False)
@@ -115,17 +128,17 @@ class Qemu:
             raise MachineError("a snapshot cannot be loaded", facts, hint="fork another machine") from None
 
     async def save(self) -> bytes:
-        """Return the state of all devices. The guest must be stopped."""
+        """Return the state of all devices. The guest must be stopped. Raises `MachineError`."""
         monitor = await self.connect()
         return await self.saved(self.begin_saving(monitor))
 
     def begin_saving(self, monitor: Monitor) -> int:
-        """Start to save the device state, after all earlier commands. Returns a number for `saved`."""
+        """Start to save the device state, after all earlier commands. Returns a number, which `saved` needs."""
         os.ftruncate(self.state, 0)
         return monitor.begin("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
 
     async def saved(self, saving: int) -> bytes:
-        """Return the state of `begin_saving`."""
+        """Wait for a device state and return it. `saving`: what `begin_saving` returned. Raises `MachineError`."""
         await (await self.connect()).answer(saving)
         return os.pread(self.state, os.fstat(self.state).st_size, 0)
 

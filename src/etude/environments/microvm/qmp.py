@@ -18,7 +18,10 @@ _MAX_EVENTS = 256
 
 
 class Monitor:
-    """The connection to one QEMU process. Raises `MachineError` if QEMU has ended, refuses a command, or is late."""
+    """The QMP connection to one QEMU process.
+
+    Its coroutines raise `MachineError` if QEMU has ended, refuses a command, or does not answer by the deadline.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -30,7 +33,7 @@ class Monitor:
 
     @classmethod
     async def open(cls, end: socket.socket, *, deadline_s: float) -> Monitor:
-        """Connect through a socket, which the monitor then owns, and wait until QEMU is ready."""
+        """Connect through the socket `end`, which the monitor then owns, and wait until QEMU is ready."""
         reader, writer = await asyncio.open_connection(sock=end, limit=_MAX_LINE_BYTES)
         monitor = cls(reader, writer)
         try:
@@ -41,18 +44,18 @@ class Monitor:
         return monitor
 
     async def execute(self, command: str, *, deadline_s: float = 10.0, **arguments: Any) -> Any:
-        """Run a command and return its result. Argument names have `_` in place of QEMU's `-`."""
+        """Run a QMP command and return its result. Argument names have `_` in place of QEMU's `-`."""
         return await self.answer(self.begin(command, **arguments), deadline_s=deadline_s)
 
     def begin(self, command: str, **arguments: Any) -> int:
-        """Send a command without waiting; QEMU runs commands in order. Returns a number for `answer`."""
+        """Send a command without waiting, and return its number, which `answer` needs. QEMU runs commands in order."""
         self._next += 1
         self._in_progress[self._next] = command
         self._writer.write(_line(command, arguments, self._next))
         return self._next
 
     async def answer(self, number: int, *, deadline_s: float = 10.0) -> Any:
-        """Return the result of a command that was sent with `begin`. Call it once for each."""
+        """Wait for a command and return its result. `number`: what `begin` returned. Call it once for each command."""
         command = self._in_progress[number]
         async with self._lock:
             try:
@@ -72,7 +75,7 @@ class Monitor:
         return message.get("return")
 
     async def event(self, name: str, *, deadline_s: float) -> None:
-        """Wait for an event. Returns at once if it has arrived since the last wait for it."""
+        """Wait for the QMP event `name`. Return at once if it has arrived since the last wait for it."""
         async with self._lock:
             try:
                 async with asyncio.timeout(deadline_s):

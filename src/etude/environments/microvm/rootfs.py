@@ -1,7 +1,8 @@
 """Unpack Debian packages into a root filesystem, without running their scripts.
 
-So it needs no root privileges and the result depends only on the packages. The few files that the scripts would create
-for a machine without network and services are written here. /bin, /sbin and /lib are links to /usr, as in Debian.
+So this needs no root privileges, and the result depends only on the packages. The few files that the scripts would
+create for a machine without network and services are written here. /bin, /sbin and /lib are links to /usr, as in
+Debian.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _LINKS = {
 
 
 def unpack(packages: Iterable[Package], root: Path) -> None:
-    """Create the folder `root` with the files of the packages and those that each machine needs.
+    """Create the folder `root` with the files of the packages and the files that each machine needs.
 
-    Links never lead out of it. Raises `OSError` if the disk is full, `BadSource` for invalid files in a package."""
+    Links never lead out of it. Raises `OSError` if the disk is full, `BadSource` for invalid files in a package.
+    """
     root.mkdir(parents=True)
     with Tree(root, ImageLimits(), keep_setuid=True) as tree:
         for name in _MERGED:
@@ -126,7 +128,10 @@ def _is_link(tree: Tree, name: str) -> bool:
 
 
 def finish(root: Path) -> None:
-    """Create the library cache and Python's compiled modules, and set all times to `EPOCH`. Deterministic."""
+    """Create the library cache and Python's compiled modules in the folder `root`, and set all times to `EPOCH`.
+
+    The result depends only on the files in it.
+    """
     changing_root = ["chroot", str(root)] if os.geteuid() == 0 else ["unshare", "--map-root-user", "chroot", str(root)]
     env = {"PATH": "/usr/bin:/usr/sbin", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     run([*changing_root, "ldconfig"], "ldconfig in the image", deadline_s=60.0, env=env)

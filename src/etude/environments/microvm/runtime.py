@@ -40,12 +40,17 @@ _ENVIRONMENT = {"LANG": "C.UTF-8"}
 
 
 class MicroVMRuntime:
-    """A `Runtime` of QEMU virtual machines.
+    """A `Runtime` whose machines are QEMU virtual machines.
 
-    `limits`: memory, processors, processes and open files of a machine. `max_machines`: most machines at the same time.
-    `spare`: number of QEMU processes that are started in advance. `folder`: the cache with the guest image.
-    `roots`: returns the root filesystem of an image by its digest (`ImageStore.root`); None: only the guest image.
-    Raises `MachineError` if QEMU, the agent or the guest image (`etude machines image microvm`) is missing.
+    - `limits`: memory, processors, processes and open files of each machine; None for the defaults
+    - `max_machines`: the most machines that are alive at once
+    - `spare`: number of QEMU processes per image that are started in advance
+    - `folder`: the cache with the guest image; None: the default one
+    - `roots`: returns the folder of an image's root filesystem by the image's digest (`ImageStore.root`); None:
+      machines have the guest image only
+
+    The constructor raises `MachineError` if QEMU, the agent or the guest image is missing (build the image with `etude
+    machines image microvm`).
     """
 
     def __init__(
@@ -73,7 +78,6 @@ class MicroVMRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """See `Runtime.info`."""
         notes = ["the disk limit of a machine includes its system files, not only the working directory"]
         if self._accelerator is not None and self._accelerator.why:
             notes.append(f"processors are emulated, ten times slower or more: {self._accelerator.why}")
@@ -87,7 +91,7 @@ class MicroVMRuntime:
         )
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. The first call for an image boots it, which takes seconds."""
+        """Prepare a snapshot, as `Runtime.prepare` does. The first call for an image boots it, which takes seconds."""
         self._require_open()
         packed = tree(files)
         guest_image = GuestImage.of(image, self._image, self._roots)
@@ -131,10 +135,9 @@ class MicroVMRuntime:
         return spares
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`."""
         check_count(n)
         self._require_open()
-        found = self._found(snapshot)
+        found = self._snapshots.require(snapshot)
         if len(self._guests) + self._num_coming + n > self._max_machines:
             facts = f"{len(self._guests) + self._num_coming} machines are alive, {n} more were requested"
             raise MachineError(
@@ -160,19 +163,11 @@ class MicroVMRuntime:
             spares.fill()  # not earlier: starting QEMU processes slows the restores down
         return [guest.machine for guest in guests]
 
-    def _found(self, snapshot: str) -> Snapshot:
-        found = self._snapshots.get(snapshot)
-        if found is None:
-            raise MachineError(
-                f"no snapshot {snapshot[:12]}", "unknown, or dropped to make space", hint="prepare it again"
-            )
-        return found
-
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`. Contains the difference to the base, so only runtimes of the same user and host can
-        unpack it."""
+        """Serialise a snapshot, as `Portable.pack` does. Only runtimes of the same user on the same host can unpack
+        it."""
         self._require_open()
-        found = self._found(snapshot)
+        found = self._snapshots.require(snapshot)
         spares, image = self._booted[found.image]
         key = await asyncio.to_thread(packing.key_in, self._bases)
         base = spares.base
@@ -181,7 +176,11 @@ class MicroVMRuntime:
         )
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`. Raises `MachineError` if its base is not here: another host, user, image or limits."""
+        """Load a packed snapshot, as `Portable.unpack` does.
+
+        Raises `MachineError` if the booted image that it is a difference to is not here: it was packed on another host,
+        by another user, or with another image or other limits.
+        """
         self._require_open()
         key = await asyncio.to_thread(packing.key_in, self._bases)
         head = await asyncio.to_thread(packing.head_of, packed, key)
@@ -198,11 +197,9 @@ class MicroVMRuntime:
         return self._snapshots.put(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))
 
     def hold(self, snapshot: str) -> int:
-        """See `Holding.hold`."""
         return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
-        """See `Holding.release`."""
         self._snapshots.release(snapshot)
 
     async def _guest(self, image: str, snapshot: Snapshot) -> Guest:
@@ -248,7 +245,6 @@ class MicroVMRuntime:
         return [guest.qemu.process.pid for guest in self._guests]
 
     async def close(self) -> None:
-        """See `Runtime.close`."""
         self._closed = True
         under_way: list[asyncio.Task[Any]] = [self._watching] if self._watching is not None else []
         under_way += [*self._preparing.values(), *self._booting.values()]
@@ -276,7 +272,7 @@ async def _close_all(forking: list[asyncio.Task[Guest]]) -> None:
 
 
 class Spares:
-    """A pool of `count` waiting QEMU processes for one base, refilled in the background."""
+    """A pool of `count` waiting QEMU processes for one booted image, refilled in the background."""
 
     def __init__(self, base: Base, count: int) -> None:
         self.base, self._count = base, count
@@ -285,7 +281,7 @@ class Spares:
         self._closed = False
 
     async def take(self) -> Qemu:
-        """Return a waiting process, or start one. Raises `MachineError`."""
+        """Return a waiting process, or start one. The caller owns it. Raises `MachineError`."""
         while self._waiting:
             guest = self._waiting.popleft()
             if guest.process.is_alive:
@@ -294,7 +290,7 @@ class Spares:
         return await self._spawn()
 
     def fill(self) -> None:
-        """Start missing processes in the background."""
+        """Start the missing processes in the background."""
         if not self._closed and (self._filling is None or self._filling.done()):
             self._filling = asyncio.create_task(self._fill())
 
@@ -333,7 +329,14 @@ _DISK_FULL_BYTES = 1 << 20  # with fewer free bytes the disk is full
 
 
 class Guest:
-    """A running guest: its QEMU process, and its `machine`. Closing the machine ends the guest."""
+    """A running guest: its QEMU process, and its `machine`. Closing the machine ends the guest.
+
+    - `image`: name of the booted image
+    - `after`: bytes of the agent's stream that end the output from before the snapshot (`snapshots.restore`)
+    - `env`, `users`: environment variables and users of commands
+    - `keep`: stores a snapshot and returns its id
+    - `ended`: called when the machine is closed
+    """
 
     def __init__(
         self,
@@ -354,7 +357,10 @@ class Guest:
         )
 
     async def take(self) -> Snapshot:
-        """Its state, memory and disk, between two frames of the channel. `Lost` where it is gone, `MachineError`."""
+        """Take a snapshot of the guest between two frames of its agent's channel.
+
+        Raises `ChannelLost` if the agent does not respond, `MachineError` if QEMU fails.
+        """
         async with self._lock, self._channel.paused(_QUIET_S):
             return await snapshots.take(self.qemu, self._image)
 

@@ -1,8 +1,8 @@
 """Take snapshots of guests, and restore them into waiting QEMU processes.
 
-A snapshot has the state of the devices, the memory pages that differ from the base, and the disk clusters that differ
-from the image. It is stored in memory and unnamed files, so it disappears with the last process that uses it. Taking
-one stops the guest during the copy; then the guest continues.
+A snapshot has the state of the devices, the memory pages that differ from the booted image, and the disk clusters that
+differ from the image's filesystem. It is stored in memory and unnamed files, so it disappears with the last process
+that uses it. The guest is stopped while it is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _RESUME_S = 20.0
 
 
 class Snapshot:
-    """The state of a guest; immutable. `image`: the name of the booted image that it is a difference to."""
+    """The state of a guest, which never changes.
+
+    `image`: name of the booted image that it is a difference to. `devices`: QEMU's device state. `pages`: memory that
+    differs. `disk`: descriptor of the file with the disk writes, closed with this object.
+    """
 
     def __init__(self, image: str, devices: bytes, pages: Pages, disk: int) -> None:
         self.image, self.devices, self.pages, self.disk = image, devices, pages, disk
@@ -38,7 +42,10 @@ class Snapshot:
 
 
 async def take(guest: Qemu, image: str) -> Snapshot:
-    """Take a snapshot of a running guest, which is stopped meanwhile. Raises `MachineError` if it has ended."""
+    """Take a snapshot of a running guest, which is stopped meanwhile. `image`: name of its booted image.
+
+    Raises `MachineError` if QEMU has ended or the disk is full.
+    """
     monitor = await guest.connect()
     disk = overlay.anonymous()
     try:
@@ -79,10 +86,11 @@ async def _await_uninterrupted(task: asyncio.Task[T]) -> T:
 
 
 async def restore(guest: Qemu, snapshot: Snapshot, *, host_name: str) -> bytes:
-    """Restore a snapshot into a waiting QEMU, and renew the agent: new random seed, clock and host name.
+    """Restore a snapshot into a waiting QEMU process and give the machine a new random seed, clock and host name.
 
-    Returns the frame that the agent sends when it is renewed; it has a random number. All bytes before it belong to the
-    machine of the snapshot, possibly starting within a frame, and must be ignored. Raises `MachineError`.
+    Returns the frame with which the agent confirms the new identity; it contains a random number. All bytes that the
+    agent sent before this frame belong to the machine of the snapshot, may begin within a frame, and must be ignored.
+    Raises `MachineError`.
     """
     try:
         await _await_uninterrupted(asyncio.create_task(asyncio.to_thread(_fill, guest, snapshot)))

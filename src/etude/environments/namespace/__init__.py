@@ -1,4 +1,4 @@
-"""Machines made of Linux namespaces, control groups, resource limits and a system-call filter. They share the host's
+"""Machines made of Linux namespaces, control groups, resource limits and a system-call filter; they share the host's
 kernel.
 
 `runtime` forks machines, `machine` is one of them, and `launcher` talks to the processes that create machines and run

@@ -1,7 +1,7 @@
-"""Machines whose root is an image: their user, their snapshots, and their changes to the image.
+"""Namespace machines whose root is an image: their user, their snapshots, and their changes to the image.
 
 A snapshot consists of the image's name, the prepared files, and a layer with everything that commands have changed
-anywhere in the root. It is content-addressed like any other snapshot, and small, since the image is not copied.
+anywhere in the root. Its id is the digest of that, and it is small, since the image is not copied.
 """
 
 from __future__ import annotations
@@ -39,20 +39,26 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class ImageState(NamedTuple):
-    """A snapshot of an image's machine. `tree`: a TREE frame for the working directory; `layer`: the changes on top.
-    Either may be empty."""
+    """A snapshot of an image's machine.
+
+    `tree`: a TREE frame for the working directory, or b"". `layer`: what was changed in the root, as a tar layer, or
+    b"".
+    """
 
     image: Image
     tree: bytes
     layer: bytes
 
     def pack(self) -> bytes:
-        """The state as one frame of bytes."""
+        """Return the snapshot as one frame of bytes."""
         return wire.pack(_KIND, msgspec.json.encode(self.image), self.tree, self.layer)
 
 
 def unpack_state(frame: bytes) -> ImageState | None:
-    """The state in a frame, or None for the frame of a plain tree. Raises `ValueError` for anything else."""
+    """Decode a frame of `ImageState.pack`. Returns None for the frame of a plain file tree.
+
+    Raises `ValueError` for anything else.
+    """
     if frame[:1] == bytes([wire.TREE]):
         return None
     kind, fields = wire.unpack(frame)
@@ -65,8 +71,10 @@ def unpack_state(frame: bytes) -> ImageState | None:
 
 
 def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> dict[str, Any]:
-    """The launcher's settings for machines of an image. Raises `MachineError` if the store lacks the image, or the
-    image's user or directory is invalid."""
+    """Return the launcher's settings for machines of an image, as plain data.
+
+    Raises `MachineError` if the store lacks the image, or the image's user, directory or environment is invalid.
+    """
     try:
         record: ImageRecord = store.get(image.digest)
     except EtudeError as error:
@@ -134,8 +142,12 @@ def _is_folder(root: int, path: str) -> bool:
 
 
 class ImageMachine(NamespaceMachine):
-    """A machine whose root is an image. Its snapshots contain all changes to the root; it can also export them
-    (`ChangeExporter`)."""
+    """A `NamespaceMachine` whose root is an image.
+
+    Its snapshots contain all changes to the root; it can also export them (`ChangeExporter`). `state`: the snapshot
+    that it starts from. `first`: the host id of its root user; 0 without privilege. The other arguments are those of
+    `NamespaceMachine`.
+    """
 
     def __init__(
         self, handle: MachineHandle, launcher: LauncherProcess, state: ImageState, *, first: int, **common: Any
@@ -149,14 +161,18 @@ class ImageMachine(NamespaceMachine):
         self._environment = {k: v for k, v in settings["env"].items() if k not in own or k in state.image.env}
 
     async def restore(self, state: ImageState) -> None:
-        """Bring a new machine into a state. Raises `OSError` or `ValueError` if the state does not fit."""
+        """Bring a new machine into the state of a snapshot. Raises `OSError` or `ValueError` if the state does not
+        fit."""
         if state.layer:
             await self._in_thread(lambda: self._apply(state.layer))
         elif state.tree:
             await self.load(wire.unpack(state.tree).fields)
 
     async def load(self, tree: list[bytes]) -> None:
-        """See `NamespaceMachine.load`. If the working directory does not belong to its user, root writes the files."""
+        """Write a file tree into a new machine's working directory, as `NamespaceMachine.load` does.
+
+        If the working directory does not belong to the machine's user, root writes the files.
+        """
         try:
             await super().load(tree)
         except PermissionError:
@@ -202,7 +218,6 @@ class ImageMachine(NamespaceMachine):
         return owner - self._first_id if self._first_id and 0 <= owner - self._first_id < NUM_IDS else 0
 
     async def changes(self, out: BinaryIO, *, max_bytes: int) -> None:
-        """See `images.layers.ChangeExporter`."""
         written = 0
 
         def write(data: bytes) -> None:

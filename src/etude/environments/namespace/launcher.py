@@ -1,5 +1,7 @@
-"""The host's side of the launcher and runner processes: start them, have them create and kill machines and run
-commands, and notice when they end."""
+"""The host's side of the launcher and runner processes.
+
+It starts them, has them create and kill machines and run commands, and notices when they end.
+"""
 
 from __future__ import annotations
 
@@ -51,38 +53,51 @@ _HINT = (
 
 
 class MachineHandle(NamedTuple):
-    """A new machine, as the launcher created it. The receiver must `close` it. Int fields without a comment are open
-    file descriptors."""
+    """A new machine, as the launcher created it. The receiver must `close` it.
 
-    number: int  # the launcher's number of it
-    slot: int  # unique among the machines that are alive
-    init_pid: int  # PID of its first process, as the launcher sees it
-    work: int  # its work folder
-    init: int  # pidfd of its first process
-    agent: int = -1  # the channel to its agent, if it has one; the `Channel` closes it
-    upper: int = -1  # for a machine of an image: the overlay's upper folder, with its changes
-    root: int = -1  # for a machine of an image: its root
+    - `number`: the launcher's number of it; `slot`: unique among the machines that are alive
+    - `init_pid`: PID of its first process, as the launcher sees it
+
+    The other fields are open descriptors:
+
+    - `work`: its work folder; `init`: a pidfd of its first process
+    - `agent`: the channel to its agent, closed by the `Channel` on it; -1 without an agent
+    - `upper`, `root`: for a machine of an image, the folder with its changes and its root; else -1
+    """
+
+    number: int
+    slot: int
+    init_pid: int
+    work: int
+    init: int
+    agent: int = -1
+    upper: int = -1
+    root: int = -1
 
     def close(self) -> None:
-        """Close its descriptors, except the agent's channel."""
+        """Close the descriptors, except the agent's channel."""
         for fd in (self.work, self.init, self.upper, self.root):
             if fd >= 0:
                 os.close(fd)
 
 
 class CommandEnd(NamedTuple):
-    """How a command ended. `exit_code` is 128 + signal for a killed command."""
+    """How a command ended.
+
+    `exit_code`: 128 + signal for a killed command. `timed_out`: whether it was killed at its deadline. `lost`: whether
+    its machine has died.
+    """
 
     exit_code: int
     timed_out: bool
-    lost: bool  # whether its machine has died
+    lost: bool
 
 
 PendingMachine = asyncio.Future[MachineHandle]  # a machine that is being created
 
 
 def discard_pending(pending: PendingMachine) -> None:
-    """Close the descriptors of a machine that will not be used; its launcher has ended or is ending."""
+    """Close the descriptors of a machine that will not be used. Its launcher must have ended or be ending."""
     if pending.done() and not pending.cancelled() and pending.exception() is None:
         handle = pending.result()
         handle.close()
@@ -91,9 +106,15 @@ def discard_pending(pending: PendingMachine) -> None:
 
 
 class LauncherProcess:
-    """A started launcher. Raises `MachineError` if machines cannot be created on this host.
+    """A started launcher process, which creates machines of one kind.
 
-    It lives as long as this process, or any fork of it that never calls exec, holds the other end of its sockets.
+    - `limits`: of each machine; `max_machines`: the most that are alive at once
+    - `python`, `prefix`: path of the interpreter inside the machines, and the folder where it is installed
+    - `agent`: path of the agent's program; "": machines have no agent
+    - `image`: what `images.image_settings` returned; None: machines have no image
+
+    The launcher lives as long as this process, or any fork of it that never calls exec, holds the other end of its
+    sockets. The constructor raises `MachineError` if machines cannot be created on this host.
     """
 
     def __init__(
@@ -159,7 +180,8 @@ class LauncherProcess:
         return _child_of(self._process.pid), json.loads(text)
 
     def spawn(self, count: int) -> list[PendingMachine]:
-        """Request `count` machines. Each future raises `MachineError` if its machine cannot be created."""
+        """Request `count` machines and return a future for each; it raises `MachineError` if the machine cannot be
+        created."""
         loop = self._start_receiving()
         pending: list[PendingMachine] = [loop.create_future() for _ in range(count)]
         for future in pending:
@@ -169,12 +191,15 @@ class LauncherProcess:
         return pending
 
     def discard(self, number: int) -> None:
-        """Kill a machine without waiting for its end."""
+        """Kill the machine `number` without waiting for its end."""
         with contextlib.suppress(MachineError):
             self._send(KILL, number)
 
     async def kill(self, number: int, *, deadline_s: float = 10.0) -> None:
-        """Kill a machine and wait until all its processes are gone. Raises `MachineError` after `deadline_s`."""
+        """Kill the machine `number` and wait until all its processes are gone.
+
+        Raises `MachineError` if they are not gone after `deadline_s` seconds.
+        """
         if self.failure is not None:
             return
         loop = self._start_receiving()
@@ -200,10 +225,11 @@ class LauncherProcess:
         flags: int = 0,
         tell: OutputCallback | None = None,
     ) -> asyncio.Future[CommandEnd]:
-        """Run a command in a machine.
+        """Start a command in a machine and return a future for its end.
 
-        `streams`: descriptors of its request and its output, then those that `flags` name. `tell` is called with
-        `ProcessStarted` (the PID) once the command runs. The future raises `MachineError` if launcher or runner dies.
+        `streams`: descriptors of its request and its output, then of its standard error and input if `flags` (of
+        `guest.packets`) say so. `tell` is called with `ProcessStarted` once the command runs. The future raises
+        `MachineError` if the launcher or the runner dies.
         """
         if tell is not None:
             flags |= REPORT_PID
@@ -212,16 +238,19 @@ class LauncherProcess:
 
     @property
     def last_number(self) -> int:
-        """Number of the last command (a `run` or `signal_all`)."""
+        """Number of the last command that `run` or `signal_all` has sent."""
         return self._last_number
 
     def end_one(self, number: int) -> None:
-        """Kill a command whose deadline has passed; it ends as timed out. Does nothing if it has ended."""
+        """Kill the command `number`, whose deadline has passed; it ends as timed out. Does nothing if it has ended."""
         if number in self._running and self.failure is None:
             self._send_packet(self._commands, HEAD.pack(END_ONE, number), [])
 
     def signal_all(self, handle: MachineHandle, kind: bytes) -> asyncio.Future[CommandEnd]:
-        """Kill, stop or continue all processes in a machine: END_ALL, STOP_ALL, CONTINUE_ALL."""
+        """Kill, stop or continue all processes in a machine, and return a future for the end of that.
+
+        `kind`: END_ALL, STOP_ALL or CONTINUE_ALL.
+        """
         return self._send_command(kind, handle, [], 0.0, 0)
 
     def _send_command(
@@ -313,7 +342,7 @@ class LauncherProcess:
             future.set_exception(MachineError("a machine could not be received", "too many open files", hint=hint))
 
     def is_gone(self, number: int) -> bool:
-        """Whether a machine has died without a call of `kill` or `discard`."""
+        """Return whether the machine `number` has died without a call of `kill` or `discard`."""
         return number in self._ending and self._ending[number].done()
 
     def _set_failed(self, why: str) -> None:
@@ -330,7 +359,7 @@ class LauncherProcess:
         self._on_started.clear()
 
     def shut_down(self) -> None:
-        """End all machines. Idempotent."""
+        """End all machines without waiting for that. Idempotent."""
         if self._lifeline >= 0:
             if self.failure is None:
                 self._set_failed("closed")
@@ -340,7 +369,10 @@ class LauncherProcess:
             self._lifeline = -1
 
     def wait(self, *, deadline_s: float = 20.0) -> None:
-        """Shut down and block until no process and no control group is left. Idempotent."""
+        """Shut down and block until no process and no control group is left. Idempotent.
+
+        After `deadline_s` seconds the launcher is killed.
+        """
         self.shut_down()
         try:
             self._process.wait(deadline_s)
@@ -349,7 +381,7 @@ class LauncherProcess:
             self._process.wait()
 
     def cpu_s(self) -> float:
-        """CPU seconds so far of launcher, runner, and everything in machines that has ended."""
+        """Return the CPU seconds so far of the launcher, the runner, and everything in machines that has ended."""
         try:
             stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self.pid, self.runner_pid)]
         except OSError:
@@ -379,14 +411,13 @@ _BOOT = "import sys; sys.path.insert(0, {folder!r}); from guest.main import main
 
 
 def default_python() -> str:
-    """Path of the interpreter behind this one, outside any virtual environment."""
+    """Return the path of the interpreter behind this one, outside any virtual environment."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     installed = os.path.join(sys.base_prefix, "bin", version)
     return os.path.realpath(installed if os.path.exists(installed) else sys.executable)
 
 
 def _config(limits: MachineLimits, settings: Mapping[str, Any]) -> str:
-    """The launcher's configuration as JSON."""
     order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "inodes", "open_files", "address_bytes")
     return json.dumps(
         {

@@ -1,12 +1,12 @@
-"""`NamespaceMachine`: a machine reached through its open file descriptors.
+"""`NamespaceMachine`: a machine made of namespaces, used through open file descriptors.
 
-The machine's agent runs the commands; the host accesses files through the open work folder. The runner executes Python
-commands, by forking a started interpreter, and all commands where no agent was built.
+The machine's agent runs the commands; the host accesses files through the open work folder. The runner process executes
+Python commands, by forking a started interpreter, and all commands where no agent was built.
 
 Files are accessed as the machine's own user, and links are not followed (`guest.files`). A machine that dies was most
-likely killed by its own programs. That is an outcome, not an error: the command counts as killed (137), files are not
-found. `MachineError` is raised only on evidence that agent code cannot produce: launcher or runner has ended, the first
-command could not be confined, or the owner closed the machine.
+likely killed by its own programs. That is an outcome, not an error: the command counts as killed (exit code 137), and
+files are not found. `MachineError` is raised only on evidence that programs in the machine cannot produce: launcher or
+runner has ended, the first command could not be confined, or the owner closed the machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,16 @@ _ENVIRONMENT = {  # without the variables that the agent sets per user
 
 
 class NamespaceMachine:
-    """A `Machine` made of namespaces. Commands may run concurrently."""
+    """A `Machine` made of namespaces. `NamespaceRuntime` creates it.
+
+    - `handle`: the machine that `launcher` has created
+    - `owner`: host id of its user, for file accesses; None: that of this process
+    - `max_tree_bytes`: the most content of its files in a snapshot
+    - `keep`: stores a snapshot's bytes and returns the snapshot's id
+    - `kill`: kills the machine and waits for its end
+    - `users`: names of the users that commands can run as, the default first
+    - `cores`: how many cores it may use
+    """
 
     def __init__(
         self,
@@ -84,7 +93,6 @@ class NamespaceMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the caller does not stop the command: call again with the same key."""
         return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
@@ -204,7 +212,6 @@ class NamespaceMachine:
         return end
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`: kills all processes in the machine."""
         self._require_open()
         if self._frozen is None:
             self._frozen = asyncio.create_task(self._signal_all(END_ALL))
@@ -216,25 +223,24 @@ class NamespaceMachine:
                 await self._ended(self._launcher.signal_all(self._handle, kind), _SIGNAL_S)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`. Raises `ValueError` for a path through a link, `FileNotFoundError` if the machine is
-        gone."""
         check_max_bytes(max_bytes)
         name = os.fsdecode(encode_path(path))
         return await self._with_files(lambda: files.read(self._handle.work, name, max_bytes))
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`. Raises `OSError` if the machine's disk is full or a folder has this name."""
         name = os.fsdecode(encode_path(path))
         await self._with_files(lambda: files.write(self._handle.work, name, data), num_bytes=len(data))
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`. Contains the work folder without sockets, pipes, owners and times; for machines of
-        an image, everything that has changed in the root."""
+        """Save the machine's files and return the snapshot's id, as `Machine.snapshot` does.
+
+        It contains the work folder without sockets, pipes, owners and times; for machines of an image, everything that
+        has changed in the root.
+        """
         async with self._paused():
             return self._keep(await self._in_thread(self._pack_state))
 
     def _pack_state(self) -> bytes:
-        """The machine's state as a frame."""
         with acting_on_files_as(self._owner):
             return wire.pack(wire.TREE, *files.save(self._handle.work, self._max_tree_bytes))
 
@@ -251,15 +257,17 @@ class NamespaceMachine:
                 await self._signal_all(CONTINUE_ALL)
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket on the machine's own loopback, to be served from the host (see `environments.network`).
+        """Return a listening socket on the machine's own loopback interface, for a service of the host.
 
-        Nothing else is reachable from the machine. Raises `MachineError` if the socket cannot be created.
+        Programs in the machine reach this service and nothing else (see `environments.network`). `port`: 0 chooses a
+        free one. Raises `MachineError` if the socket cannot be created.
         """
         with self._in_use():
             return await asyncio.to_thread(listen_on_loopback, _pid_of(self._handle.init), port)
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until the machine's agent, if it has one, has started. Raises `MachineError`."""
+        """Wait until the machine's agent, if it has one, has started. Raises `MachineError` after `deadline_s`
+        seconds."""
         if self._agent is not None:
             try:
                 await self._agent.ready(deadline_s)
@@ -268,8 +276,11 @@ class NamespaceMachine:
                 raise MachineError("a machine's agent did not start", str(lost), hint=hint) from None
 
     async def load(self, tree: list[bytes]) -> None:
-        """Fill a new machine's work folder from the fields of a TREE frame. Raises `OSError` if the tree does not
-        fit."""
+        """Write a file tree into a new machine's work folder. `tree`: path, kind and content of each entry
+        (`guest.files`).
+
+        Raises `OSError` if the tree does not fit.
+        """
         await self._with_files(lambda: files.load(self._handle.work, tree), num_bytes=sum(map(len, tree)))
 
     async def _with_files(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
@@ -309,7 +320,6 @@ class NamespaceMachine:
                 self._close_descriptors()
 
     async def close(self) -> None:
-        """See `Machine.close`."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._end())
         await asyncio.shield(self._closing)
@@ -393,7 +403,6 @@ async def _as_stream(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _memfd(data: bytes) -> int:
-    """An anonymous file with this content, positioned at its start."""
     fd = os.memfd_create("", os.MFD_CLOEXEC)
     view = memoryview(data)
     while view:
@@ -422,8 +431,12 @@ _PIPE_CHUNKS = 4  # more than a pipe holds
 
 
 class PipeOutput(OutputBuffer):
-    """An output buffer that reads pipes without blocking, one chunk per event-loop iteration, so that the output of
-    one command cannot starve other work. `tell` receives every byte as well, with the number of its pipe (1 or 2)."""
+    """An `OutputBuffer` that reads a command's pipes without blocking.
+
+    It reads one chunk per event-loop iteration, so that the output of one command cannot starve other work. `pipes`:
+    descriptors of standard output and, if separate, standard error. `limit`: the most bytes to keep. `tell` receives
+    every byte as well, with the number of its pipe (1 or 2).
+    """
 
     def __init__(self, pipes: Sequence[int], limit: int, tell: OutputCallback | None = None) -> None:
         super().__init__(limit)
@@ -448,10 +461,9 @@ class PipeOutput(OutputBuffer):
         return bool(data)
 
     def end(self) -> bool:
-        """Read what is there after the command has ended.
+        """Read what is left after the command has ended; return whether a process that it left behind can still write.
 
-        True if a process that the command left behind can still write. Then the pipe is drained and discarded until
-        that process ends or `close` is called.
+        If so, the pipe is drained and its data discarded until that process ends or `close` is called.
         """
         for number in list(self._open):
             for _ in range(_PIPE_CHUNKS):
@@ -475,7 +487,8 @@ class PipeOutput(OutputBuffer):
 
 
 async def feed_pipe(pipe: int, parts: AsyncIterable[bytes]) -> None:
-    """Write all parts into a pipe as it has space. Close it at the end, or once nobody reads from it."""
+    """Write all parts into the pipe (a descriptor) as it has space. Close it at the end, or once nobody reads from
+    it."""
     os.set_blocking(pipe, False)
     try:
         with contextlib.suppress(BrokenPipeError):

@@ -1,9 +1,8 @@
 """`Runtime` of Linux namespaces: machines share the host's kernel, everything else is private to a machine.
 
-Machines start empty and a snapshot is then loaded into them, so a few are always created in advance. A snapshot is a
-file tree's bytes, addressed by their digest; loading copies them, which suits repositories of megabytes. Each image in
-use has a launcher whose root is that image; the least recently used ones are closed. Tasks and rewards are not known
-here.
+Machines start empty and a snapshot is then loaded into them, so a few are always created in advance. A snapshot is the
+bytes of a file tree, and its id is their digest. Loading copies them, which suits repositories of megabytes. Each image
+in use has a launcher process whose root is that image; the least recently used ones are closed.
 """
 
 from __future__ import annotations
@@ -42,12 +41,17 @@ _IMAGE_SPARE = 2  # machines of each image created in advance
 
 
 class NamespaceRuntime:
-    """Forks isolated machines with about a millisecond of CPU time each. Raises `MachineError` on a host without
-    namespaces.
+    """A `Runtime` whose machines are made of Linux namespaces. A fork takes about a millisecond of CPU time per
+    machine.
 
-    `spare`: machines that are created in advance. `max_machines`: the most that are alive at once. `python`: the
-    interpreter inside the machines, `prefix`: its installation. `images`: a store whose images machines can start from.
-    `with_agent`: False runs without the machine agent, as if it had not been built.
+    - `limits`: of each machine; None for the defaults
+    - `max_machines`: the most machines that are alive at once
+    - `spare`: machines that are created in advance
+    - `python`, `prefix`: the interpreter inside the machines, and the folder where it is installed; None: this one
+    - `images`: a store whose images machines can start from; None: no images
+    - `with_agent`: False runs without the machine agent, as if it had not been built
+
+    The constructor raises `MachineError` on a host without namespaces.
 
     >>> async def main():
     ...     runtime = NamespaceRuntime()
@@ -91,8 +95,8 @@ class NamespaceRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """The runtime's name and capabilities. `notes` says what is weaker on this host, such as a limit that no
-        control group enforces."""
+        """The runtime's name and capabilities. `notes` also has each limit that no control group enforces on this
+        host."""
         weaker = [f"{what}: {how}" for what, how in self.limits.items() if how.startswith(("per process", "none"))]
         if not self._pool.launcher.info["agent"]:
             weaker.append("programs: each by the runner, slower than by the agent, which is not there")
@@ -113,8 +117,10 @@ class NamespaceRuntime:
 
     @property
     def limits(self) -> dict[str, str]:
-        """Limit ("memory", "pids", "cpu", "disk", "users") -> what enforces it on this host, as text: a control group
-        where possible, else a weaker mechanism."""
+        """What enforces each limit on this host, as text: a control group where possible, else a weaker mechanism.
+
+        The keys are "memory", "pids", "cpu", "disk" and "users".
+        """
         host = self._pool.launcher.info
         groups = host["cgroups"]
         fallback = {
@@ -127,11 +133,10 @@ class NamespaceRuntime:
         return {**found, "disk": "sized tmpfs", "users": users}
 
     def cpu_s(self) -> float:
-        """CPU seconds so far of the launchers and of all machines that have ended."""
+        """Return the CPU seconds so far of the launchers and of all machines that have ended."""
         return sum(pool.launcher.cpu_s() for pool in (self._pool, *self._image_pools.values()))
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`."""
         tree = self._snapshots.prepare(files)
         if image is None:
             return tree
@@ -141,17 +146,15 @@ class NamespaceRuntime:
                 hint="set the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
             )
         await asyncio.to_thread(image_settings, self._images, image, self._limits)  # raises if the image is missing
-        return self._snapshots.keep(ImageState(image, self._tree(tree) if files else b"", b"").pack())
+        return self._snapshots.keep(ImageState(image, self._snapshots.require(tree) if files else b"", b"").pack())
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`. The packed form is the tree itself."""
-        tree = self._tree(snapshot)
+        tree = self._snapshots.require(snapshot)
         if len(tree) > max_bytes:
             raise ValueError(f"the tree has {len(tree)} bytes, at most {max_bytes}")
         return tree
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`."""
         state = unpack_state(packed)
         if state is None:
             return self._snapshots.adopt(packed)
@@ -160,17 +163,18 @@ class NamespaceRuntime:
         return self._snapshots.keep(packed)
 
     def hold(self, snapshot: str) -> int:
-        """See `Holding.hold`."""
         return self._snapshots.hold(snapshot)
 
     def release(self, snapshot: str) -> None:
-        """See `Holding.release`."""
         self._snapshots.release(snapshot)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`. If `max_machines` are alive, it waits until others are closed."""
+        """Create n machines in the snapshot's state, as `Runtime.fork` does.
+
+        If `max_machines` are alive, wait until others are closed.
+        """
         check_count(n)
-        tree = self._tree(snapshot)
+        tree = self._snapshots.require(snapshot)
         state = unpack_state(tree)
         if n > self._max_machines:
             raise MachineError(f"{n} machines requested", f"at most {self._max_machines}", hint="raise max_machines")
@@ -184,12 +188,6 @@ class NamespaceRuntime:
             facts = f"waited {deadline_s:g} s for {waiting_for}; {len(self._alive)} are alive"
             hint = "close machines, or wait longer"
             raise MachineError(f"{n} machines could not be forked", facts, hint=hint) from None
-
-    def _tree(self, snapshot: str) -> bytes:
-        tree = self._snapshots.get(snapshot)
-        if tree is None:
-            raise MachineError(f"no snapshot {snapshot!r}", "this runtime does not hold it", hint="prepare it first")
-        return tree
 
     async def _reserve(self, n: int) -> None:
         async with self._slots_changed:
@@ -227,7 +225,6 @@ class NamespaceRuntime:
         return machines
 
     async def _pool_of(self, image: Image) -> MachinePool:
-        """The machine pool of an image, started if there is none yet."""
         async with self._starting:
             key = msgspec.json.encode(image)
             if key not in self._image_pools:
@@ -264,7 +261,6 @@ class NamespaceRuntime:
     async def _load_machine(
         self, pool: MachinePool, pending: PendingMachine, start: ImageState | list[bytes]
     ) -> NamespaceMachine:
-        """Load a state or tree into an empty machine."""
         try:
             handle = await asyncio.shield(pending)
         except asyncio.CancelledError:
@@ -322,7 +318,6 @@ class NamespaceRuntime:
         )
 
     async def close(self) -> None:
-        """See `Runtime.close`. Afterwards no process, mount or control group of this runtime is left."""
         self._closed = True
         pools = [self._pool, *self._image_pools.values()]
         for pool in pools:
@@ -334,9 +329,7 @@ class NamespaceRuntime:
             self._slots_changed.notify_all()
 
 
-async def _results(
-    loads: list[asyncio.Task[NamespaceMachine]],
-) -> tuple[list[NamespaceMachine], list[BaseException]]:
+async def _results(loads: list[asyncio.Task[NamespaceMachine]]) -> tuple[list[NamespaceMachine], list[BaseException]]:
     for load in loads:
         load.cancel()  # no effect on finished tasks
     results = await asyncio.gather(*loads, return_exceptions=True)
@@ -345,7 +338,7 @@ async def _results(
 
 
 def probe() -> None:
-    """Create one machine and run Python in it. Raises `MachineError`, with a hint, if that fails."""
+    """Create one machine and run Python in it, to test this host. Raises `MachineError`, with a hint, if that fails."""
 
     async def try_one() -> None:
         runtime = NamespaceRuntime(max_machines=1, spare=0)
@@ -367,7 +360,11 @@ def probe() -> None:
 
 
 class MachinePool:
-    """Empty machines of one launcher, which is restarted after it has died. At most `spare` are created in advance."""
+    """Empty machines of one launcher, which is restarted after it has died.
+
+    `start`: starts a launcher. `spare`: the most machines that are created in advance. `release`: called when the pool
+    has ended.
+    """
 
     def __init__(
         self, start: Callable[[], LauncherProcess], *, spare: int, release: Callable[[], None] = lambda: None
@@ -377,7 +374,10 @@ class MachinePool:
         self.launcher = start()
 
     def restart_if_dead(self) -> bool:
-        """Start a new launcher if the current one has ended. True if so: all machines of the old one are gone."""
+        """Start a new launcher if the current one has ended.
+
+        Returns True if so; then all machines of the old launcher are gone.
+        """
         if self.launcher.failure is None:
             return False
         self._abandon()
@@ -386,7 +386,7 @@ class MachinePool:
         return True
 
     def take(self, n: int) -> list[PendingMachine]:
-        """n machines (as futures) of the current launcher."""
+        """Return futures of n machines of the current launcher."""
         missing = n - len(self._ready)
         if missing > 0:
             self._ready.extend(self.launcher.spawn(missing))
@@ -403,12 +403,12 @@ class MachinePool:
             self._ready.extend(self.launcher.spawn(missing))
 
     def shut_down(self) -> None:
-        """End all machines; `wait` waits until they are gone."""
+        """End all machines without waiting for that; `wait` waits."""
         self.launcher.shut_down()
         self._abandon()
 
     async def wait(self) -> None:
-        """Wait, after `shut_down`, until no process, mount and control group is left; then call `release`."""
+        """Wait, after `shut_down`, until no process, mount or control group is left; then call `release`."""
         await asyncio.to_thread(self.launcher.wait)
         self._release()
 

@@ -1,6 +1,6 @@
-"""A cache of prepared file trees, addressed by the digest of their bytes.
+"""A cache of prepared file trees. The id of a tree is the digest of its bytes.
 
-The least recently used are evicted first. Prepare a tree again, which is cheap, before an old one is forked.
+The least recently used trees are evicted first. To be sure, prepare a tree again, which is cheap, before it is forked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from etude.environments.paths import encode_path
 
 
 def tree(files: Mapping[str, bytes]) -> bytes:
-    """The TREE frame of these files and their folders; the same files give the same bytes. Raises `ValueError` for a
-    path outside the working directory, or one that is both a file and a folder."""
+    """Return files (path to content) and their folders as one byte string, the TREE frame of `guest.wire`.
+
+    Equal files give equal bytes. Raises `ValueError` for a path outside the working directory, or one that is both a
+    file and a folder.
+    """
     named = {encode_path(path): bytes(data) for path, data in files.items()}
     entries = {path: (b"f", data) for path, data in named.items()}
     for path in named:
@@ -28,7 +31,7 @@ def tree(files: Mapping[str, bytes]) -> bytes:
 
 
 class Snapshots(LruCache[bytes]):
-    """Cached TREE frames by their SHA-256.
+    """Cached file trees, serialised as `tree` does it, by their SHA-256 in hexadecimal.
 
     >>> kept = Snapshots(max_bytes=1 << 20)
     >>> kept.prepare({"a/b.py": b"x = 1"}) == kept.prepare({"./a/b.py": b"x = 1"})
@@ -39,16 +42,18 @@ class Snapshots(LruCache[bytes]):
         super().__init__(len, max_bytes=max_bytes)
 
     def prepare(self, files: Mapping[str, bytes]) -> str:
-        """Cache the tree of these files (path to content). Returns its id. Raises `ValueError` for invalid files."""
+        """Cache the tree of files (path to content) and return its id. Raises `ValueError` for invalid files."""
         return self.keep(tree(files))
 
     def keep(self, tree: bytes) -> str:
-        """Cache a TREE frame. Returns its id."""
+        """Cache a serialised file tree and return its id."""
         return self.put(hashlib.sha256(tree).hexdigest(), tree)
 
     def adopt(self, tree: bytes) -> str:
-        """Validate and cache a TREE frame from another process. Returns its id. Raises `ValueError` for an invalid
-        frame."""
+        """Validate and cache a serialised file tree from another process. Returns its id.
+
+        Raises `ValueError` for invalid bytes.
+        """
         frame = wire.unpack(tree)
         if frame.kind != wire.TREE or len(frame.fields) % 3:
             raise ValueError("not a packed tree")

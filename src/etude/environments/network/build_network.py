@@ -1,8 +1,8 @@
-"""Network access of commands during an image build: a package mirror, and hosts on an allow-list.
+"""Network access for the commands of an image build: a package mirror, and hosts on an allow-list.
 
-Nothing is routed: both serve on the machine's own loopback, and environment variables point pip, npm and all programs
-that honour proxy variables to them. The variables exist only for the command, so no image contains them. For programs
-without such a variable (apt), `ETUDE_MIRROR` is the mirror's address.
+Nothing is routed. Mirror and proxy listen on the machine's own loopback, and environment variables make pip, npm and
+all programs that honour proxy variables use them. The variables exist only for the command, so no image contains them.
+For programs without such a variable (apt), `ETUDE_MIRROR` is the mirror's address.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PACKAGES, EGRESS_LOG = "packages", "egress.jsonl"
 
 @runtime_checkable
 class ListensOnLoopback(Protocol):
-    """A machine on whose loopback the host can serve."""
+    """A machine on whose loopback interface this process can listen and serve."""
 
     async def listen(self, port: int = 0) -> socket.socket: ...
 
 
 class BuildNetwork:
-    """What builds can reach. `key`: identifies these settings in build caches.
+    """What the commands of an image build can reach over the network.
 
-    `packages`: a folder of fetched packages, or None without a mirror. `allow`: hosts that the proxy may connect to; it
-    appends every request to `log`. Raises `InputError` for an invalid rule, `StoreError` for damaged packages.
-    """
+    `packages` is a folder of downloaded packages, which a mirror serves; None means no mirror. `allow` lists the hosts
+    that the proxy may connect to; it appends a line about each request to `log`. The attribute `key` identifies these
+    settings in build caches. Raises `InputError` for an invalid entry of `allow`, `StoreError` for damaged packages."""
 
     def __init__(self, packages: Path | None, allow: Iterable[str] = (), *, log: Path = Path(os.devnull)) -> None:
         self._packages = None if packages is None else Packages(packages)
@@ -50,8 +50,9 @@ class BuildNetwork:
 
     @contextlib.asynccontextmanager
     async def open_in(self, machine: object, who: str) -> AsyncIterator[dict[str, str]]:
-        """Serve a machine during the block. Yields the environment variables for its commands. `who` names the
-        machine in the log. Raises `MachineError` for a machine that cannot be served."""
+        """Serve a machine during the `with` block, and yield the environment variables for its commands.
+
+        `who` names the machine in the log. Raises `MachineError` if this host cannot serve on its loopback."""
         async with contextlib.AsyncExitStack() as stack:
             variables: dict[str, str] = {}
             if self._packages is not None:
@@ -72,7 +73,7 @@ class BuildNetwork:
 
 
 def build_network_of(store: Path, allow: Iterable[str] = ()) -> BuildNetwork:
-    """The build network of an image store's folder: its packages, if there are any, and these hosts."""
+    """Return the network of an image store: the packages in its folder, if there are any, and the hosts of `allow`."""
     folder = store / PACKAGES
     return BuildNetwork(folder if folder.is_dir() else None, allow, log=store / EGRESS_LOG)
 

@@ -1,4 +1,4 @@
-"""Strict parsing of HTTP/1 request heads, and closing of connections; shared by mirror and proxy.
+"""Strict parsing of HTTP/1 request heads, and closing of connections; used by the mirror and the proxy.
 
 Only requests that all servers parse alike are accepted. Two parsers that disagree on where a request ends allow request
 smuggling (RFC 9112, section 11.2). So these are refused: bare LF, folded lines, space before a colon, control
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from typing import NamedTuple
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
 
 MAX_HEAD_BYTES = 32_768
 _MAX_FIELDS = 100
@@ -19,13 +21,18 @@ _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}):[ \t]*([\t\x20-\x7e\x
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::(?P<port>[0-9]{1,5}))?")
 
 
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
 class BadRequest(ValueError):
-    """Bytes that are not an acceptable request head. The text is sent to the client."""
+    """Raised for bytes that are not an acceptable request head. Its text is sent to the client."""
 
 
 class RequestHead(NamedTuple):
-    """The head of a request. `fields`: names in lower case, in order. `body`: its length in bytes, or None for a
-    chunked body."""
+    """The parsed head of an HTTP request.
+
+    `target` is the URL or authority in the request line. `fields` are the header fields in order, with names in lower
+    case. `body` is the length of the body in bytes, or None for a chunked body."""
 
     method: str
     target: str
@@ -34,7 +41,7 @@ class RequestHead(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a request goes. `path`: what is requested from that server; "" for CONNECT."""
+    """The server and path that a proxy request asks for. `path` includes the query; it is "" for CONNECT."""
 
     host: str  # lower case, without brackets and a last dot
     port: int
@@ -42,7 +49,7 @@ class Target(NamedTuple):
 
 
 def parse_head(data: bytes) -> RequestHead:
-    """Parse a request's head, including the empty line at its end. Raises `BadRequest`.
+    """Parse the head of a request, up to and including the empty line. Raises `BadRequest`.
 
     >>> parse_head(b"GET http://a/b HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n").target
     'http://a/b'
@@ -81,7 +88,9 @@ def _body(fields: list[tuple[str, bytes]]) -> int | None:
 
 
 def target_of(head: RequestHead) -> Target:
-    """The target of a proxy request: the authority of a CONNECT, else the absolute URL. Raises `BadRequest`."""
+    """Return the target of a request to a proxy: the authority of a CONNECT, else the absolute URL.
+
+    Raises `BadRequest` if there is none or its scheme is not ``http``."""
     if head.method == "CONNECT":
         host, port = authority(head.target)
         if port is None:
@@ -100,7 +109,7 @@ def target_of(head: RequestHead) -> Target:
 
 
 def authority(text: str) -> tuple[str, int | None]:
-    """Split ``host:port``; the host in lower case, port None if missing. Raises `BadRequest`.
+    """Split ``host:port`` into the host in lower case and the port, None if it is missing. Raises `BadRequest`.
 
     >>> authority("Example.COM.:443")
     ('example.com', 443)
@@ -115,8 +124,34 @@ def authority(text: str) -> tuple[str, int | None]:
     return host, port
 
 
+class ConnectionServer:
+    """Base of servers that handle each connection in a task of its own, on sockets that they are given."""
+
+    def __init__(self) -> None:
+        self._servers: list[asyncio.Server] = []
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def _serve(self, listener: socket.socket, handle: Handler) -> asyncio.Server:
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.get_running_loop().create_task(handle(reader, writer))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+        server = await asyncio.start_server(begin, sock=listener, limit=MAX_HEAD_BYTES)
+        self._servers.append(server)
+        return server
+
+    async def close(self) -> None:
+        """Stop serving on all sockets and abort open connections. Can be repeated."""
+        for server in self._servers:
+            server.close()
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+
 async def close_writer(writer: asyncio.StreamWriter, deadline_s: float) -> None:
-    """Close a connection after what was written has been sent, or abort it at the deadline."""
+    """Send what is left in the buffer and close the connection; abort it after `deadline_s` seconds."""
     writer.close()
     try:
         with contextlib.suppress(OSError, TimeoutError):

@@ -1,4 +1,4 @@
-"""Create a listening socket on the loopback of a machine that has no network.
+"""Listen on the loopback interface of a machine that has no network.
 
 The socket is created in the machine's network namespace and kept by this process, which serves it from the host.
 Nothing is routed and no interface is added, so the machine reaches exactly this service. It needs the right to enter
@@ -31,7 +31,9 @@ socket.send_fds(socket.socket(fileno={channel}), [b"x"], [listener.fileno()])
 
 
 def loopback_listener(port: int) -> socket.socket:
-    """A listening socket on this network namespace's loopback, which is brought up if necessary."""
+    """Return a socket that listens on 127.0.0.1:`port` in the network namespace of this process.
+
+    The loopback interface is brought up if necessary."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     request = struct.pack("16sh22x", b"lo", 0)
     (flags,) = struct.unpack_from("h", fcntl.ioctl(listener, _SIOCGIFFLAGS, request), 16)
@@ -44,8 +46,9 @@ def loopback_listener(port: int) -> socket.socket:
 
 
 def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
-    """A socket that listens on 127.0.0.1:`port` (0: any free port) in a process's network namespace. Raises
-    `MachineError` if that namespace cannot be entered."""
+    """Return a socket that listens on 127.0.0.1:`port` in the network namespace of the process `pid`.
+
+    Port 0 picks a free port. Raises `MachineError` if that namespace cannot be entered."""
     net = user = -1
     try:
         net = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -64,7 +67,6 @@ def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
 
 
 def _owning_user_namespace(net: int) -> int:
-    """Descriptor of the user namespace that owns a network namespace."""
     return fcntl.ioctl(net, 0xB701)  # NS_GET_USERNS
 
 

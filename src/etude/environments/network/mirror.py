@@ -21,7 +21,7 @@ import urllib.parse
 from collections.abc import Collection, Iterable
 from typing import BinaryIO, NamedTuple
 
-from etude.environments.network.http import MAX_HEAD_BYTES, BadRequest, RequestHead, close_writer, parse_head
+from etude.environments.network.http import BadRequest, ConnectionServer, RequestHead, close_writer, parse_head
 from etude.environments.network.packages import Package, Packages, PackageSpec, normalize_name, npm_document
 
 _CHUNK_BYTES = 1 << 18
@@ -31,7 +31,7 @@ _REQUEST_S, _ANSWER_S, _CLOSE_S = 10.0, 600.0, 10.0
 
 
 class Answer(NamedTuple):
-    """A response. `file`: a package to send instead of `body`."""
+    """A response of the mirror: HTTP status, content type `kind`, and the body, or a package `file` to send."""
 
     status: int
     kind: str
@@ -39,37 +39,21 @@ class Answer(NamedTuple):
     file: Package | None = None
 
 
-class Mirror:
-    """Serves the packages that `packages` has and `allow` lists (None: all of them). Raises `StoreError` for a
-    damaged folder."""
+class Mirror(ConnectionServer):
+    """An HTTP server for the packages of a folder, restricted to those that `allow` lists (None: all).
+
+    Raises `StoreError` if the folder is damaged."""
 
     def __init__(self, packages: Packages, allow: Collection[PackageSpec] | None = None) -> None:
+        super().__init__()
         packages.verify()
         self._packages = packages
         listed = [p for p in packages.known if allow is None or PackageSpec(p.kind, p.name, p.version) in allow]
         self._listed = sorted(listed, key=lambda p: (p.kind, p.name, p.file))
-        self._servers: list[asyncio.Server] = []
-        self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> asyncio.Server:
-        """Serve a listening socket of any address family. Closing the returned server stops serving this socket."""
-
-        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.get_running_loop().create_task(self._connection(reader, writer))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
-
-        server = await asyncio.start_server(begin, sock=listener, limit=MAX_HEAD_BYTES)
-        self._servers.append(server)
-        return server
-
-    async def close(self) -> None:
-        """Stop serving. Idempotent."""
-        for server in self._servers:
-            server.close()
-        for task in list(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        """Serve on a listening socket of any address family, until the returned server is closed."""
+        return await self._serve(listener, self._connection)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -106,7 +90,7 @@ class Mirror:
         await writer.drain()
 
     def answer(self, head: RequestHead) -> Answer:
-        """The response to a request."""
+        """Return the response to a request."""
         if head.method not in ("GET", "HEAD") or head.body:
             return _text(405, "a mirror is only read")
         path = urllib.parse.unquote(head.target.partition("?")[0], errors="replace")

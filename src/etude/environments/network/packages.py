@@ -34,7 +34,7 @@ _TAIL_BYTES = 1000
 
 
 class PackageSpec(msgspec.Struct, frozen=True):
-    """A package with an exact version; allow-lists consist of these.
+    """A package with an exact version; `kind` is "pip", "npm" or "apt". Allow-lists consist of these.
 
     >>> parse_package_spec("pip:Foo.Bar==1.0")
     PackageSpec(kind='pip', name='foo-bar', version='1.0')
@@ -46,7 +46,9 @@ class PackageSpec(msgspec.Struct, frozen=True):
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A downloaded file. `facts`: the registry's metadata: npm's version document, or apt's stanza."""
+    """A downloaded package file: its name in the registry `file`, digest and size in bytes.
+
+    `facts` is the registry's metadata as text: the version document of npm, or the stanza of apt."""
 
     kind: str
     name: str
@@ -58,7 +60,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_package_spec(text: str) -> PackageSpec:
-    """Parse ``pip:name==version``, ``npm:name@version`` or ``apt:name=version``. Raises `InputError`."""
+    """Parse ``pip:name==version``, ``npm:name@version`` or ``apt:name=version``. Raises `InputError` for other text."""
     kind, _, rest = text.strip().partition(":")
     found = _SPEC_PATTERNS[kind].fullmatch(rest) if kind in _SPEC_PATTERNS else None
     if not found:
@@ -68,13 +70,14 @@ def parse_package_spec(text: str) -> PackageSpec:
 
 
 def normalize_name(kind: str, name: str) -> str:
-    """A package name in its registry's canonical form."""
+    """Return a package name in the canonical form of its registry `kind` ("pip", "npm" or "apt")."""
     return re.sub("[-_.]+", "-", name).lower() if kind == "pip" else name
 
 
 class Packages:
-    """The packages of a folder. Mirrors read it; `fetch` and `take` add to it. Raises `StoreError` if its list is
-    damaged."""
+    """The downloaded packages in a folder. Mirrors read it; `fetch` and `take` add to it.
+
+    Raises `StoreError` if the folder's list of packages is damaged."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -89,11 +92,11 @@ class Packages:
                 raise StoreError(f"{self.folder}/packages.json is damaged", facts, hint="fetch again") from None
 
     def path(self, package: Package) -> Path:
-        """Path of a package's file."""
+        """Return the path of a package's file."""
         return self.folder / "files" / package.sha256
 
     def verify(self) -> None:
-        """Check the digest of every file. Raises `StoreError`, which names the first damaged one."""
+        """Check the digest of every file. Raises `StoreError` for the first file that is damaged or missing."""
         for package in self.known:
             try:
                 with open(self.path(package), "rb") as file:
@@ -104,7 +107,7 @@ class Packages:
                 raise StoreError(f"{package.file} of the packages is damaged", found[:16], hint="fetch it again")
 
     def take(self, wheel: Path) -> Package:
-        """Add a local wheel. Raises `InputError` if the file is not named like a wheel or cannot be read."""
+        """Add a local Python wheel. Raises `InputError` if the file is not named like a wheel or cannot be read."""
         found = re.fullmatch(r"([A-Za-z0-9._]+)-([A-Za-z0-9._+!]+)(-[^-]+){3,4}\.whl", wheel.name)
         if found is None or not wheel.is_file():
             raise InputError(f"{wheel} is not a wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
@@ -117,11 +120,10 @@ class Packages:
     def fetch(
         self, packages: Iterable[PackageSpec], *, dependencies: bool = False, deadline_s: float = 600.0
     ) -> list[Package]:
-        """Download packages. Returns the new ones.
+        """Download packages from the registries that this host is configured for; return those that are new.
 
-        `dependencies`: also download what they require (pip only). Raises `MachineError` with the tool's message if a
-        download fails.
-        """
+        With `dependencies`, pip also downloads what they require. Raises `MachineError` with the message of pip, npm or
+        apt if a download fails or takes more than `deadline_s` seconds."""
         tools = {"pip": _fetch_pip, "npm": _fetch_npm, "apt": _fetch_apt}
         new: list[Package] = []
         for spec in packages:
@@ -201,7 +203,7 @@ def _run(command: Sequence[str], folder: Path, deadline_s: float) -> bytes:
 
 
 def npm_document(package: Package) -> dict[str, object]:
-    """npm's metadata of a version; {} if it is not a JSON object."""
+    """Return npm's metadata of a package version; {} if it is not a JSON object."""
     try:
         found = json.loads(package.facts)
     except (ValueError, RecursionError):

@@ -20,16 +20,18 @@ _MORE_PRIVATE = tuple(
 
 
 class Rule(NamedTuple):
-    """An entry of an allow-list. `host`: an exact name, or with a leading dot all names below it. `port` None: 80
-    and 443."""
+    """An entry of an allow-list.
+
+    `host` is an exact name, or ".example.com" for all names below example.com. `port` None allows ports 80 and 443."""
 
     host: str
     port: int | None
 
 
 class AllowList:
-    """Hosts that may be reached: ``host``, ``host:port``, ``.suffix``, ``.suffix:port``. An empty list allows none.
-    Raises `InputError` for an invalid rule.
+    """The hosts that a machine may reach; an empty list allows none.
+
+    Each rule has the form ``host``, ``host:port``, ``.suffix`` or ``.suffix:port``. Raises `InputError` for others.
 
     >>> allowed = AllowList(["pypi.org", ".example.com:8443"])
     >>> [allowed.permits(host, 8443) for host in ("a.example.com", "example.com", "pypi.org")]
@@ -40,7 +42,7 @@ class AllowList:
         self.rules = tuple(_rule(text) for text in rules)
 
     def permits(self, host: str, port: int) -> bool:
-        """Whether this port of a host (in lower case) may be reached."""
+        """Return whether this port of a host (in lower case) may be reached."""
         return any(
             (host.endswith(rule.host) and host != rule.host if rule.host.startswith(".") else host == rule.host)
             and (port in _PORTS if rule.port is None else port == rule.port)
@@ -58,8 +60,10 @@ def _rule(text: str) -> Rule:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the public internet. Not public: private networks, this host, link-local addresses,
-    cloud metadata services, multicast, and IPv6 addresses that contain an IPv4 address.
+    """Return whether an IP address is on the public internet.
+
+    Not public are private networks, this host, link-local addresses, metadata services of clouds, multicast, and IPv6
+    addresses that contain an IPv4 address.
 
     >>> [is_public(a) for a in ("1.1.1.1", "10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "fd00::1", "nonsense")]
     [True, False, False, False, False, False]

@@ -1,4 +1,4 @@
-"""The egress proxy: the only way out of a machine, if there is one. It checks an allow-list and logs each request.
+"""An HTTP proxy that checks an allow-list and logs each request: the only way out of a machine, if there is one.
 
 It serves plain HTTP and CONNECT, one request per connection, so no second request can follow unchecked. A host's
 addresses are looked up once, and only a checked address is connected to, so DNS rebinding has no effect. Of a CONNECT
@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from etude.config import ranged
 from etude.environments.network.http import (
-    MAX_HEAD_BYTES,
     BadRequest,
+    ConnectionServer,
     RequestHead,
     Target,
     close_writer,
@@ -37,7 +37,10 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True)
 class ProxyLimits:
-    """Limits of one proxy."""
+    """Limits of one proxy.
+
+    `connections` counts those open at the same time. `request_bytes` and `response_bytes` limit one request. Seconds:
+    `head_s` for the arrival of a request's head, `connect_s` to connect, `idle_s` without a byte, `total_s` in all."""
 
     connections: int = ranged(64, low=1)  # at once; more are refused
     request_bytes: int = ranged(64 << 20, low=1024)  # sent by the machine, per connection
@@ -49,18 +52,17 @@ class ProxyLimits:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, from this host's resolver."""
+    """Return the IP addresses of a host, from this host's resolver."""
     loop = asyncio.get_running_loop()
     return [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
-class EgressProxy:
-    """Serves on the sockets that it is given, until `close`. With an empty allow-list it refuses and logs everything.
+class EgressProxy(ConnectionServer):
+    """An HTTP proxy that serves on the sockets given to `serve`, until `close`.
 
-    `allow`: allow-list rules. `log`: gets one JSON line per request: who, host, port, address, bytes in each direction,
-    verdict, seconds. `reachable`: decides which resolved addresses may be connected to; change it only on a network of
-    your own.
-    """
+    `allow` are rules of an `AllowList`; if it is empty, every request is refused, and logged. `log` gets one JSON line
+    per request: who, host, port, address, bytes in each direction, verdict, seconds. `reachable` decides which resolved
+    addresses may be connected to; change it only on a network of your own."""
 
     def __init__(
         self,
@@ -71,32 +73,16 @@ class EgressProxy:
         resolve: Resolve = resolve,
         reachable: Callable[[str], bool] = is_public,
     ) -> None:
+        super().__init__()
         self._allow, self._log = AllowList(allow), log
         self._limits = limits if limits is not None else ProxyLimits()
         self._resolve, self._reachable = resolve, reachable
-        self._servers: list[asyncio.Server] = []
-        self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket, *, who: str) -> asyncio.Server:
-        """Serve a listening socket of any address family. `who`: names its machine in the log. Closing the returned
-        server stops serving this socket."""
+        """Serve on a listening socket of any address family, until the returned server is closed.
 
-        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.get_running_loop().create_task(self._connection(reader, writer, who))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
-
-        server = await asyncio.start_server(begin, sock=listener, limit=MAX_HEAD_BYTES)
-        self._servers.append(server)
-        return server
-
-    async def close(self) -> None:
-        """Stop serving and abort open connections. Idempotent."""
-        for server in self._servers:
-            server.close()
-        for task in list(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        `who` names the machine behind the socket in the log."""
+        return await self._serve(listener, lambda reader, writer: self._connection(reader, writer, who))
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
         entry: dict[str, Any] = {"who": who, "host": "", "port": 0, "address": "", "sent_bytes": 0, "got_bytes": 0}

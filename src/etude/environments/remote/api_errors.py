@@ -11,7 +11,10 @@ from etude.errors import EtudeError, MachineError
 
 
 class ApiError(Exception):
-    """An error response: HTTP status, what happened, the facts, a hint.
+    """An error that a handler raises and the server sends as its HTTP response.
+
+    `status` is the HTTP status, `what` says what happened, `facts` gives the numbers or names, `hint` says what to do.
+    `headers` are added to the response.
 
     >>> ApiError(404, "no sandbox i7", hint="it has ended").fields()
     {'code': 404, 'message': 'no sandbox i7', 'hint': 'it has ended'}
@@ -25,25 +28,31 @@ class ApiError(Exception):
         super().__init__(what)
 
     def fields(self) -> dict[str, Any]:
-        """Return the JSON fields of the response."""
+        """Return the fields of the JSON body."""
         message = f"{self.what}: {self.facts}" if self.facts else self.what
         return {"code": self.status, "message": message, "hint": self.hint}
 
     def response(self) -> Response:
-        """Return the HTTP response. `should-retry` is always set, since E2B's clients would retry some statuses."""
+        """Build the HTTP response.
+
+        The header `should-retry` is "false" unless `headers` say otherwise: E2B's clients would retry some statuses."""
         headers = {"should-retry": "false"} | self.headers
         return JSONResponse(self.fields(), status_code=self.status, headers=headers)
 
 
 def sandbox_gone(sandbox_id: str) -> Response:
-    """The response of E2B's proxy for a sandbox that does not exist. Clients look for this message."""
+    """Build the 502 response for a sandbox that does not exist or has ended.
+
+    It is the response of E2B's own proxy. Clients recognize the sandbox's end by its message."""
     message = "The sandbox was not found"
     fields = {"code": 502, "message": message, "sandboxId": sandbox_id[:40], "hint": "it has ended: create another one"}
     return JSONResponse(fields, status_code=502, headers={"should-retry": "false"})
 
 
 def api_error_of(error: EtudeError) -> ApiError:
-    """Convert an `EtudeError`. `MachineError` becomes 503, since a retry or another server can succeed."""
+    """Convert an `EtudeError` to an `ApiError`: status 503 for `MachineError`, else 500.
+
+    503 tells the client that a retry or another server can succeed."""
     status = 503 if isinstance(error, MachineError) else 500
     return ApiError(status, error.what, error.facts, hint=error.hint)
 

@@ -1,8 +1,8 @@
-"""Authenticate a request: find its account, or its sandbox and access token.
+"""Authenticate HTTP requests by API key, access token or signature.
 
-Requests that create or manage sandboxes need an API key. Requests to a sandbox name it by the header `E2b-Sandbox-Id`
-or by the host (`49983-ID.DOMAIN`), and need its access token, which only the creator received. Downloads and uploads
-can use a signature made with that token instead.
+Requests that create or manage sandboxes need an API key, which belongs to an account. Requests to a sandbox name it by
+the header `E2b-Sandbox-Id` or by the host (`49983-ID.DOMAIN`), and need its access token, which only its creator
+received. Downloads and uploads can have a signature made with that token instead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _PORT = "49983"  # of E2B's daemon; other ports of sandboxes are not served
 
 
 def sandbox_of(manager: SandboxManager, request: Request, *, signed: str = "") -> Sandbox:
-    """Return the running sandbox of a request, and check its access token or signature.
+    """Return the running sandbox that a request names, after checking its access token or signature.
 
-    `signed`: the text that a signature in the query must sign. Raises `ApiError` (400, 401, 404)."""
+    `signed` is the text that a signature in the query must sign; "" allows no signatures. Raises `ApiError`: 400 if no
+    sandbox is named, 401 for a wrong token, 404 if the sandbox does not exist or is paused."""
     sandbox_id = request.headers.get("e2b-sandbox-id", "")
     if not sandbox_id:
         port, _, rest = request.headers.get("host", "").partition("-")
@@ -48,7 +49,7 @@ def sandbox_of(manager: SandboxManager, request: Request, *, signed: str = "") -
 
 
 def account_of(keys: Keyring, request: Request) -> Account:
-    """Return the account of the API key of a request. Raises `ApiError` (401)."""
+    """Return the account of a request's API key. Raises `ApiError` (401) if the key is missing or unknown."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     given = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
     account = keys.account(given)
@@ -58,7 +59,9 @@ def account_of(keys: Keyring, request: Request) -> Account:
 
 
 def user_of(request: Request) -> str:
-    """Return the machine user of a request, from its basic authorization; "" for the default. Raises `RpcError`."""
+    """Return the machine user that a request names in its basic authorization; "" if it names none.
+
+    Raises `RpcError` if the header cannot be decoded."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "basic":
         return ""
@@ -69,7 +72,9 @@ def user_of(request: Request) -> str:
 
 
 def refusal_response(error: ApiError) -> Response:
-    """The response to a refused request: 502 as of E2B's proxy if the sandbox does not exist."""
+    """Build the response to a request that `sandbox_of` refused.
+
+    For a sandbox that does not exist (404) it is the 502 of E2B's proxy, which clients expect."""
     return sandbox_gone("") if error.status == 404 else error.response()
 
 

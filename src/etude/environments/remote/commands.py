@@ -1,8 +1,9 @@
-"""Run a command on a remote machine, over connections that can break.
+"""Run a command on a remote machine and get its result, even if the connection breaks.
 
-On etude's server a command is requested again with its key and the number of received events: the stream continues
-there, or the recorded result is returned. On external services the running command is found by its tag and connected
-to. If it does not run any more, that is an error; it is never run twice.
+On etude's server the command is requested again with its key and the number of events received so far. The stream of
+events continues there, or the server returns the recorded result. On other services the running command is found by its
+tag, and its stream is joined. If it has ended meanwhile, its result is lost: this is an error, and the command is not
+run twice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _NO_END = "the stream ended before the command"
 
 
 async def run_on_etude(client: MachineClient, command: Command) -> ExecResult:
-    """Run a command on etude's server. Raises `MachineError` and `ValueError`."""
+    """Run a command on etude's server and return its result.
+
+    Broken connections are opened again, up to `ClientConfig.tries` times in a row. Raises `MachineError` if the machine
+    cannot be reached or has ended, `ValueError` if the server refuses the arguments."""
     end, received, tries = time.monotonic() + command.deadline_s + _GRACE_S, 0, 0
     async with _input_feeder(client, command) as feed:
         while True:
@@ -55,7 +59,10 @@ async def run_on_etude(client: MachineClient, command: Command) -> ExecResult:
 
 
 async def run_on_external(client: MachineClient, command: Command) -> ExecResult:
-    """Run a command on an external service. Raises `MachineError` and `ValueError`."""
+    """Run a command on another service with E2B's API and return its result.
+
+    Broken connections are opened again, up to `ClientConfig.tries` times in a row. Raises `MachineError` if the machine
+    cannot be reached or the result is lost, `ValueError` if the service refuses the arguments."""
     began, tries = time.monotonic(), 0
     end = began + command.deadline_s
     output = OutputCollector(command.output_bytes, command.on_output, began=began)
@@ -111,7 +118,6 @@ def _config(command: Command, cwd: str | None) -> m.Config:
 
 
 def _tag(command: Command) -> str:
-    """The tag of a command in the list of processes."""
     return f"etude-{command.key}"
 
 

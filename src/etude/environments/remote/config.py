@@ -1,4 +1,4 @@
-"""Settings of a server of machines, and of its client."""
+"""Settings of the machine server and of its client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of `etude machines serve`. Quotas belong to the API keys, see `keys.Quota`."""
+    """Settings of `etude machines serve`; the quota of each API key is a `keys.Quota`.
+
+    With `domain`, sandboxes are reached at the host `49983-ID.DOMAIN` through your own proxy. Without it they are
+    reached at the server's address, and a header names the sandbox. Limits of one sandbox: `max_running` concurrent
+    commands; `max_file_bytes` for one upload or download; `log_bytes` of a command's output, kept for clients that
+    reconnect. Seconds: `command_s` is the time limit of a command that has none of its own, `deadline_s` that of any
+    other request, `paused_s` how long a paused sandbox is kept, and `drain_s` how long a shutdown waits for sandboxes.
+    """
 
     host: str = "127.0.0.1"
     port: int = ranged(3000, low=0, high=65_535)
@@ -27,7 +34,12 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Settings of `RemoteRuntime`."""
+    """Settings of `RemoteRuntime`.
+
+    `template` is the service's template for machines without an image. `workdir` and `users` (those that can run
+    commands) describe the machines of services other than etude's, which reports its own. A machine ends `lease_s`
+    seconds after its client died. At most `parallel` machines are created at a time. `call_s` is the time limit in
+    seconds of a call that runs no command. `tries` is the number of attempts of a call that is safe to repeat."""
 
     template: str = "base"  # the template for `prepare` without an image
     workdir: str = "/home/user"  # working directory on external services; etude's server knows its own

@@ -2,8 +2,10 @@
 
 A call is a POST to `/package.Service/Method`. The body of a unary call is one message. The body of a streaming call is
 a sequence of envelopes: one byte of flags, the length as a big-endian u32, the message. The last envelope of a response
-has flag 2 and the result of the call. `connect-timeout-ms` is the deadline of the caller. Source:
-connectrpc.com/docs/protocol. E2B's clients send JSON without compression; binary or compressed messages are refused.
+has flag 2 and the result of the call. The header `connect-timeout-ms` has the caller's time limit.
+
+Source: connectrpc.com/docs/protocol. E2B's clients send JSON without compression, so binary or compressed messages are
+refused.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _MAX_TIMEOUT_MS = 9_999_999_999  # ten digits, the limit of the protocol
 
 
 class Code(enum.StrEnum):
-    """The error codes of the protocol."""
+    """The error codes of the Connect protocol."""
 
     CANCELED = "canceled"
     UNKNOWN = "unknown"
@@ -47,32 +49,25 @@ class Code(enum.StrEnum):
 
     @property
     def status(self) -> int:
-        """The HTTP status of a unary response with this code."""
+        """HTTP status of a unary response with this error code."""
         return _STATUS.get(self, 500)
 
 
 _STATUS = {
-    Code.CANCELED: 499,
-    Code.INVALID_ARGUMENT: 400,
-    Code.DEADLINE_EXCEEDED: 504,
-    Code.NOT_FOUND: 404,
-    Code.ALREADY_EXISTS: 409,
-    Code.PERMISSION_DENIED: 403,
-    Code.RESOURCE_EXHAUSTED: 429,
-    Code.FAILED_PRECONDITION: 400,
-    Code.ABORTED: 409,
-    Code.OUT_OF_RANGE: 400,
-    Code.UNIMPLEMENTED: 501,
-    Code.UNAVAILABLE: 503,
-    Code.UNAUTHENTICATED: 401,
-}
+    Code.CANCELED: 499, Code.INVALID_ARGUMENT: 400, Code.DEADLINE_EXCEEDED: 504, Code.NOT_FOUND: 404,
+    Code.ALREADY_EXISTS: 409, Code.PERMISSION_DENIED: 403, Code.RESOURCE_EXHAUSTED: 429,
+    Code.FAILED_PRECONDITION: 400, Code.ABORTED: 409, Code.OUT_OF_RANGE: 400, Code.UNIMPLEMENTED: 501,
+    Code.UNAVAILABLE: 503, Code.UNAUTHENTICATED: 401,
+}  # fmt: skip
 _CODES = {400: Code.INVALID_ARGUMENT, 409: Code.ALREADY_EXISTS, 502: Code.UNAVAILABLE} | {
     status: code for code, status in _STATUS.items() if status not in (400, 409)
 }
 
 
 class RpcError(Exception):
-    """An RPC error, on the client or the server. `hint` is an extension of etude; other clients ignore it.
+    """An error of a Connect call; the server raises and sends it, and the client raises it again.
+
+    `hint` says what to do. It is an extra JSON field that clients other than etude's ignore.
 
     >>> RpcError(Code.NOT_FOUND, "no process 7", hint="see List").body()
     b'{"code":"not_found","message":"no process 7","hint":"see List"}'
@@ -83,17 +78,19 @@ class RpcError(Exception):
         super().__init__(f"{code}: {message}")
 
     def fields(self) -> dict[str, str]:
-        """Return the JSON fields of the error."""
+        """Return the JSON fields of the error; `hint` is left out if it is empty."""
         found = {"code": str(self.code), "message": self.message}
         return found | ({"hint": self.hint} if self.hint else {})
 
     def body(self) -> bytes:
-        """Return the body of a unary response."""
+        """Encode the error as the JSON body of a unary response."""
         return msgspec.json.encode(self.fields())
 
 
 def error_of_response(status: int, body: bytes) -> RpcError:
-    """Parse the error of an unsuccessful response, from the server or from a proxy in front of it."""
+    """Parse an HTTP error response, from the server or from a proxy in front of it.
+
+    If the body is not a Connect error, the code is derived from `status`, and the text is the start of the body."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -107,7 +104,9 @@ def error_of_response(status: int, body: bytes) -> RpcError:
 
 
 def decode(kind: type[T], data: bytes) -> T:
-    """Decode a JSON message. Unknown fields are ignored. Raises `RpcError` if it is invalid.
+    """Decode a JSON message to an object of type `kind`, ignoring unknown fields.
+
+    Raises `RpcError` if it is invalid.
 
     >>> decode(dict, b'{"path": "/tmp"}')
     {'path': '/tmp'}
@@ -119,7 +118,7 @@ def decode(kind: type[T], data: bytes) -> T:
 
 
 def envelope(message: object) -> bytes:
-    """Encode one message of a stream.
+    """Encode one message of a stream: flags, length, JSON.
 
     >>> envelope({})
     b'\\x00\\x00\\x00\\x00\\x02{}'
@@ -129,7 +128,7 @@ def envelope(message: object) -> bytes:
 
 
 def end(error: RpcError | None = None) -> bytes:
-    """Encode the last envelope of a response."""
+    """Encode the last envelope of a response stream, with the error if the call failed."""
     data = msgspec.json.encode({"error": error.fields()} if error else {})
     return _HEAD.pack(_END, len(data)) + data
 
@@ -137,11 +136,11 @@ def end(error: RpcError | None = None) -> bytes:
 async def envelopes(
     chunks: AsyncIterable[bytes], kind: type[T], *, is_response: bool, max_bytes: int = MAX_MESSAGE_BYTES
 ) -> AsyncIterator[T]:
-    """Yield the messages of a stream as they arrive. `is_response`: a response, which must have an end envelope.
+    """Decode a stream's bytes and yield each message, as an object of type `kind`, as soon as it is complete.
 
-    Raises `RpcError` for an invalid stream, a message above `max_bytes`, the error in the end envelope, and with code
-    UNAVAILABLE for a response that breaks off.
-    """
+    A response (`is_response`) must end with an end envelope; a request has none. Raises `RpcError` for an invalid
+    stream, for a message above `max_bytes`, and for the error in the end envelope. If a response breaks off, the code
+    is UNAVAILABLE."""
     buffer = bytearray()
     async for chunk in chunks:
         buffer += chunk
@@ -174,7 +173,9 @@ def _raise_end(data: bytes) -> None:
 
 
 def read_timeout(headers: Mapping[str, str]) -> float | None:
-    """Return the deadline of the caller in seconds; None if there is none. Raises `RpcError` if it is invalid.
+    """Return the caller's time limit in seconds from the header `connect-timeout-ms`; None if there is none.
+
+    Raises `RpcError` if it is not a number of milliseconds.
 
     >>> read_timeout({"connect-timeout-ms": "1500"}), read_timeout({})
     (1.5, None)
@@ -188,7 +189,9 @@ def read_timeout(headers: Mapping[str, str]) -> float | None:
 
 
 def check_type(headers: Mapping[str, str], *, streaming: bool) -> str | None:
-    """Return why the content type of a request is not supported (HTTP 415); None if it is."""
+    """Check the content type and encoding of a request.
+
+    Returns None if they are supported, else the reason, for a response with HTTP status 415."""
     wanted, given = STREAM if streaming else JSON, headers.get("content-type", "").split(";")[0].strip().lower()
     if given != wanted:
         return f"content-type {given[:60]!r} is not supported: send {wanted}"

@@ -1,4 +1,7 @@
-"""HTTP handlers of E2B's REST API: create, list, renew, pause, snapshot, fork and kill sandboxes. Needs an API key."""
+"""HTTP handlers of E2B's REST API for sandboxes: create, list, renew, pause, snapshot, fork, kill.
+
+Each request needs an API key.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,16 @@ _MAX_KEY = 255
 
 
 class SandboxRoutes:
-    """HTTP handlers that manage sandboxes."""
+    """The HTTP handlers that manage the sandboxes of a server; `create_app` makes one instance.
+
+    Each handler gets a Starlette request and returns its response. Those for `/sandboxes/{id}` find only sandboxes of
+    the account whose API key the request has; for others they raise `ApiError` (404)."""
 
     def __init__(self, manager: SandboxManager, keys: Keyring, config: ServerConfig) -> None:
         self._manager, self._keys, self._config = manager, keys, config
 
     def routes(self) -> list[Route]:
-        """The routes of these handlers."""
+        """Return the Starlette routes to the handlers of this class."""
         one = "/sandboxes/{id}"
         table: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
             ("GET", "/health", self.health),
@@ -62,7 +68,10 @@ class SandboxRoutes:
         return [Route(path, handler, methods=[method]) for method, path, handler in table]
 
     async def health(self, request: Request) -> Response:
-        """Health of the sandbox named by the header (502 if it has ended), else of the server."""
+        """Handle `GET /health`.
+
+        If the header `E2b-Sandbox-Id` names a sandbox, the status is 204 while it exists and 502 after its end.
+        Otherwise the response says whether the server accepts new sandboxes ("ok") or shuts down ("draining")."""
         sandbox_id = request.headers.get("e2b-sandbox-id", "")
         if sandbox_id:
             try:
@@ -73,7 +82,9 @@ class SandboxRoutes:
         return JSONResponse({"status": "draining" if self._manager.draining else "ok"})
 
     async def about(self, request: Request) -> Response:
-        """Return the properties of the machines. Only etude's server has this route, so clients detect it by this."""
+        """Handle `GET /etude/about`: return the properties of the server's machines.
+
+        Only etude's server has this route. Its client uses it to tell etude from other services."""
         account_of(self._keys, request)
         info = self._manager.runtime.info
         return json_response(
@@ -89,7 +100,9 @@ class SandboxRoutes:
         )
 
     async def create(self, request: Request) -> Response:
-        """Create a sandbox. The same `Idempotency-Key` returns the same sandbox."""
+        """Handle `POST /sandboxes`: create a sandbox from a template or a snapshot.
+
+        A request with an `Idempotency-Key` can be repeated: it returns the sandbox of the first one."""
         account = account_of(self._keys, request)
         body = await _read_message(request, m.NewSandbox)
         for name, given in (("mcp", body.mcp), ("iam", body.iam), ("volumeMounts", body.volume_mounts)):
@@ -105,7 +118,9 @@ class SandboxRoutes:
         return json_response(self._sandbox(created), status=201)
 
     async def list(self, request: Request) -> Response:
-        """List the sandboxes of an account, newest first, filtered by state, metadata, template and start time."""
+        """Handle `GET /sandboxes`: list the account's sandboxes, newest first, in pages.
+
+        The query can filter them by state, metadata, template and start time."""
         account, query = account_of(self._keys, request), request.query_params
         found = self._manager.of(account)
         if query.get("order") == "asc":
@@ -125,28 +140,28 @@ class SandboxRoutes:
         return json_response([self._detail(sandbox) for sandbox in page], headers=headers)
 
     async def detail(self, request: Request) -> Response:
-        """Return the details of a sandbox."""
+        """Handle `GET /sandboxes/{id}`: return the details of a sandbox."""
         return json_response(self._detail(self._find_sandbox(request)))
 
     async def kill(self, request: Request) -> Response:
-        """End a sandbox."""
+        """Handle `DELETE /sandboxes/{id}`: end a sandbox."""
         await self._call(self._manager.kill(self._find_sandbox(request)), "it could not be ended")
         return Response(status_code=204)
 
     async def timeout(self, request: Request) -> Response:
-        """Set the end of the lease to some seconds from now."""
+        """Handle `POST /sandboxes/{id}/timeout`: set the end of the sandbox's lease to so many seconds from now."""
         sandbox = self._find_sandbox(request)
         self._manager.renew(sandbox, (await _read_message(request, m.Lease)).timeout)
         return Response(status_code=204)
 
     async def refresh(self, request: Request) -> Response:
-        """Extend the lease to at least some seconds from now."""
+        """Handle `POST /sandboxes/{id}/refreshes`: extend the sandbox's lease to at least so many seconds from now."""
         sandbox = self._find_sandbox(request)
         self._manager.renew(sandbox, (await _read_message(request, m.Refresh)).duration, at_least=True)
         return Response(status_code=204)
 
     async def pause(self, request: Request) -> Response:
-        """Pause a sandbox. 409 if it is paused."""
+        """Handle `POST /sandboxes/{id}/pause`: store a sandbox's state and end its machine (409 if paused)."""
         sandbox = self._find_sandbox(request)
         self._check_memory((await _read_message(request, m.Pause)).memory)
         if not await self._call(self._manager.pause(sandbox), "it could not be paused"):
@@ -154,36 +169,42 @@ class SandboxRoutes:
         return Response(status_code=204)
 
     async def connect(self, request: Request) -> Response:
-        """Return how to connect to a sandbox (200); resume it if it is paused (201)."""
+        """Handle `POST /sandboxes/{id}/connect`: return how to reach a sandbox.
+
+        A paused sandbox is resumed (status 201, else 200)."""
         sandbox, body = self._find_sandbox(request), await _read_message(request, m.Lease)
         was_paused = await self._call(self._manager.resume(sandbox, body.timeout), "it could not be resumed")
         return json_response(self._sandbox(sandbox.created), status=201 if was_paused else 200)
 
     async def snapshot(self, request: Request) -> Response:
-        """Take a snapshot of a sandbox, which keeps running."""
+        """Handle `POST /sandboxes/{id}/snapshots`: take a snapshot of a sandbox, which keeps running."""
         sandbox, body = self._find_sandbox(request), await _read_message(request, m.Pause)
         self._check_memory(body.memory)
         found = await self._call(self._manager.snapshot(sandbox, body.name), "its state could not be kept")
         return json_response(m.SnapshotInfo(snapshot_id=found, names=[body.name] if body.name else []), status=201)
 
     async def fork(self, request: Request) -> Response:
-        """Create more sandboxes with the same state: all or an error."""
+        """Handle `POST /sandboxes/{id}/fork`: create more sandboxes with the same state.
+
+        If one of them cannot be created, none is."""
         sandbox, body = self._find_sandbox(request), await _read_message(request, m.Fork)
         created = await self._call(self._manager.fork(sandbox, body.count, body.timeout), "it could not be forked")
         return json_response([{"sandbox": self._sandbox(one.created)} for one in created], status=201)
 
     async def freeze(self, request: Request) -> Response:
-        """Extension of etude: stop all processes for good. Files can still be read, and snapshots taken."""
+        """Handle `POST /etude/sandboxes/{id}/freeze`: stop all processes of a sandbox for good.
+
+        Its files can still be read, and snapshots can be taken. This route is etude's own."""
         await self._call(self._find_sandbox(request).machine.freeze(), "it could not be frozen")
         return Response(status_code=204)
 
     async def metrics(self, request: Request) -> Response:
-        """Return no metrics, since none are recorded."""
+        """Handle `GET /sandboxes/{id}/metrics`: return an empty list, since none are recorded."""
         self._find_sandbox(request)
         return JSONResponse([])
 
     async def snapshots(self, request: Request) -> Response:
-        """List the snapshots of an account, optionally with a name."""
+        """Handle `GET /snapshots`: list the account's snapshots, or those with the query's `name`, in pages."""
         found = self._manager.snapshots(account_of(self._keys, request)).names()
         name = request.query_params.get("name")
         rows = [m.SnapshotInfo(snapshot_id=key, names=list(names)) for key, names in found.items()]
@@ -191,13 +212,15 @@ class SandboxRoutes:
         return json_response(page, headers=headers)
 
     async def templates(self, request: Request) -> Response:
-        """List the templates."""
+        """Handle `GET /templates`: list the names of the server's templates."""
         account_of(self._keys, request)
         names = sorted(self._manager.templates)
         return JSONResponse([{"templateID": name, "aliases": [name], "names": [name]} for name in names])
 
     async def delete_snapshot(self, request: Request) -> Response:
-        """Delete a snapshot. Templates cannot be deleted."""
+        """Handle `DELETE /templates/{name}`: delete the account's snapshots with this name or id.
+
+        The templates of the server cannot be deleted."""
         account, name = account_of(self._keys, request), unquote(request.path_params["name"])
         if not self._manager.snapshots(account).delete(name):
             raise ApiError(404, f"no snapshot {name[:80]!r}", hint="GET /snapshots lists them")
@@ -240,7 +263,7 @@ class SandboxRoutes:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a request. Raises `ApiError` if it has more than `max_bytes`."""
+    """Read the body of a request. Raises `ApiError`: 413 above `max_bytes`, 400 if the client disconnects."""
     body = bytearray()
     try:
         async for part in request.stream():
@@ -274,7 +297,7 @@ def _page(request: Request, rows: list[T]) -> tuple[list[T], dict[str, str]]:
 
 
 def json_response(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a message as a JSON response."""
+    """Encode `value` as JSON and return it as an HTTP response."""
     return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 

@@ -1,4 +1,7 @@
-"""RPC handlers of E2B's daemon in a sandbox: processes and the file system, over Connect."""
+"""RPC handlers for the processes and the file system of a sandbox, over the Connect protocol.
+
+They stand in for envd, the daemon that E2B runs in each sandbox.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,16 @@ _SIGNALS = {"SIGNAL_SIGTERM": "TERM", "SIGNAL_SIGKILL": "KILL", 15: "TERM", 9: "
 
 
 class EnvdRoutes:
-    """RPC handlers for processes and files in a sandbox."""
+    """The RPC handlers for processes and files; `create_app` makes one instance.
+
+    A handler gets the sandbox that the request names, the HTTP request (for its headers) and the decoded message. It
+    returns the response message, or yields the messages of the response stream. An `RpcError` is sent to the client."""
 
     def __init__(self, manager: SandboxManager, config: ServerConfig) -> None:
         self._manager, self._config = manager, config
 
     def routes(self) -> list[Route]:
-        """The routes of these handlers."""
+        """Return the Starlette routes to the handlers of this class."""
         unary: dict[str, tuple[type[Any], Callable[[Sandbox, Request, Any], Awaitable[object]]]] = {
             "process.Process/List": (dict, self.processes),
             "process.Process/SendInput": (m.SendInput, self.send_input),
@@ -73,11 +79,13 @@ class EnvdRoutes:
     # processes
 
     async def processes(self, sandbox: Sandbox, request: Request, message: dict[str, Any]) -> object:
-        """List the running processes."""
+        """Handle the RPC `Process/List`: return the running processes as a `ProcessList`."""
         return m.ProcessList(processes=[process.info for process in sandbox.processes.running() if process.pid])
 
     async def start(self, sandbox: Sandbox, request: Request, message: m.Start) -> AsyncIterator[object]:
-        """Run a command and stream its events. It continues if the client disconnects."""
+        """Handle the RPC `Process/Start`: run a command and yield its events until it ends.
+
+        The command continues if the client disconnects."""
         if not message.process.cmd:
             raise RpcError(Code.INVALID_ARGUMENT, "there is no command")
         exact, timeout_s = message.etude, connect.read_timeout(request.headers)
@@ -93,7 +101,7 @@ class EnvdRoutes:
             yield event
 
     async def connect(self, sandbox: Sandbox, request: Request, message: m.Selected) -> AsyncIterator[object]:
-        """Stream the events of a running command from now on."""
+        """Handle the RPC `Process/Connect`: yield the future events of a command that runs already."""
         process = sandbox.processes.find(message.process)
         now = process.log.position
         yield m.ProcessEvent(event=m.Event(start=m.Began(pid=process.pid or 0)))
@@ -101,12 +109,12 @@ class EnvdRoutes:
             yield event
 
     async def send_input(self, sandbox: Sandbox, request: Request, message: m.SendInput) -> object:
-        """Send standard input to a command."""
+        """Handle the RPC `Process/SendInput`: send bytes to the standard input or terminal of a process."""
         await _send_input(sandbox.processes.find(message.process), message.input, message.etude_offset)
         return {}
 
     async def close_stdin(self, sandbox: Sandbox, request: Request, message: m.Selected) -> object:
-        """Close the standard input of a command."""
+        """Handle the RPC `Process/CloseStdin`: close the standard input of a process."""
         process = sandbox.processes.find(message.process)
         if process.spec.pty is not None:
             raise RpcError(
@@ -117,7 +125,9 @@ class EnvdRoutes:
         return {}
 
     async def stream_input(self, request: Request) -> Response:
-        """Send a stream of standard input to the process in the first message."""
+        """Handle the RPC `Process/StreamInput`: send a stream of input to a process.
+
+        The first message of the stream names the process."""
         try:
             sandbox = sandbox_of(self._manager, request)
         except ApiError as error:
@@ -145,7 +155,7 @@ class EnvdRoutes:
         return Response(body, media_type=connect.STREAM)
 
     async def send_signal(self, sandbox: Sandbox, request: Request, message: m.SendSignal) -> object:
-        """Send a signal to a process and its group."""
+        """Handle the RPC `Process/SendSignal`: send TERM or KILL to a process and its process group."""
         process = sandbox.processes.find(message.process)
         name = _SIGNALS.get(message.signal)
         if name is None:
@@ -154,7 +164,7 @@ class EnvdRoutes:
         return {}
 
     async def update(self, sandbox: Sandbox, request: Request, message: m.Update) -> object:
-        """Resize the terminal of a process."""
+        """Handle the RPC `Process/Update`: resize the terminal of a process."""
         process = sandbox.processes.find(message.process)
         if process.spec.pty is None or message.pty is None:
             raise RpcError(Code.FAILED_PRECONDITION, "the process has no terminal, or the size is missing")
@@ -164,28 +174,30 @@ class EnvdRoutes:
     # files
 
     async def stat(self, sandbox: Sandbox, request: Request, message: m.Path) -> object:
-        """Return one entry."""
+        """Handle the RPC `Filesystem/Stat`: return the file, folder or link at a path."""
         return m.WithEntry(entry=(await self._files(sandbox, request).stat(message.path)).entry)
 
     async def list_dir(self, sandbox: Sandbox, request: Request, message: m.ListDir) -> object:
-        """List a folder."""
+        """Handle the RPC `Filesystem/ListDir`: return the entries of a folder."""
         return m.Entries(entries=await self._files(sandbox, request).entries(message.path, message.depth))
 
     async def make_dir(self, sandbox: Sandbox, request: Request, message: m.Path) -> object:
-        """Create a folder."""
+        """Handle the RPC `Filesystem/MakeDir`: create a folder and return its entry."""
         return m.WithEntry(entry=await self._files(sandbox, request).make_dir(message.path))
 
     async def move(self, sandbox: Sandbox, request: Request, message: m.Move) -> object:
-        """Move a file or a folder."""
+        """Handle the RPC `Filesystem/Move`: move a file or folder and return its new entry."""
         return m.WithEntry(entry=await self._files(sandbox, request).move(message.source, message.destination))
 
     async def remove(self, sandbox: Sandbox, request: Request, message: m.Path) -> object:
-        """Delete a file or a folder."""
+        """Handle the RPC `Filesystem/Remove`: delete a file or folder."""
         await self._files(sandbox, request).remove(message.path)
         return {}
 
     async def watch_dir(self, sandbox: Sandbox, request: Request, message: m.Watch) -> AsyncIterator[object]:
-        """Stream the changes in a folder, by polling it."""
+        """Handle the RPC `Filesystem/WatchDir`: yield the changes in a folder until the deadline.
+
+        The folder is listed four times a second."""
         watcher = self._watch(sandbox, request, message)
         await watcher.start()
         yield m.Watched(start={})
@@ -203,17 +215,19 @@ class EnvdRoutes:
         raise RpcError(Code.DEADLINE_EXCEEDED, f"watched for {deadline_s:g} s")
 
     async def create_watcher(self, sandbox: Sandbox, request: Request, message: m.Watch) -> object:
-        """Create a watcher that the client polls."""
+        """Handle the RPC `Filesystem/CreateWatcher`: begin to watch a folder and return the watcher's id.
+
+        The client asks for the changes with `GetWatcherEvents`."""
         watcher = self._watch(sandbox, request, message)
         await watcher.start()
         return m.Watcher(watcher_id=sandbox.watches.add(watcher))
 
     async def watcher_events(self, sandbox: Sandbox, request: Request, message: m.Watcher) -> object:
-        """Return the changes since the last call."""
+        """Handle the RPC `Filesystem/GetWatcherEvents`: return a watcher's changes since the last call."""
         return m.Changes(events=await sandbox.watches.get(message.watcher_id).changes())
 
     async def remove_watcher(self, sandbox: Sandbox, request: Request, message: m.Watcher) -> object:
-        """Remove a watcher."""
+        """Handle the RPC `Filesystem/RemoveWatcher`: end a watcher."""
         sandbox.watches.remove(message.watcher_id)
         return {}
 
@@ -316,7 +330,10 @@ exec stty -F "$(cat -- "$1")" rows "$2" cols "$3\""""
 
 
 def in_terminal(message: m.Start) -> m.Start:
-    """Convert a request for a terminal to one that `Machine.exec` can run."""
+    """Convert a request for a command in a terminal to one that `Machine.exec` can run.
+
+    `Machine` has no terminals, so the command is wrapped in the program `script`, which makes one. Raises `RpcError`
+    for an invalid terminal size."""
     assert message.pty is not None, "needs a terminal"
     size, config = message.pty.size, message.process
     _check(size)
@@ -328,7 +345,7 @@ def in_terminal(message: m.Start) -> m.Start:
 
 
 async def resize(machine: Machine, process: Process, size: m.Size) -> None:
-    """Resize the terminal of a process. Raises `RpcError`."""
+    """Resize the terminal of a process that was started with `in_terminal`. Raises `RpcError` if this fails."""
     _check(size)
     note = process.spec.process.envs["ETUDE_TTY"]
     args = ["sh", "-c", _RESIZE, "sh", note, str(size.rows), str(size.cols)]

@@ -19,7 +19,10 @@ _SIGNALS: Final = {"signal: killed": 137, "signal: terminated": 143, "signal: in
 
 
 class OutputCollector:
-    """Collects the output of a command up to a size limit, and passes each event to a callback."""
+    """The output of one running command, collected until its result can be built.
+
+    It keeps at most `max_bytes` of output. `on_event`, if given, gets each event as it arrives. `began` is the start of
+    the command on the clock `time.monotonic`."""
 
     def __init__(self, max_bytes: int, on_event: OutputCallback | None, *, began: float) -> None:
         self._began_at = began  # by time.monotonic
@@ -27,7 +30,7 @@ class OutputCollector:
         self._on_event, self._incomplete, self._began = on_event, False, False
 
     def add(self, event: m.Event) -> None:
-        """Add an event of the command."""
+        """Add an event from the service's stream: the start of the command, or its output."""
         if event.start is not None and not self._began:
             self._began = True
             if self._on_event is not None:
@@ -38,24 +41,26 @@ class OutputCollector:
                     self.add_output(stream, data)
 
     def add_output(self, stream: int, data: bytes) -> None:
-        """Add output of the command. `stream`: 1 for stdout, 2 for stderr."""
+        """Add output of the command. `stream` is 1 for stdout and 2 for stderr."""
         if self._on_event is not None:
             self._on_event(OutputChunk(stream, data))
         self._output.add(data)
 
     def mark_incomplete(self) -> None:
-        """Mark the output as incomplete, after a broken connection."""
+        """Note that output was lost because a connection broke; the result is then marked as truncated."""
         self._incomplete = True
 
     def ended(self, ended: m.Ended) -> ExecResult:
-        """Return the result for the last event. For a signal, services return -1 and name it in the status text."""
+        """Build the result of a command from the event of its end.
+
+        For a command killed by a signal, services send -1 and a status text; the result has 128 + signal."""
         code = ended.exit_code
         if code < 0:
             code = next((number for text, number in _SIGNALS.items() if text in ended.status), 137)
         return self.result(code)
 
     def result(self, code: int, *, timed_out: bool = False) -> ExecResult:
-        """Return the result with the output collected so far."""
+        """Build the result of a command with exit code `code` and the output collected so far."""
         return ExecResult(
             exit_code=code,
             output=self._output.value(),
@@ -66,20 +71,24 @@ class OutputCollector:
 
 
 def result_of_error(error: RpcError, collector: OutputCollector) -> ExecResult | None:
-    """Return the result of a command that the service reports as an error; None for a real error."""
+    """Return the result of a command whose failure the service reports as an RPC error.
+
+    A passed deadline gives `timed_out` and exit code 137; a program that cannot be started gives 126 or 127. Returns
+    None for any other error."""
     if error.code is Code.DEADLINE_EXCEEDED:
         return collector.result(137, timed_out=True)
     text = error.message
     if error.code is not Code.INVALID_ARGUMENT or not ("starting process" in text or text.startswith("cwd ")):
         return None
     collector.add_output(2, f"{text}\n".encode())
-    missing = any(text in text for text in _NOT_FOUND) and not text.startswith("cwd ")
+    missing = any(reason in text for reason in _NOT_FOUND) and not text.startswith("cwd ")
     return collector.result(127 if missing else 126)
 
 
 async def check_links(client: MachineClient, name: str, max_bytes: int) -> str:
-    """Return the absolute path of a regular file below the working directory. Raises `RpcError` if a part of the path
-    is a link, or the file is larger than `max_bytes`."""
+    """Return the absolute path of a regular file, after checking that no part of its path is a link.
+
+    `name` is relative to the working directory. Raises `RpcError` for a link, a folder, or a file over `max_bytes`."""
     path = PurePosixPath(client.config.workdir)
     parts = PurePosixPath(name).parts
     for number, part in enumerate(parts, 1):
@@ -101,5 +110,5 @@ async def check_links(client: MachineClient, name: str, max_bytes: int) -> str:
 
 
 async def kill_all(machine: Machine) -> None:
-    """Kill all processes of the machine's user."""
+    """Kill all processes of the machine's default user."""
     await machine.exec(["sh", "-c", "kill -9 -1"], key=f"freeze-{secrets.token_hex(8)}", deadline_s=20.0)

@@ -1,8 +1,8 @@
-"""Files in a sandbox, at any path.
+"""Read, write and list files at any path of a sandbox.
 
-`Machine.read` and `write` are limited to the working directory, E2B's paths are not. So other paths are accessed by
-small shell programs in the machine, for any POSIX shell with `stat`, `find` and `cat` of coreutils or busybox. They run
-as the requesting user, so the machine decides about access. Their output is untrusted and validated.
+`Machine.read` and `write` reach only the working directory, but clients of E2B may name any path. For other paths,
+small shell programs run in the machine. They need a POSIX shell with `stat`, `find` and `cat` of coreutils or busybox.
+They run as the requesting user, so the machine decides about access. Their output is untrusted and validated.
 """
 
 from __future__ import annotations
@@ -50,14 +50,9 @@ _MKDIR = '[ -d "$1" ] && exit 48; [ -e "$1" ] && exit 47; exec mkdir -p -- "$1"'
 _REMOVE = 'exec rm -rf -- "$1"'
 _MOVE = '[ -e "$1" ] || [ -L "$1" ] || exit 44; mkdir -p -- "$(dirname -- "$2")" && exec mv -f -T -- "$1" "$2"'
 PROGRAMS: Final = {
-    "e_stat": _STAT,
-    "e_list": _LIST,
-    "e_read": _READ,
-    "e_write": _WRITE,
-    "e_mkdir": _MKDIR,
-    "e_remove": _REMOVE,
+    "e_stat": _STAT, "e_list": _LIST, "e_read": _READ, "e_write": _WRITE, "e_mkdir": _MKDIR, "e_remove": _REMOVE,
     "e_move": _MOVE,
-}
+}  # fmt: skip
 _READ_ONLY = {"e_stat", "e_list", "e_read"}
 _EXIT_CODES = {
     44: (Code.NOT_FOUND, "{} does not exist"),
@@ -70,7 +65,9 @@ _EXIT_CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """An entry of a folder, with its inode and modification time to detect changes."""
+    """A file, folder or link found in a sandbox.
+
+    `inode` and `changed` (the time of the last modification, as text) let a later listing detect changes."""
 
     entry: m.Entry
     inode: str
@@ -78,18 +75,22 @@ class Found:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder, or a link to one."""
+        """Whether the entry is a folder or a link to one."""
         return self.entry.type == "FILE_TYPE_DIRECTORY"
 
 
 class Files:
-    """The file system of a machine, accessed as one of its users. Its methods raise `RpcError`."""
+    """The file system of one machine, accessed as one of its users ("" is the default user).
+
+    Reads are limited to `max_bytes`. All methods raise `RpcError`, for example for a missing file."""
 
     def __init__(self, machine: Machine, shells: Shells, *, user: str = "", max_bytes: int) -> None:
         self._machine, self._shells, self._user, self._max_bytes = machine, shells, user, max_bytes
 
     async def read(self, path: str, *, exactly: bool = False, max_bytes: int | None = None) -> bytes:
-        """Read a file. `exactly`: as `Machine.read`, which follows no links."""
+        """Return the content of a file of at most `max_bytes`.
+
+        With `exactly` it reads as `Machine.read`: only in the working directory, and without following links."""
         limit = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         if exactly or self._is_relative(path):
             try:
@@ -106,7 +107,9 @@ class Files:
         return await self._run("e_read", path, max_bytes=limit)
 
     async def write(self, path: str, data: bytes, *, exactly: bool = False) -> None:
-        """Create or replace a file, and create its parent folders. `exactly`: as `Machine.write`."""
+        """Create or replace a file, and create its parent folders.
+
+        With `exactly` it writes as `Machine.write`: only in the working directory, and without following links."""
         if exactly or self._is_relative(path):
             try:
                 return await self._machine.write(path, data)
@@ -119,18 +122,18 @@ class Files:
         await self._run("e_write", path, stdin=data)
 
     async def stat(self, path: str) -> Found:
-        """Return one entry."""
+        """Return the file, folder or link at `path`."""
         found = list((await self._listed("e_stat", path)).values())
         if len(found) != 1:
             raise _unreadable(f"{len(found)} entries for {path}")
         return found[0]
 
     async def entries(self, path: str, depth: int) -> list[m.Entry]:
-        """List a folder, `depth` levels deep."""
+        """Return the entries below a folder, down to `depth` levels."""
         return [found.entry for found in (await self.tree(path, depth)).values()]
 
     async def tree(self, path: str, depth: int) -> Mapping[str, Found]:
-        """List a folder, `depth` levels deep, by names relative to it."""
+        """Return the entries below a folder, down to `depth` levels (1 to 64), by path relative to that folder."""
         found = await self._listed("e_list", path, str(max(1, min(depth, 64))))
         if not all(name.startswith("/") for name in found):
             raise _unreadable("a path that is not absolute")
@@ -138,16 +141,16 @@ class Files:
         return {posixpath.relpath(name, here): found[name] for name in sorted(found)}
 
     async def make_dir(self, path: str) -> m.Entry:
-        """Create a folder and its parents."""
+        """Create a folder and its parents, and return its entry."""
         await self._run("e_mkdir", path)
         return (await self.stat(path)).entry
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a folder. Does nothing if it does not exist."""
+        """Remove a file, or a folder with its content. Does nothing if it does not exist."""
         await self._run("e_remove", path)
 
     async def move(self, source: str, destination: str) -> m.Entry:
-        """Move a file or a folder. Returns the new entry."""
+        """Move a file or folder to the path `destination`, and return its new entry."""
         await self._run("e_move", source, destination)
         return (await self.stat(destination)).entry
 
@@ -245,7 +248,10 @@ def _plain(path: str) -> str:
 
 
 def entry_of(path: str, line: str, target: str, link: str) -> Found | None:
-    """Parse the output of a program for one path; None if it was deleted meanwhile. Raises `ValueError`.
+    """Parse what the shell programs print about one path.
+
+    `line` is the output of `stat` for the path itself, `target` the mode in hex of what it leads to, `link` the target
+    of a symbolic link. Returns None if the file was deleted meanwhile (an empty `line`). Raises `ValueError`.
 
     >>> found = entry_of("/a/b", "81a4 5 1000 me us 77 1700000000 2023-11-14 22:13:20.0 +0000\\n", "81a4\\n", "")
     >>> found.entry.type, found.entry.size, found.entry.permissions

@@ -1,4 +1,7 @@
-"""Watch folders by polling. A rename is reported as a removal and a creation."""
+"""Watch folders for changes by listing them again and again.
+
+A rename is reported as a removal and a creation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ ListFolder = Callable[[], Awaitable[Mapping[str, Found]]]
 
 
 def changes(before: Mapping[str, Found], after: Mapping[str, Found], *, include_entry: bool) -> list[m.Change]:
-    """Return the changes between two listings of a folder. Names are relative to it.
+    """Return the changes between two listings of a folder, which map relative paths to entries.
+
+    With `include_entry`, a change contains the new entry.
 
     >>> changes({}, {}, include_entry=False)
     []
@@ -41,7 +46,9 @@ def changes(before: Mapping[str, Found], after: Mapping[str, Found], *, include_
 
 
 class FolderWatcher:
-    """Watches a folder. `list_folder`: returns its current listing."""
+    """A watched folder: compares its current listing with the previous one.
+
+    `list_folder` is awaited for each listing. With `include_entry`, a change contains the new entry."""
 
     def __init__(self, list_folder: ListFolder, *, include_entry: bool) -> None:
         self._list_folder, self._include_entry = list_folder, include_entry
@@ -58,13 +65,13 @@ class FolderWatcher:
 
 
 class FolderWatchers:
-    """The watchers of one sandbox by id, for clients that poll."""
+    """The watchers of one sandbox, by id. Clients poll them for changes."""
 
     def __init__(self) -> None:
         self._watchers: dict[str, FolderWatcher] = {}
 
     def add(self, watcher: FolderWatcher) -> str:
-        """Add a watcher. Returns its id. Raises `RpcError` if there are too many."""
+        """Add a watcher and return its new id. Raises `RpcError` if the sandbox has too many."""
         if len(self._watchers) >= _MAX_WATCHES:
             raise RpcError(
                 Code.RESOURCE_EXHAUSTED, f"{len(self._watchers)} folders are watched already", hint="remove a watcher"
@@ -74,12 +81,12 @@ class FolderWatchers:
         return watcher_id
 
     def get(self, watcher_id: str) -> FolderWatcher:
-        """Return a watcher. Raises `RpcError` if the id is unknown."""
+        """Return the watcher with this id. Raises `RpcError` if there is none."""
         if watcher_id not in self._watchers:
             raise RpcError(Code.NOT_FOUND, f"no watcher {watcher_id[:40]!r}")
         return self._watchers[watcher_id]
 
     def remove(self, watcher_id: str) -> None:
-        """Remove a watcher. Raises `RpcError` if the id is unknown."""
+        """Remove the watcher with this id. Raises `RpcError` if there is none."""
         self.get(watcher_id)
         del self._watchers[watcher_id]

@@ -1,7 +1,7 @@
 """HTTP client of a service with E2B's API: retries, deadlines, clear errors.
 
-A request is retried if the service says so, or cannot have received it. Otherwise only idempotent requests
-(`idempotent=True`) are retried: reads, deletions, and creations with an idempotency key.
+A request is retried if the service says so or cannot have received it. In other cases only idempotent requests are
+retried: reads, deletions, and creations with an idempotency key.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _MAX_ANSWER = 64 << 20
 
 @dataclass(frozen=True)
 class Reply:
-    """The response of a service."""
+    """The response of a service: HTTP status and complete body."""
 
     status: int
     body: bytes
 
     @property
     def message(self) -> str:
-        """The error message in the body."""
+        """Error message in the body."""
         return connect.error_of_response(self.status, self.body).message
 
     def read(self, kind: type[T]) -> T:
-        """Decode the body as a message. Raises `MachineError` if it is invalid."""
+        """Decode the JSON body to an object of type `kind`. Raises `MachineError` if it is invalid."""
         try:
             return msgspec.json.decode(self.body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -50,7 +50,9 @@ class Reply:
 
 
 class HttpClient:
-    """Connections to a service. Use it from one event loop. `tries`: the most attempts of a request."""
+    """The HTTP connections to one service, for use in one event loop.
+
+    `tries` is the largest number of attempts for a request."""
 
     def __init__(self, *, tries: int) -> None:
         self._tries = tries
@@ -76,12 +78,11 @@ class HttpClient:
         idempotent: bool = True,
         max_bytes: int = _MAX_ANSWER,
     ) -> Reply:
-        """Send a request, with retries.
+        """Send a request, if necessary several times, and return the response, whatever its status.
 
-        `what`: the purpose of the request, for errors. `idempotent`: whether to retry it if the service may have
-        received it. `max_bytes`: limit of the response body. Raises `MachineError` if the service cannot be reached
-        within the deadline, `ValueError` for a larger response.
-        """
+        `what` names the purpose of the request in errors. `deadline_s` covers all attempts. `idempotent` says that the
+        request may be sent again even if the service may have received it. Raises `MachineError` if the service does
+        not respond within the deadline, `ValueError` if the response body is larger than `max_bytes`."""
         end = time.monotonic() + deadline_s
         for attempt in range(self._tries):
             last = attempt + 1 == self._tries
@@ -136,8 +137,10 @@ class HttpClient:
     async def stream(
         self, url: str, message: object, kind: type[T], *, deadline_s: float, headers: Mapping[str, str]
     ) -> AsyncIterator[AsyncIterator[T]]:
-        """Send a streaming request; yields an iterator of its messages. Raises `RpcError`, with code UNAVAILABLE and
-        hint "unsent" if the service cannot have received it."""
+        """Send a message and yield an iterator over the messages of the response stream.
+
+        Each message is decoded to type `kind`. The connection is closed at the end of the `with` block. Raises
+        `RpcError`; code UNAVAILABLE with hint "unsent" means that the service cannot have received the request."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 10.0))
         headers = {**headers, "content-type": connect.STREAM, "connect-protocol-version": "1"}
         body = io.BytesIO(connect.envelope(message))
@@ -172,7 +175,7 @@ def _unreachable(url: str, what: str, error: Exception) -> MachineError:
 
 
 def deadline_error(url: str, what: str, deadline_s: float) -> MachineError:
-    """The error for a request without a response in time."""
+    """Build the error for a request without a response in time. `what` is the purpose of the request."""
     what = f"{_origin(url)} did not respond within {deadline_s:g} s: {what}"
     return MachineError(what, hint="it may hang or be overloaded: see its log")
 

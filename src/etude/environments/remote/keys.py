@@ -32,7 +32,11 @@ _MINUTE_S = 60.0
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An API key and its quota."""
+    """An API key and the limits of the account that it belongs to.
+
+    `max_live` counts sandboxes at the same time, including paused ones. `max_lifetime_s` limits the seconds that one
+    sandbox lives, including all renewals of its lease. `max_state_mib` limits its paused sandboxes and named snapshots.
+    """
 
     key: str
     max_live: int = 16
@@ -42,7 +46,9 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Account:
-    """An account: its name, its quota, and what it uses of it."""
+    """One user of the server: name, quota, and how much of the quota is in use.
+
+    `clock` returns seconds, for the limit of creations per minute."""
 
     def __init__(self, name: str, quota: Quota, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.quota, self._clock = name, quota, clock
@@ -50,7 +56,7 @@ class Account:
         self._creations: deque[float] = deque()
 
     def add_live(self, n: int = 1) -> None:
-        """Count n more sandboxes. Raises `ApiError` (429) over the quota."""
+        """Count `n` new sandboxes. Raises `ApiError` (429) and counts none if the quota does not allow them."""
         now = self._clock()
         while self._creations and self._creations[0] <= now - _MINUTE_S:
             self._creations.popleft()
@@ -68,11 +74,13 @@ class Account:
         self._creations.extend([now] * n)
 
     def remove_live(self, n: int = 1) -> None:
-        """Count n sandboxes that have ended."""
+        """Stop counting `n` sandboxes, which have ended."""
         self.num_live -= n
 
     def add_state_bytes(self, n: int) -> None:
-        """Count n bytes of a held state. Raises `ApiError` (429) over the quota."""
+        """Count `n` bytes of a stored state (a paused sandbox or a named snapshot).
+
+        Raises `ApiError` (429) and counts none if the quota does not allow them."""
         limit = self.quota.max_state_mib << 20
         if self.num_state_bytes + n > limit:
             facts = f"{n} bytes more than {self.num_state_bytes}, of {limit}"
@@ -81,12 +89,14 @@ class Account:
         self.num_state_bytes += n
 
     def remove_state_bytes(self, n: int) -> None:
-        """Count n bytes of a state that was released."""
+        """Stop counting `n` bytes of a stored state, which was released."""
         self.num_state_bytes -= n
 
 
 class Keyring:
-    """All accounts of a server. Raises `ConfigError` for weak or duplicate keys."""
+    """The accounts of a server, found by API key.
+
+    `quotas` maps account names to keys and limits. Raises `ConfigError` if there is none, or for weak or equal keys."""
 
     def __init__(self, quotas: Mapping[str, Quota], *, clock: Callable[[], float] = time.monotonic) -> None:
         if not quotas:
@@ -104,7 +114,9 @@ class Keyring:
 
     @staticmethod
     def read(path: Path) -> Keyring:
-        """Read the keys from a file. Raises `ConfigError` if it is invalid or other users have access to it."""
+        """Read a TOML file of API keys.
+
+        Raises `ConfigError` if the file is invalid, or if users other than its owner have access to it."""
         try:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(f"{path} has keys and other users have access to it", hint=f"chmod 600 {path}")
@@ -116,11 +128,11 @@ class Keyring:
             raise ConfigError(f"{path} is not a valid file of keys", str(error), hint=hint) from None
 
     def secrets(self) -> list[bytes]:
-        """Return all API keys. Together they seal exported snapshots."""
+        """Return all API keys as bytes. A secret derived from all of them seals exported snapshots."""
         return [key for key, _ in self._accounts]
 
     def account(self, given: str) -> Account | None:
-        """Return the account of a key, None if it is unknown. Compares in constant time."""
+        """Return the account with the API key `given`, or None if the key is unknown. Compares in constant time."""
         found, data = None, given.encode("utf-8", "replace")
         for key, account in self._accounts:
             if hmac.compare_digest(key, data):

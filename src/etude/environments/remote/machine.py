@@ -1,4 +1,4 @@
-"""A `Machine` at a remote service: commands, files, snapshots."""
+"""A `Machine` that is a sandbox of a remote service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UPLOAD = 8 << 20  # of files, in one call
 
 
 class MachineOwner(Protocol):
-    """The methods of the runtime that its machines call."""
+    """The methods of `RemoteRuntime` that its machines call; `machine_id` names the machine at the service."""
 
     async def take_snapshot(self, machine_id: str, name: str | None) -> str | None: ...
     async def freeze(self, machine_id: str) -> None: ...
@@ -28,7 +28,7 @@ class MachineOwner(Protocol):
 
 
 class RemoteMachine:
-    """One machine at a remote service."""
+    """One sandbox of a remote service, with the methods of `Machine`. `RemoteRuntime.fork` makes it."""
 
     def __init__(self, client: MachineClient, owner: MachineOwner) -> None:
         self.id = client.id
@@ -40,7 +40,9 @@ class RemoteMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """See `Machine.exec`. Cancelling the call does not stop the command: call again with the same key."""
+        """Run a command once and return its result, as `Machine.exec` does.
+
+        Cancelling this call does not stop the command. Another call with the same `key` returns the same result."""
         return await self._commands.run_once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
@@ -53,7 +55,6 @@ class RemoteMachine:
     # files
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """See `Machine.read`."""
         self._require_open()
         check_max_bytes(max_bytes)
         name = name_of(path)
@@ -85,11 +86,10 @@ class RemoteMachine:
         )
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Machine.write`."""
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Write many files with few requests."""
+        """Write files, given by path, with as few requests as possible. Raises what `write` raises."""
         self._require_open()
         batch: dict[str, bytes] = {}
         for path, data in files.items():
@@ -120,14 +120,15 @@ class RemoteMachine:
     # states
 
     async def freeze(self) -> None:
-        """See `Machine.freeze`, and `RuntimeInfo.notes` for external services."""
+        """Stop all processes for good, so that files do not change any more.
+
+        On services other than etude's, this kills the processes of the default user only."""
         self._require_open()
         if not self._frozen:
             await (self._owner.freeze(self.id) if self._client.is_etude else kill_all(self))
             self._frozen = True
 
     async def snapshot(self) -> str:
-        """See `Machine.snapshot`."""
         self._require_open()
         snapshot_id = await self._owner.take_snapshot(self.id, None)
         if snapshot_id is None:
@@ -135,11 +136,10 @@ class RemoteMachine:
         return snapshot_id
 
     async def take_snapshot(self, name: str) -> str | None:
-        """Take a named snapshot. Returns its id; None if the service has no snapshots."""
+        """Take a snapshot named `name` and return its id, or None if the service has no snapshots."""
         return await self._owner.take_snapshot(self.id, name)
 
     async def close(self) -> None:
-        """See `Machine.close`."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._owner.end(self.id))
         await asyncio.shield(self._closing)
@@ -153,5 +153,7 @@ _GONE = "the machine or its server has ended: fork another one"
 
 
 def name_of(path: str) -> str:
-    """Normalize a path. Raises `ValueError` if it leaves the working directory or is not UTF-8."""
+    """Return `path` in its normal form, relative to the working directory.
+
+    Raises `ValueError` if it leaves the working directory or is not UTF-8."""
     return encode_path(path).decode()

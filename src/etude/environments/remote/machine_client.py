@@ -1,4 +1,4 @@
-"""Client of one sandbox: RPC calls, streams of events, files. Raises `RpcError` and `MachineError`."""
+"""Client of one sandbox: RPC calls, event streams, file transfers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ _PORT = "49983"
 
 
 class MachineClient:
-    """The connection to one sandbox: its URL, its headers, its settings."""
+    """The connection to one sandbox of a service.
+
+    `url` is where the sandbox is reached, `created` the service's response to its creation. `is_etude` says whether the
+    service is etude's server. Raises `RpcError` for errors of the sandbox, `MachineError` if it cannot be reached."""
 
     def __init__(
         self, client: HttpClient, url: str, created: m.Sandbox, config: ClientConfig, *, is_etude: bool
     ) -> None:
-        self._client, self.url, self.id, self.config, self.is_etude = (
-            client,
-            url.rstrip("/"),
-            created.sandbox_id,
-            config,
-            is_etude,
-        )
+        self._client, self.url, self.id = client, url.rstrip("/"), created.sandbox_id
+        self.config, self.is_etude = config, is_etude
         self._headers = {"e2b-sandbox-id": created.sandbox_id, "e2b-sandbox-port": _PORT}
         if created.envd_access_token:
             self._headers["x-access-token"] = created.envd_access_token
 
     async def unary(self, method: str, message: object, kind: type[T], *, user: str = "", idempotent: bool = True) -> T:
-        """Call an RPC with a single response. `idempotent`: retry it if the connection breaks."""
+        """Call an RPC that has one response, and return it as an object of type `kind`.
+
+        `method` is the RPC's path, such as "process.Process/List". `user` is the machine user that it acts as; "" is
+        the default. `idempotent` allows a retry if the connection breaks."""
         reply = await self._client.request(
             "POST",
             f"{self.url}/{method}",
@@ -56,7 +57,10 @@ class MachineClient:
     async def stream(
         self, method: str, message: object, *, user: str, deadline_s: float, timeout_ms: int | None
     ) -> AsyncIterator[AsyncIterator[m.ProcessEvent]]:
-        """Call an RPC that streams the events of a command."""
+        """Start or join a command, and yield an iterator over its events.
+
+        `method` is the path of the RPC and `message` its request. `deadline_s` limits the whole stream on this side,
+        `timeout_ms` on the service's side (None: no limit). The connection is closed at the end of the `with` block."""
         headers = {**self._as(user), "keepalive-ping-interval": "20"}
         if timeout_ms is not None:
             headers[connect.TIMEOUT] = str(timeout_ms)
@@ -65,7 +69,7 @@ class MachineClient:
             yield events
 
     async def download(self, path: str, *, headers: Mapping[str, str], max_bytes: int) -> Reply:
-        """Download a file. Raises `ValueError` if it is larger than `max_bytes`."""
+        """Request a file; the caller checks the status. Raises `ValueError` if it exceeds `max_bytes`."""
         return await self._client.request(
             "GET",
             f"{self.url}/files?path={quote(path, safe='')}",
@@ -76,7 +80,7 @@ class MachineClient:
         )
 
     async def upload(self, files: Mapping[str, bytes], *, headers: Mapping[str, str]) -> Reply:
-        """Upload files as a multipart form, which all services accept."""
+        """Send files, given by path, as one multipart form, and return the response. `files` must not be empty."""
         border = f"etude-{secrets.token_hex(16)}"
         parts = [
             b'--%b\r\ncontent-disposition: form-data; name="file"; filename="%b"\r\n'

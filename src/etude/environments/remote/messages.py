@@ -1,7 +1,7 @@
 """The messages of E2B's HTTP API that etude supports: REST for sandboxes, RPC for processes and files.
 
 The names on the wire are E2B's. Unknown fields are ignored in requests and responses. Fields named `etude` and the
-class `Exact` are extensions between etude's client and server. Written from the published behaviour of E2B's API.
+class `Exact` are extensions that only etude's client and server use. Written from the published behaviour of E2B's API.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Base of the RPC messages, with protobuf's JSON names."""
+    """Base class of the RPC messages; sets the field names of protobuf's JSON format."""
 
 
 # processes
 
 
 class Config(Message, frozen=True, kw_only=True):
-    """The command line, environment and working directory of a process."""
+    """What a process runs: program `cmd`, its arguments, environment variables and working directory."""
 
     cmd: str = ""
     args: list[str] = []
@@ -26,21 +26,24 @@ class Config(Message, frozen=True, kw_only=True):
 
 
 class Size(Message, frozen=True, kw_only=True):
-    """The size of a terminal."""
+    """Size of a terminal in columns and rows of characters."""
 
     cols: int = 0
     rows: int = 0
 
 
 class Terminal(Message, frozen=True, kw_only=True):
-    """A terminal for a process."""
+    """The terminal that a process is to run in."""
 
     size: Size = Size()
 
 
 class Exact(Message, frozen=True, kw_only=True):
-    """Extension of etude: the arguments of `Machine.exec`, and where to continue a broken stream. `tell`: send output
-    while the command runs, too."""
+    """Extension of etude: arguments of `Machine.exec` that E2B's `Start` request lacks.
+
+    `key` names the command, so that a repeated request does not run it twice. `output_bytes` limits the output kept for
+    the result. With `tell`, output is also sent while the command runs. `after` is the number of events that the client
+    has received already; the stream continues there."""
 
     key: str
     deadline_ms: int
@@ -50,7 +53,9 @@ class Exact(Message, frozen=True, kw_only=True):
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """Request: run a command."""
+    """Request of the RPC Start: run a command.
+
+    `pty` runs it in a terminal. `tag` is a name by which other requests find it. `stdin` False: no standard input."""
 
     process: Config = Config()
     pty: Terminal | None = None
@@ -60,7 +65,7 @@ class Start(Message, frozen=True, kw_only=True):
 
 
 class Selector(Message, frozen=True, kw_only=True):
-    """Selects a running process by pid or tag."""
+    """Names a running process, by process id or by tag."""
 
     pid: int | None = None
     tag: str | None = None
@@ -73,14 +78,17 @@ class Selected(Message, frozen=True, kw_only=True):
 
 
 class Input(Message, frozen=True, kw_only=True):
-    """Input for a process, through a pipe or a terminal."""
+    """Bytes for a process: `stdin` for its standard input, `pty` for its terminal."""
 
     stdin: bytes | None = None
     pty: bytes | None = None
 
 
 class SendInput(Message, frozen=True, kw_only=True):
-    """Request: send input. `etude_offset` (extension): position of these bytes; received bytes are not sent twice."""
+    """Request of the RPC SendInput: send bytes to a process.
+
+    `etude_offset` (extension) is the position of these bytes in the whole input. After a broken connection, bytes that
+    the process has received are skipped."""
 
     process: Selector = Selector()
     input: Input = Input()
@@ -88,34 +96,34 @@ class SendInput(Message, frozen=True, kw_only=True):
 
 
 class InputData(Message, frozen=True, kw_only=True):
-    """A piece of input in a stream."""
+    """A later message of the RPC StreamInput: bytes for the process."""
 
     input: Input = Input()
 
 
 class StreamInput(Message, frozen=True, kw_only=True):
-    """Message of an input stream: the first has the process, the others its input."""
+    """One message of the request stream of StreamInput: `start` names the process, later ones have `data`."""
 
     start: Selected | None = None
     data: InputData | None = None
 
 
 class SendSignal(Message, frozen=True, kw_only=True):
-    """Request: send a signal to a process."""
+    """Request of the RPC SendSignal: send a signal, by protobuf name or number, to a process."""
 
     process: Selector = Selector()
     signal: str | int = "SIGNAL_UNSPECIFIED"
 
 
 class Update(Message, frozen=True, kw_only=True):
-    """Request: resize the terminal of a process."""
+    """Request of the RPC Update: resize the terminal of a process."""
 
     process: Selector = Selector()
     pty: Terminal | None = None
 
 
 class ProcessInfo(Message, frozen=True, kw_only=True):
-    """A running process."""
+    """A running process in the response of the RPC List."""
 
     config: Config
     pid: int
@@ -123,19 +131,19 @@ class ProcessInfo(Message, frozen=True, kw_only=True):
 
 
 class ProcessList(Message, frozen=True, kw_only=True):
-    """Response: all running processes."""
+    """Response of the RPC List: all running processes."""
 
     processes: list[ProcessInfo] = []
 
 
 class Began(Message, frozen=True, kw_only=True):
-    """Event: the process was started."""
+    """Event: a process was started; 0 if its process id is not known."""
 
     pid: int = 0
 
 
 class Output(Message, frozen=True, kw_only=True):
-    """Event: output of the process."""
+    """Event: a process has written bytes; the field says where to."""
 
     stdout: bytes | None = None
     stderr: bytes | None = None
@@ -143,7 +151,7 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 class Outcome(Message, frozen=True, kw_only=True):
-    """Extension of etude: `ExecResult` without the exit code, for requests with `Exact`."""
+    """Extension of etude: the fields of `ExecResult` that E2B's end event lacks, for requests with `Exact`."""
 
     output: bytes = b""
     timed_out: bool = False
@@ -152,7 +160,10 @@ class Outcome(Message, frozen=True, kw_only=True):
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """Event: the process has ended."""
+    """Event: a process has ended.
+
+    On E2B, `exited` is false if a signal ended it. `status` describes the end, for example "exit status 1"; `error` is
+    the same text for an exit code other than 0."""
 
     exit_code: int = 0
     exited: bool = False
@@ -162,7 +173,7 @@ class Ended(Message, frozen=True, kw_only=True):
 
 
 class Event(Message, frozen=True, kw_only=True):
-    """An event of a process; exactly one field is set."""
+    """An event of a process; exactly one field is set. `keepalive` only keeps the connection open."""
 
     start: Began | None = None
     data: Output | None = None
@@ -180,7 +191,11 @@ class ProcessEvent(Message, frozen=True, kw_only=True):
 
 
 class Entry(Message, frozen=True, kw_only=True):
-    """A file, folder or link."""
+    """A file, folder or link of a sandbox.
+
+    `type` is a name such as "FILE_TYPE_FILE"; for a link it is the type of what it leads to. `size` is in bytes, as
+    text, since protobuf's JSON has 64-bit numbers as text. `mode` has the permission bits, and `permissions` the same
+    as "-rw-r--r--". `modified_time` is in RFC 3339."""
 
     name: str = ""
     type: str = "FILE_TYPE_UNSPECIFIED"
@@ -208,27 +223,29 @@ class Path(Message, frozen=True, kw_only=True):
 
 
 class Move(Message, frozen=True, kw_only=True):
-    """Request: move a file or folder."""
+    """Request of the RPC Move: move a file or folder from path `source` to path `destination`."""
 
     source: str = ""
     destination: str = ""
 
 
 class ListDir(Message, frozen=True, kw_only=True):
-    """Request: list a folder, `depth` levels deep (0: one level)."""
+    """Request of the RPC ListDir: list a folder, `depth` levels deep (0 counts as 1)."""
 
     path: str = ""
     depth: int = 0
 
 
 class Entries(Message, frozen=True, kw_only=True):
-    """Response: the entries of a folder."""
+    """Response of the RPC ListDir: the entries of a folder."""
 
     entries: list[Entry] = []
 
 
 class Watch(Message, frozen=True, kw_only=True):
-    """Request: watch a folder."""
+    """Request of the RPCs WatchDir and CreateWatcher: watch a folder, with `recursive` also the folders below it.
+
+    With `include_entry`, a change contains the new entry."""
 
     path: str = ""
     recursive: bool = False
@@ -236,7 +253,7 @@ class Watch(Message, frozen=True, kw_only=True):
 
 
 class Change(Message, frozen=True, kw_only=True):
-    """A change in a watched folder."""
+    """A change in a watched folder: the path relative to it, a type such as "EVENT_TYPE_CREATE", and the new entry."""
 
     name: str = ""
     type: str = "EVENT_TYPE_UNSPECIFIED"
@@ -244,7 +261,7 @@ class Change(Message, frozen=True, kw_only=True):
 
 
 class Watched(Message, frozen=True, kw_only=True):
-    """Message of the response stream of WatchDir."""
+    """One message of the response stream of the RPC WatchDir: the start, a change, or a keepalive."""
 
     start: dict[str, str] | None = None
     filesystem: Change | None = None
@@ -252,13 +269,13 @@ class Watched(Message, frozen=True, kw_only=True):
 
 
 class Watcher(Message, frozen=True, kw_only=True):
-    """The id of a watcher that the client polls."""
+    """Id of a watcher: response of CreateWatcher, request of GetWatcherEvents and RemoveWatcher."""
 
     watcher_id: str = ""
 
 
 class Changes(Message, frozen=True, kw_only=True):
-    """Response: the changes since the last poll."""
+    """Response of the RPC GetWatcherEvents: the changes since the last call."""
 
     events: list[Change] = []
 
@@ -267,11 +284,14 @@ class Changes(Message, frozen=True, kw_only=True):
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of the REST messages. Their names are not regular, so each field has its own."""
+    """Base class of the REST messages. E2B's names for their fields are not regular, so each field has its own."""
 
 
 class NewSandbox(Resource, frozen=True, kw_only=True):
-    """Request: create a sandbox from a template or a snapshot."""
+    """Request: create a sandbox from the template or snapshot `template_id`, with a lease of `timeout` seconds.
+
+    With `auto_pause` the sandbox is paused, not ended, when its lease ends. `metadata` are the client's own labels, and
+    `env_vars` environment variables of all its commands. The server refuses the other fields."""
 
     template_id: str = msgspec.field(name="templateID")
     timeout: int = 300  # seconds
@@ -285,34 +305,38 @@ class NewSandbox(Resource, frozen=True, kw_only=True):
 
 
 class Lease(Resource, frozen=True, kw_only=True):
-    """Request: set the lease to `timeout` seconds from now. Also the request of Connect and Resume."""
+    """Request: set the lease of a sandbox to `timeout` seconds from now. Also the request of Connect and Resume."""
 
     timeout: int = 300
     memory: bool | None = None
 
 
 class Refresh(Resource, frozen=True, kw_only=True):
-    """Request: extend the lease to at least `duration` seconds from now."""
+    """Request: extend the lease of a sandbox to at least `duration` seconds from now."""
 
     duration: int = 60
 
 
 class Fork(Resource, frozen=True, kw_only=True):
-    """Request: create `count` sandboxes from a running one."""
+    """Request: create `count` sandboxes with the state of a running one, each with a lease of `timeout` seconds."""
 
     timeout: int = 15
     count: int = 1
 
 
 class Pause(Resource, frozen=True, kw_only=True):
-    """Request: pause a sandbox. Also the request of Snapshot, with an optional name."""
+    """Request: pause a sandbox. Also the request for a snapshot, with an optional name.
+
+    `memory` asks to store the memory as well as the files."""
 
     memory: bool | None = None
     name: str | None = None
 
 
 class Sandbox(Resource, frozen=True, kw_only=True):
-    """Response: a sandbox and how to connect to it."""
+    """Response: a sandbox and how to connect to it.
+
+    `envd_access_token` must be sent with each request to the sandbox. `domain`, if set, is the end of its host name."""
 
     sandbox_id: str = msgspec.field(name="sandboxID")
     template_id: str = msgspec.field(name="templateID", default="")
@@ -323,7 +347,9 @@ class Sandbox(Resource, frozen=True, kw_only=True):
 
 
 class SandboxDetail(Resource, frozen=True, kw_only=True, omit_defaults=False):
-    """Response: the details of a sandbox."""
+    """Response: the details of a sandbox.
+
+    `started_at` and `end_at` (the end of its lease) are times in ISO 8601. `state` is "running" or "paused"."""
 
     sandbox_id: str = msgspec.field(name="sandboxID")
     template_id: str = msgspec.field(name="templateID")
@@ -340,14 +366,14 @@ class SandboxDetail(Resource, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class SnapshotInfo(Resource, frozen=True, kw_only=True, omit_defaults=False):
-    """A snapshot that sandboxes can be created from."""
+    """A snapshot that sandboxes can be created from: its id and the names given to it."""
 
     snapshot_id: str = msgspec.field(name="snapshotID")
     names: list[str] = []
 
 
 class About(Resource, frozen=True, kw_only=True, omit_defaults=False):
-    """Extension of etude: the properties of the server's machines, as in `RuntimeInfo`."""
+    """Extension of etude: the fields of `RuntimeInfo`; `backend` is the name of the server's runtime."""
 
     backend: str
     isolation: str

@@ -13,7 +13,10 @@ _NAMES = re.compile(rb'(?i);[ \t]*(name|filename)="((?:[^"\\]|\\.)*)"')
 
 
 def parts(kind: str, body: bytes) -> list[tuple[str, bytes]]:
-    """Return the names and contents of the files in a form. `kind`: its content type. Raises `ApiError`.
+    """Return the (name, content) of each file in a multipart form.
+
+    `kind` is the form's content type, with its boundary. Parts that are not files are ignored. Raises `ApiError` (400)
+    if the form cannot be parsed or has no file.
 
     >>> head = b'--B\\r\\nContent-Disposition: form-data; name="file"; filename="/a/b.txt"\\r\\n\\r\\n'
     >>> parts("multipart/form-data; boundary=B", head + b"hi\\r\\n--B--\\r\\n")

@@ -26,7 +26,10 @@ _STDERR = 2
 
 
 class Log:
-    """The events of a command in order, with the last `max_bytes` of its output."""
+    """The events of one command, in order, for any number of readers.
+
+    When the events hold more than `max_bytes` of output, the oldest are dropped. The position of an event is its
+    number, counted from 0 and including dropped events."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes, self._first = max_bytes, 0, 0
@@ -35,7 +38,7 @@ class Log:
         self.ended = False
 
     def append(self, event: m.Event) -> None:
-        """Append an event, and drop the oldest ones over the limit."""
+        """Append an event, and drop the oldest events over the size limit."""
         self._events.append(event)
         self._bytes += _size(event)
         while self._bytes > self._max_bytes and len(self._events) > 1:
@@ -44,7 +47,7 @@ class Log:
         self._wake()
 
     def end(self) -> None:
-        """Mark the log as complete."""
+        """Mark the log as complete, so that readers stop at its end."""
         self.ended = True
         self._wake()
 
@@ -54,17 +57,20 @@ class Log:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size, including the result in the last event, which is not limited."""
+        """Approximate size in bytes, including the result in the last event, which the limit does not count."""
         end = self._events[-1].end if self._events else None
         return self._bytes + (len(end.etude.output) if end is not None and end.etude is not None else 0)
 
     @property
     def position(self) -> int:
-        """The position of the next event."""
+        """Position that the next event will have."""
         return self._first + len(self._events)
 
     async def read(self, at: int, *, every_s: float) -> AsyncIterator[m.Event]:
-        """Yield the events from position `at` on, and a keepalive event after `every_s` seconds without one."""
+        """Yield the events from position `at` on, waiting for new ones until the log is complete.
+
+        After `every_s` seconds without an event, a keepalive event is yielded. Raises `RpcError` (OUT_OF_RANGE) if the
+        next event was dropped already."""
         while True:
             if self.ended and at > self.position:  # the log was dropped and has only the recorded end
                 at = max(self.position - 1, self._first)
@@ -92,7 +98,7 @@ def _size(event: m.Event) -> int:
 
 
 class Input:
-    """The standard input of a command: a queue of pieces, and the number of bytes received so far."""
+    """The standard input of one command: a bounded queue that requests fill and the command empties."""
 
     def __init__(self) -> None:
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_INPUT)
@@ -100,8 +106,11 @@ class Input:
         self._lock = asyncio.Lock()
 
     async def add(self, data: bytes, offset: int | None) -> None:
-        """Add a piece. `offset`: its position in the input; bytes that were received before are skipped. Waits while
-        the queue is full."""
+        """Add bytes to the input; waits while the queue is full.
+
+        `offset` is the position of `data` in the whole input: bytes that were received before are skipped. None means
+        that it follows the bytes received so far. Raises `RpcError` if bytes before `offset` are missing or the input
+        is closed."""
         async with self._lock:
             if offset is not None:
                 if offset > self._received:
@@ -116,20 +125,20 @@ class Input:
                 self._received += len(data)
 
     async def close(self) -> None:
-        """Close the input. Idempotent."""
+        """Close the input, so that the command reads its end. Can be repeated."""
         async with self._lock:
             if not self._closed:
                 self._closed = True
                 await self._pieces.put(None)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the pieces for the command."""
+        """Yield the bytes as they arrive, until the input is closed."""
         while (piece := await self._pieces.get()) is not None:
             yield piece
 
 
 class Process:
-    """A running or ended command."""
+    """One command of a sandbox, running or ended; `Processes.start` makes it."""
 
     def __init__(self, spec: m.Start, *, user: str, log_bytes: int) -> None:
         self.spec, self.user, self.log = spec, user, Log(log_bytes)
@@ -142,11 +151,11 @@ class Process:
 
     @property
     def info(self) -> m.ProcessInfo:
-        """The entry of this process in a list."""
+        """The process as a message, for the list of running processes."""
         return m.ProcessInfo(config=self.spec.process, pid=self.pid or 0, tag=self.spec.tag)
 
     def on_event(self, event: ProcessStarted | OutputChunk) -> None:
-        """Append an event of `Machine.exec` to the log."""
+        """Append an event of `Machine.exec` to the log; `Machine.exec` calls this."""
         if isinstance(event, ProcessStarted):
             self.pid = event.pid
             self.log_start(event.pid)
@@ -159,8 +168,9 @@ class Process:
         self.log.append(m.Event(data=output))
 
     def finish(self, result: ExecResult) -> None:
-        """Append the result to the log. There is always a start event before it, even if the command could not be
-        started: E2B's clients need it."""
+        """Append the result of `Machine.exec` to the log.
+
+        E2B's clients need a start event before the result, so one is added if the command could not be started."""
         if not self.log.position and not self.exact and result.output:
             self.on_event(OutputChunk(_STDERR, result.output))
         self.log_start(0)
@@ -178,12 +188,15 @@ class Process:
         self.log.append(m.Event(end=ended))
 
     def log_start(self, pid: int) -> None:
-        """Append the start event, once."""
+        """Append the start event with process id `pid`, unless the log has events already."""
         if not self.log.position:
             self.log.append(m.Event(start=m.Began(pid=pid)))
 
     async def events(self, at: int, *, every_s: float) -> AsyncIterator[m.ProcessEvent]:
-        """Yield the messages of an event stream. Raises `RpcError` if the command could not be run."""
+        """Yield the events from position `at` on as messages of a response stream, until the command ends.
+
+        After `every_s` seconds without an event, a keepalive event is yielded. Raises `RpcError` if the command could
+        not be run."""
         async for event in self.log.read(at, every_s=every_s):
             yield m.ProcessEvent(event=event)
         if self.failure is not None:
@@ -191,7 +204,10 @@ class Process:
 
 
 class Processes:
-    """All processes of one sandbox."""
+    """All processes of one sandbox.
+
+    `env` has the environment variables of all commands, `max_running` limits concurrent commands, and `log_bytes`
+    limits the output kept for clients that reconnect."""
 
     def __init__(self, machine: Machine, env: Mapping[str, str], *, max_running: int, log_bytes: int) -> None:
         self._machine, self._env, self._max_running, self._log_bytes = machine, env, max_running, log_bytes
@@ -204,7 +220,10 @@ class Processes:
         return list(self._running.values())
 
     def start(self, spec: m.Start, *, user: str, deadline_s: float) -> Process:
-        """Run a command, or return the process with the same key: no key runs twice. Raises `RpcError`."""
+        """Run the command of a request, or return the process that was started with the same key.
+
+        `user` is the machine user that runs it. Raises `RpcError` (RESOURCE_EXHAUSTED) if too many commands run or
+        output is recorded."""
         process = Process(spec, user=user, log_bytes=self._log_bytes)
         known = self._running.get(process.key) or self._ended.get(process.key)
         if known is not None:
@@ -226,7 +245,7 @@ class Processes:
         return process
 
     def find(self, selector: m.Selector) -> Process:
-        """Return the running process with a pid or a tag. Raises `RpcError`."""
+        """Return the running process with the selector's process id or tag. Raises `RpcError` if there is none."""
         for process in self._running.values():
             by_pid = selector.pid is not None and selector.pid == process.pid
             if by_pid or (selector.tag is not None and selector.tag == process.spec.tag):
@@ -272,7 +291,7 @@ class Processes:
             size -= self._ended.pop(next(iter(self._ended))).log.num_bytes
 
     async def signal(self, process: Process, name: str) -> None:
-        """Send TERM or KILL to a process and its group. Raises `RpcError`."""
+        """Send the signal `name`, "TERM" or "KILL", to a process and its group. Raises `RpcError` if this fails."""
         program = 'kill -s "$1" -- "-$2" 2>/dev/null || exec kill -s "$1" "$2"'
         args = ["sh", "-c", program, "sh", name, str(process.pid)]
         try:
@@ -284,7 +303,7 @@ class Processes:
             raise RpcError(Code.NOT_FOUND, f"no process {process.pid} runs here")
 
     def close(self) -> None:
-        """Cancel all tasks and disconnect all clients."""
+        """Cancel all commands, which ends the streams of their clients."""
         for process in self.running():
             if process.task is not None:
                 process.task.cancel()
@@ -294,7 +313,9 @@ _LOGIN = 'if [ -x /bin/bash ]; then exec /bin/bash -l -c "$1"; else exec sh -l -
 
 
 def argv(config: m.Config) -> list[str]:
-    """Return the command line. E2B's clients wrap each command in a login bash; without bash, `sh` is used.
+    """Return the command line to run for a request.
+
+    E2B's clients wrap each command in a login shell of `/bin/bash`. Where that does not exist, `sh` is used.
 
     >>> argv(m.Config(cmd="ls", args=["-l"]))
     ['ls', '-l']

@@ -1,8 +1,8 @@
 """A `Runtime` with the machines of a remote service: E2B, AgentENV, CubeSandbox, or `etude machines serve`.
 
-The runtime requests once what the service can do. etude's own server supports the full `Machine` protocol; the weaker
-guarantees of other services are listed in `info.notes`. The runtime renews the leases of its machines; if its process
-is killed, they end with their leases.
+The runtime asks the service once what it can do. etude's own server supports the full `Machine` protocol; the weaker
+guarantees of other services are listed in `info.notes`. Each machine has a lease at the service, which the runtime
+renews. If the process of the runtime is killed, the machines end with their leases.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _EXTERNAL_NOTES = (
 
 
 class RemoteRuntime:
-    """A `Runtime` with the machines of the service at `url`.
+    """A `Runtime` whose machines are sandboxes of the service at `url`.
 
-    `key`: an API key of the service. `sandbox_url`: the URL of sandboxes, with `{id}` if each has its own host, e.g.
-    "https://49983-{id}.e2b.app"; "": as the service returns it, or `url`. Its methods raise `MachineError`.
-    """
+    `key` is an API key of the service. `sandbox_url` is the URL of its sandboxes, with `{id}` for the sandbox if each
+    has its own host, such as "https://49983-{id}.e2b.app". By default it is what the service returns, or else `url`.
+    Methods raise `MachineError` if the service refuses a request or cannot be reached."""
 
     def __init__(self, url: str, *, key: str, config: ClientConfig | None = None, sandbox_url: str = "") -> None:
         self.url, self._sandbox_url = url.rstrip("/"), sandbox_url.rstrip("/")
@@ -66,7 +66,7 @@ class RemoteRuntime:
 
     @property
     def info(self) -> RuntimeInfo:
-        """Properties of the machines. Complete only after the first call to the service."""
+        """Properties of the service's machines; complete only after the first call to the service."""
         if self._probing is None or not self._probing.done():
             return RuntimeInfo(name="remote", isolation="not known yet", users=("",), images=True)
         if self._properties is None:
@@ -87,8 +87,10 @@ class RemoteRuntime:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str], config: ClientConfig | None = None) -> RemoteRuntime:
-        """Configure the service from the environment variables of E2B's clients: `E2B_API_KEY`, and `E2B_API_URL` and
-        `E2B_SANDBOX_URL`, or `E2B_DOMAIN`. Raises `MachineError` if they are missing."""
+        """Create a runtime from the environment variables that E2B's clients use.
+
+        They are `E2B_API_KEY`, and either `E2B_DOMAIN` or `E2B_API_URL` and, if needed, `E2B_SANDBOX_URL`.
+        `environment` is usually `os.environ`. Raises `MachineError` if the key or the URL is missing."""
         key, domain = environment.get("E2B_API_KEY", ""), environment.get("E2B_DOMAIN", "")
         url = environment.get("E2B_API_URL") or (f"https://api.{domain}" if domain else "")
         if not key or not url:
@@ -98,7 +100,10 @@ class RemoteRuntime:
         return cls(url, key=key, config=config, sandbox_url=environment.get("E2B_SANDBOX_URL") or by_host)
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. The template of an image is its digest. The service stores the files as a snapshot."""
+        """Store files at the service as a snapshot, and return the id to `fork`.
+
+        If the service has no snapshots, each fork uploads the files again. `image` names the service's template by its
+        digest; None stands for `ClientConfig.template`. Raises `ValueError` for invalid or conflicting paths."""
         normalized = {name_of(path): bytes(data) for path, data in files.items()}
         folders = {str(parent) for path in normalized for parent in PurePosixPath(path).parents}
         if len(normalized) < len(files) or folders & normalized.keys():
@@ -156,7 +161,10 @@ class RemoteRuntime:
         return snapshot_id
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """See `Runtime.fork`. Sends n requests, at most `ClientConfig.parallel` at the same time."""
+        """Create `n` machines from a snapshot, or none if one of them fails.
+
+        Sends `n` requests, at most `ClientConfig.parallel` at a time. Raises `MachineError` after `deadline_s` seconds.
+        """
         check_count(n)
         await self._load_properties()
         template, files = snapshot, None
@@ -181,8 +189,10 @@ class RemoteRuntime:
         raise MachineError(f"{n} machines could not be forked", facts, hint="close machines, or wait longer")
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`. Raises `MachineError` if the service is not etude's, or its runtime is not
-        `Portable`."""
+        """Export a snapshot as bytes, for `unpack` on another server with the same API keys.
+
+        Raises `ValueError` if it has more than `max_bytes`, and `MachineError` if the service is not etude's or its
+        runtime cannot export snapshots."""
         name = await self._prepared[snapshot] if snapshot in self._prepared else snapshot
         path = f"/etude/snapshots/{quote(name, safe='')}?max_bytes={max_bytes}"
         reply = await self._state("GET", path, None, max_bytes=max_bytes + _SEAL_BYTES)
@@ -193,7 +203,9 @@ class RemoteRuntime:
         return reply.body
 
     async def unpack(self, packed: bytes) -> str:
-        """See `Portable.unpack`. Raises `MachineError` for a state of a server with other keys."""
+        """Import a snapshot exported by `pack`, and return the id to `fork`.
+
+        Raises `ValueError` if it is damaged or too large, `MachineError` if the server has other API keys."""
         reply = await self._state("POST", "/etude/snapshots", packed)
         if reply.status in (400, 413):
             raise ValueError(reply.message)
@@ -294,7 +306,9 @@ class RemoteRuntime:
     # called by machines
 
     async def take_snapshot(self, machine_id: str, name: str | None) -> str | None:
-        """Take a snapshot of a machine at the service. Returns its id; None if the service has no snapshots."""
+        """Take a snapshot of a machine at the service, with an optional name.
+
+        Returns the snapshot's id, or None if the service has no snapshots."""
         path = f"/sandboxes/{quote(machine_id)}/snapshots"
         reply = await self._call("POST", path, m.Pause(name=name), what="a snapshot", idempotent=False)
         if reply.status in (200, 201):
@@ -304,7 +318,7 @@ class RemoteRuntime:
         raise self._of_the_machine(reply) or self._refusal("a snapshot", reply)
 
     async def freeze(self, machine_id: str) -> None:
-        """Freeze a machine of an etude server."""
+        """Stop all processes of a machine of etude's server for good."""
         path = f"/etude/sandboxes/{quote(machine_id)}/freeze"
         reply = await self._call("POST", path, what="the freezing of a machine")
         if reply.status >= 300:
@@ -316,7 +330,7 @@ class RemoteRuntime:
         return kinds[reply.status](reply.message) if reply.status in kinds else None
 
     async def end(self, machine_id: str) -> None:
-        """Kill a machine. Does nothing if it has ended."""
+        """End a machine at the service. Does nothing if it has ended."""
         if self._alive.pop(machine_id, None) is None:
             return
         reply = await self._call("DELETE", f"/sandboxes/{quote(machine_id)}", what="the end of a machine")
@@ -324,7 +338,6 @@ class RemoteRuntime:
             raise self._refusal("the end of a machine", reply)
 
     async def close(self) -> None:
-        """See `Runtime.close`."""
         if self._renewing is not None:
             self._renewing.cancel()
         for task in (*self._prepared.values(), *([self._probing] if self._probing else [])):
@@ -378,8 +391,9 @@ class RemoteRuntime:
 
 
 def open_remote(limits: MachineLimits | None = None) -> RemoteRuntime:
-    """Open the service from E2B's environment variables. Raises `InputError` if `limits` are given: the service sets
-    them."""
+    """Create a `RemoteRuntime` from E2B's environment variables, as `RemoteRuntime.of_environment` does.
+
+    Raises `InputError` if `limits` are given, since the service sets the limits of machines."""
     if limits is not None:
         raise InputError("a remote service sets the limits of machines", hint="set them at the server")
     return RemoteRuntime.of_environment(os.environ)

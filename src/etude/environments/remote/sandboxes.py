@@ -1,8 +1,8 @@
 """The sandboxes of a server: created from templates and snapshots, leased, paused, ended. Independent of HTTP.
 
-A sandbox belongs to the account that created it and lives as long as its lease. The lease can be renewed up to the
-maximum lifetime of the account. A creation can have an idempotency key: repeating it returns the same sandbox, even if
-that has ended since.
+A sandbox is a machine of the server's runtime together with its owner, its access token and its lease. It belongs to
+the account that created it and lives until its lease ends. The lease can be renewed up to the account's maximum
+lifetime. A creation can have an idempotency key: repeating it returns the same sandbox, even if that has ended since.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _TICK_S = 0.5  # between two checks of leases
 
 @dataclass(frozen=True)
 class Template:
-    """What a sandbox is created from: files in its working directory, and an image (None: the runtime's default)."""
+    """What a sandbox can be created from: files for its working directory, and an image.
+
+    Without an image, the machine has the runtime's default root filesystem."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     image: Image | None = None
@@ -46,7 +48,7 @@ class Template:
 
 @dataclass(frozen=True)
 class CreatedSandbox:
-    """The response to a creation: the id and the access token of the sandbox."""
+    """What the creator of a sandbox learns: its id, its access token and the template it was made from."""
 
     id: str
     token: str
@@ -54,10 +56,11 @@ class CreatedSandbox:
 
 
 class Hold:
-    """A snapshot that the runtime must keep until `release`. Its size counts against the quota of the account.
+    """A snapshot that the runtime must not drop until `release`; its size counts against the account's quota.
 
-    Without a hold the runtime can drop a snapshot when there are too many; so no account can displace those of others.
-    Raises `ApiError` (429) over the quota, `MachineError` if the runtime has dropped it already."""
+    A runtime drops unheld snapshots when it has too many, which would let one account displace the snapshots of others.
+    `state` is the runtime's id of the snapshot. Raises `ApiError` (429) over the quota, `MachineError` if the runtime
+    has dropped the snapshot already."""
 
     def __init__(self, runtime: Runtime, account: Account, state: str) -> None:
         self.state, self._account = state, account
@@ -71,7 +74,7 @@ class Hold:
             raise
 
     def release(self) -> None:
-        """Let the runtime drop the snapshot. Idempotent."""
+        """Let the runtime drop the snapshot, and give its bytes back to the quota. Can be repeated."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.release(self.state)
@@ -79,7 +82,7 @@ class Hold:
 
 
 class Sandbox:
-    """One sandbox, running or paused."""
+    """One sandbox of a server, running or paused; `SandboxManager` makes it."""
 
     def __init__(self, account: Account, spec: NewSandbox, machine: Machine, config: ServerConfig) -> None:
         self.created = CreatedSandbox(secrets.token_hex(10), secrets.token_hex(24), spec.template_id)
@@ -96,7 +99,7 @@ class Sandbox:
         self.attach(machine)
 
     def attach(self, machine: Machine) -> None:
-        """Attach a machine, at creation or after a pause."""
+        """Give the sandbox a new machine, at its creation or when it is resumed."""
         self.release_state()
         self.machine = machine
         config = self._config
@@ -105,24 +108,26 @@ class Sandbox:
         self.watches = FolderWatchers()
 
     def disconnect(self) -> None:
-        """Disconnect all clients, before the machine ends."""
+        """End all commands and shells, and thus the streams of all clients, before the machine ends."""
         self.processes.close()
         self.shells.close()
 
     def release_state(self) -> None:
-        """Release the state of a pause."""
+        """Release the snapshot that was taken for a pause, if there is one."""
         hold, self.paused = self.paused, None
         if hold is not None:
             hold.release()
 
     @property
     def state(self) -> str:
-        """The state as text: "running" or "paused"."""
+        """State of the sandbox: "running" or "paused"."""
         return "running" if self.paused is None else "paused"
 
 
 class SandboxManager:
-    """All sandboxes of a server."""
+    """All sandboxes of a server, with their leases and snapshots.
+
+    `templates` are named; the name "base" exists always and has no files. `clock` returns seconds, for the leases."""
 
     def __init__(
         self,
@@ -144,8 +149,10 @@ class SandboxManager:
     # making
 
     async def create(self, account: Account, spec: NewSandbox, key: str | None) -> CreatedSandbox:
-        """Create a sandbox from a template or a snapshot. The same `key` returns the same sandbox. Raises
-        `ApiError`."""
+        """Create a sandbox from a template or a snapshot.
+
+        `key` is an idempotency key: the same account and key return the same sandbox. Raises `ApiError` for an unknown
+        template, an invalid lease, or over the quota."""
         if key is None:
             return await self._create(account, spec)
         name = (account.name, key)
@@ -194,7 +201,9 @@ class SandboxManager:
         return sandboxes
 
     async def fork(self, sandbox: Sandbox, n: int, timeout: int) -> list[Sandbox]:
-        """Create n sandboxes with the current state of this one. Raises `ApiError`."""
+        """Create `n` sandboxes with the current state of `sandbox`, each with a lease of `timeout` seconds.
+
+        Raises `ApiError` for an invalid number or lease, or over the quota."""
         if not 1 <= n <= _MAX_FORKS:
             raise ApiError(400, f"{n} forks", f"at most {_MAX_FORKS} in one request", hint="send more requests")
         self._check_lease(sandbox.account, timeout)
@@ -210,7 +219,9 @@ class SandboxManager:
         return await self._fork(sandbox.account, spec, snapshot, n)
 
     async def snapshot_of(self, account: Account, template: str) -> str:
-        """Return the runtime's snapshot for a template name, or a snapshot name or id. Raises `ApiError` (404)."""
+        """Return the runtime's snapshot for `template`: the name of a template, or the name or id of a snapshot.
+
+        Raises `ApiError` (404) if the account has none."""
         snapshot = self.snapshots(account).find(template)
         if snapshot is not None:
             return snapshot
@@ -220,7 +231,9 @@ class SandboxManager:
         return await self._prepare(template)
 
     async def prepare(self) -> None:
-        """Prepare all templates at startup. Raises `MachineError`, and `ValueError` for invalid files."""
+        """Prepare all templates in the runtime, so that the first sandboxes start fast.
+
+        Raises `MachineError`, and `ValueError` for invalid files."""
         for template in self.templates:
             await self._prepare(template)
 
@@ -237,7 +250,9 @@ class SandboxManager:
     # looking up
 
     def get(self, sandbox_id: str, account: Account | None = None) -> Sandbox:
-        """Return a sandbox that has not ended; with `account`, only one of that account. Raises `ApiError` (404)."""
+        """Return the sandbox with this id; with `account`, only if it belongs to that account.
+
+        Raises `ApiError` (404) if there is none or it has ended."""
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is None or sandbox.has_ended or (account is not None and sandbox.account is not account):
             hint = "it was killed, its lease has ended, or the server was restarted: create another one"
@@ -245,8 +260,9 @@ class SandboxManager:
         return sandbox
 
     def of(self, account: Account) -> list[Sandbox]:
-        """Return the sandboxes of an account, newest first."""
-        return sorted((b for b in self._sandboxes.values() if b.account is account and not b.has_ended), key=_age)
+        """Return the sandboxes of an account that have not ended, newest first."""
+        found = (one for one in self._sandboxes.values() if one.account is account and not one.has_ended)
+        return sorted(found, key=lambda one: -one.started)
 
     @property
     def num_alive(self) -> int:
@@ -259,7 +275,9 @@ class SandboxManager:
         return sum(map(len, self._snapshots.values()))
 
     def renew(self, sandbox: Sandbox, seconds: int, *, at_least: bool = False) -> None:
-        """Set the end of a lease to `seconds` from now. `at_least`: never shorten it."""
+        """Set the end of a sandbox's lease to `seconds` from now; with `at_least`, only if this extends it.
+
+        The lease never exceeds the account's maximum lifetime. Raises `ApiError` (400) for an invalid lease."""
         self._check_lease(sandbox.account, seconds)
         ends = min(self.clock() + seconds, sandbox.dies)
         sandbox.ends = max(sandbox.ends, ends) if at_least else ends
@@ -283,17 +301,17 @@ class SandboxManager:
     # states
 
     def snapshots(self, account: Account) -> AccountSnapshots:
-        """Return the snapshots of an account."""
+        """Return the collection of an account's snapshots."""
         return self._snapshots.setdefault(account.name, AccountSnapshots(partial(Hold, self.runtime, account)))
 
     async def snapshot(self, sandbox: Sandbox, name: str | None) -> str:
-        """Take a snapshot of a sandbox, with an optional name. Returns its id. The sandbox keeps running."""
+        """Take a snapshot of a sandbox, with an optional name, and return its id. The sandbox keeps running."""
         async with self._locked(sandbox):
             state = await self._state_of(sandbox)
         return self.snapshots(sandbox.account).add(state, name)
 
     async def pause(self, sandbox: Sandbox) -> bool:
-        """Store the state of a sandbox and end its machine. Returns False if it was paused already.
+        """Store the state of a sandbox and end its machine; return False if it was paused already.
 
         If the state cannot be stored, the sandbox keeps running and the error is raised."""
         async with self._locked(sandbox):
@@ -307,9 +325,9 @@ class SandboxManager:
         return True
 
     async def resume(self, sandbox: Sandbox, timeout: int) -> bool:
-        """Resume a sandbox with a lease of `timeout` seconds; a running one gets at least this lease.
+        """Start a machine for a paused sandbox, with a lease of `timeout` seconds; return whether it was paused.
 
-        Returns whether it was paused."""
+        The lease of a running sandbox is extended to at least `timeout` seconds."""
         self._check_lease(sandbox.account, timeout)
         async with self._locked(sandbox):
             if sandbox.paused is None:
@@ -336,7 +354,7 @@ class SandboxManager:
     # ending
 
     async def kill(self, sandbox: Sandbox) -> None:
-        """End a sandbox. Idempotent."""
+        """End a sandbox and its machine. Does nothing if it has ended."""
         async with sandbox.lock:
             if sandbox.has_ended:
                 return
@@ -356,7 +374,7 @@ class SandboxManager:
             self._ended.notify_all()
 
     async def expire(self) -> None:
-        """End, or pause, all sandboxes whose lease has ended."""
+        """End all sandboxes whose lease has ended; those with `auto_pause` are paused."""
         now = self.clock()
         late = [sandbox for sandbox in self._sandboxes.values() if sandbox.ends <= now]
         await asyncio.gather(*(self._expire(sandbox) for sandbox in late), return_exceptions=True)
@@ -370,14 +388,14 @@ class SandboxManager:
         await self.kill(sandbox)
 
     async def reap(self) -> None:
-        """Run `expire` periodically, without end."""
+        """Call `expire` again and again, until the task is cancelled."""
         while True:
             nearest = min((sandbox.ends for sandbox in self._sandboxes.values()), default=math.inf)
             await asyncio.sleep(min(max(nearest - self.clock(), 0.02), _TICK_S))
             await self.expire()
 
     async def drain(self, deadline_s: float) -> None:
-        """Refuse new sandboxes, and wait until none is running or the deadline has passed."""
+        """Refuse new sandboxes, and wait until none is running, at most `deadline_s` seconds."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s), self._ended:
@@ -386,7 +404,7 @@ class SandboxManager:
                 )
 
     async def close(self) -> None:
-        """End all sandboxes, also those that are being created."""
+        """End all sandboxes, including those that are being created."""
         self.draining = self._closed = True
         for task in (*self._creations.values(), *self._prepared.values()):
             task.cancel()
@@ -395,12 +413,10 @@ class SandboxManager:
         )
 
 
-def _age(sandbox: Sandbox) -> float:
-    return -sandbox.started
-
-
 async def run_backend_call(work: Awaitable[T], *, deadline_s: float, what: str) -> T:
-    """Await `work` with a deadline, and convert its errors to `ApiError`. `what`: the text of the error."""
+    """Await `work` for at most `deadline_s` seconds, and convert errors of the runtime to `ApiError`.
+
+    `what` is the first part of the error's text, such as "it could not be paused"."""
     try:
         async with asyncio.timeout(deadline_s):
             return await work
@@ -425,10 +441,11 @@ class _Snapshot(NamedTuple):
 
 
 class AccountSnapshots:
-    """The snapshots of one account.
+    """The snapshots of one account, found by id or name.
 
-    Named snapshots stay until they are deleted. Unnamed ones and those of etude's clients, which prepare them again,
-    are not held in the runtime, and are deleted first (least recently used) if there are too many.
+    An account has at most `MAX_SNAPSHOTS`. Over that, the least recently used one is deleted that has no name or a name
+    given by etude's clients, which prepare such snapshots again. All others stay until they are deleted, and the
+    runtime must keep them: for each, `hold` is called with its id in the runtime.
 
     >>> snapshots = AccountSnapshots(lambda state: None)
     >>> first = snapshots.add("tree", "mine")
@@ -444,7 +461,9 @@ class AccountSnapshots:
         return len(self._snapshots)
 
     def find(self, name: str) -> str | None:
-        """Return the runtime's snapshot for an id, or the newest one with a name; None if there is none."""
+        """Return the runtime's id of the snapshot with this id or name; None if there is none.
+
+        Of several with the same name, the newest is returned."""
         for snapshot_id, snapshot in reversed(self._snapshots.items()):
             if name == snapshot_id or name in snapshot.names:
                 self._snapshots.move_to_end(snapshot_id)
@@ -452,12 +471,11 @@ class AccountSnapshots:
         return None
 
     def add(self, state: str, name: str | None) -> str:
-        """Add a snapshot. `state`: its id in the runtime; `name`: another name for `find`, or None. Returns its new id.
+        """Add a snapshot and return its new id.
 
-        If the account has `MAX_SNAPSHOTS`, the least recently used one that can be deleted is deleted. Raises
-        `ApiError` (429) if none can be, or if the account's quota is used up, and `MachineError` if the runtime has
-        dropped the snapshot.
-        """
+        `state` is its id in the runtime; `name` is another name for `find`. If there are `MAX_SNAPSHOTS`, one is
+        deleted. Raises `ApiError` (429) if none can be deleted or the quota is used up, `MachineError` if the runtime
+        has dropped the snapshot."""
         if len(self._snapshots) >= MAX_SNAPSHOTS:
             disposable = next(
                 (snapshot_id for snapshot_id, snapshot in self._snapshots.items() if _is_disposable(snapshot.names)),
@@ -474,18 +492,19 @@ class AccountSnapshots:
         return snapshot_id
 
     def add_imported(self, state: str) -> str:
-        """Add an imported snapshot without a name, unless it exists. `state`: its id in the runtime. Returns its id for
-        `find`. Raises what `add` raises."""
+        """Add a snapshot without a name, unless it is known already, and return its id.
+
+        `state` is its id in the runtime. Raises what `add` raises."""
         wanted = _Snapshot(state, ())
         known = next((snapshot_id for snapshot_id, snapshot in self._snapshots.items() if snapshot == wanted), None)
         return known or self.add(state, None)
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of all snapshots by id."""
+        """Return the names of each snapshot, by its id."""
         return {snapshot_id: snapshot.names for snapshot_id, snapshot in self._snapshots.items()}
 
     def delete(self, name: str) -> bool:
-        """Delete the snapshots with this id or name. Returns whether there was one."""
+        """Delete the snapshots with this id or name; return whether there was one."""
         deleted = [
             snapshot_id
             for snapshot_id, snapshot in self._snapshots.items()
@@ -499,5 +518,4 @@ class AccountSnapshots:
 
 
 def _is_disposable(names: tuple[str, ...]) -> bool:
-    """Whether a snapshot can be deleted to free space."""
     return all(name.startswith(PREPARED) for name in names)

@@ -30,10 +30,10 @@ def create_app(
     config: ServerConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """Build the ASGI app that serves the machines of `runtime`. The caller must close the runtime.
+    """Build the ASGI app that serves the machines of `runtime` to the accounts of `keys`.
 
-    `templates`: what sandboxes can be created from, by name. `clock`: seconds, for leases. `app.state.manager` is the
-    `SandboxManager`."""
+    `templates` are what sandboxes can be created from, by name. `clock` returns seconds, for leases. The app's
+    `state.manager` is its `SandboxManager`. The caller must close the runtime."""
     config = config or ServerConfig()
     manager = SandboxManager(runtime, templates or {}, config, clock=clock)
     account_routes = [*SandboxRoutes(manager, keys, config).routes(), *StateRoutes(manager, keys, config).routes()]
@@ -47,10 +47,10 @@ def create_app(
 async def serving(
     app: Starlette, *, host: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None
 ) -> AsyncIterator[str]:
-    """Serve `app` during the `with` block; yields the URL. All sandboxes are ended at the end of the block.
+    """Serve an app of `create_app` during the `with` block, and yield its URL.
 
-    `sock`: a bound socket, instead of `host` and `port`. Raises `ConfigError` if the address cannot be used.
-    """
+    At the end of the block all sandboxes are ended. `sock` is a bound socket to use in place of `host` and `port`; port
+    0 picks a free port. Raises `ConfigError` if the address cannot be used."""
     manager: SandboxManager = app.state.manager
     async with run_http_server(app, sock or bind(host, port), name="the server of machines") as url:
         reaper = asyncio.create_task(manager.reap(), name="leases")

@@ -1,8 +1,8 @@
-"""Long-running shells in a sandbox, for requests about files.
+"""Shells that keep running in a sandbox, for requests about files.
 
-A machine records each `Machine.exec` and allows some thousands of them. This is too few for polling a folder four times
-a second. So the shell programs of `files` are functions of one shell for each user, which keeps running. A request is a
-line with a function call; the response is its output up to a random mark.
+A machine records each `Machine.exec` and allows some thousands of them, too few for a client that lists a folder four
+times a second. So each user has one shell in which the programs of `files` are defined as functions. A request is a
+line with a function call; the response is what the shell prints up to a random mark.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ done"""
 
 
 class Shell:
-    """One shell. `programs`: shell function bodies by name. `user`: the user that it runs as."""
+    """A shell that runs in the machine as `user`, and restarts if it was killed.
+
+    `programs` maps the names of the functions that can be called to their bodies in shell syntax."""
 
     def __init__(self, machine: Machine, programs: Mapping[str, str], *, user: str) -> None:
         self._machine, self._user = machine, user
@@ -42,9 +44,10 @@ class Shell:
         self._response = _Response("", 0)
 
     async def call(self, name: str, *args: str, max_bytes: int) -> tuple[int, bytes, bytes]:
-        """Call a function. Returns its exit code, standard output and standard error.
+        """Call a function of the shell; return its exit code, standard output and standard error.
 
-        The arguments must not have newlines. `max_bytes`: limit of the output. Raises `RpcError`."""
+        The arguments must not contain newlines. Raises `RpcError` if it prints more than `max_bytes`, takes more than a
+        minute, or the shell was killed."""
         async with self._lock:
             if self._life is None or self._life.done():
                 self._start()
@@ -117,7 +120,7 @@ class Shell:
             life.cancel()
 
     def close(self) -> None:
-        """Stop the shell, when its machine ends."""
+        """Stop the shell; called when the machine ends."""
         if self._life is not None:
             self._life.cancel()
             self._life.add_done_callback(_retrieve)
@@ -134,7 +137,6 @@ class _Response:
         self._end = f"\0{mark} ".encode()
 
     def add(self, printed: OutputChunk) -> None:
-        """Add output."""
         if printed.stream == 1:
             self._add_out(printed.data)
         else:
@@ -165,14 +167,16 @@ class _Response:
 
 
 class Shells:
-    """The shells of one sandbox, one for each user."""
+    """The shells of one sandbox: one for each user, started when it is needed.
+
+    `programs` are the functions of each shell."""
 
     def __init__(self, machine: Machine, programs: Mapping[str, str]) -> None:
         self._machine, self._programs = machine, programs
         self._shells: dict[str, Shell] = {}
 
     def of(self, user: str) -> Shell:
-        """Return the shell of a user. Raises `RpcError` if there are too many."""
+        """Return the shell of a user. Raises `RpcError` if too many users have one."""
         if user not in self._shells:
             if len(self._shells) >= _MAX_SHELLS:
                 raise RpcError(
@@ -182,13 +186,13 @@ class Shells:
         return self._shells[user]
 
     def close(self) -> None:
-        """Stop all shells, when their machine ends."""
+        """Stop all shells; called when the machine ends."""
         for shell in self._shells.values():
             shell.close()
 
 
 def quote(arg: str) -> str:
-    """Quote an argument for a shell.
+    """Quote an argument for a POSIX shell.
 
     >>> quote("it's")
     "'it'\\\\''s'"

@@ -1,8 +1,8 @@
-"""Export snapshots as bytes and import them, on this server or on another one with the same keys. An extension of E2B.
+"""Export snapshots as bytes, and import them on this server or another one with the same API keys.
 
-A runtime trusts the content of a packed snapshot, such as the memory of a machine. So exported snapshots are sealed
-(HMAC) with a secret derived from all API keys of the server, and only sealed ones are imported. No account can forge a
-snapshot unless it has all keys.
+This is an extension of E2B's API. A runtime trusts the content of an exported snapshot, such as the memory of a
+machine. So exported snapshots are sealed (HMAC) with a secret derived from all API keys of the server, and only sealed
+ones are imported. No account can forge a snapshot unless it has all keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _MAC = 32
 
 
 class Seal:
-    """Seals bytes with a secret derived from `secrets`; equal secrets give equal seals.
+    """Signs bytes with a secret that is derived from `secrets`, and verifies them.
+
+    The order of `secrets` does not matter.
 
     >>> seal = Seal([b"one", b"two"])
     >>> seal.open(seal.close(b"state"))
@@ -49,12 +51,13 @@ class Seal:
         self._head = _MAGIC + hashlib.sha256(self._secret).digest()[:_OF]
 
     def close(self, packed: bytes) -> bytes:
-        """Return the bytes with their seal."""
+        """Return the bytes with the seal in front."""
         return b"".join([self._head, hmac.digest(self._secret, packed, "sha256"), packed])
 
     def open(self, sealed: bytes) -> bytes:
-        """Check and remove the seal. Raises `ValueError` if it is invalid, `ApiError` (409) if it is of another
-        server."""
+        """Verify the seal, and return the bytes without it.
+
+        Raises `ValueError` if the seal is missing or invalid, `ApiError` (409) if it was made with other secrets."""
         start = len(self._head)
         if not sealed.startswith(_MAGIC) or len(sealed) < start + _MAC:
             raise ValueError("these bytes are not a sealed state")
@@ -68,7 +71,7 @@ class Seal:
 
 
 class StateRoutes:
-    """HTTP handlers that export and import snapshots."""
+    """The HTTP handlers that export and import snapshots; `create_app` makes one instance."""
 
     def __init__(self, manager: SandboxManager, keys: Keyring, config: ServerConfig) -> None:
         self._manager, self._keys, self._config = manager, keys, config
@@ -76,14 +79,16 @@ class StateRoutes:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def routes(self) -> list[Route]:
-        """The routes of these handlers."""
+        """Return the Starlette routes to the handlers of this class."""
         return [
             Route("/etude/snapshots/{id}", self.pack, methods=["GET"]),
             Route("/etude/snapshots", self.unpack, methods=["POST"]),
         ]
 
     async def pack(self, request: Request) -> Response:
-        """Export a snapshot or a template as sealed bytes."""
+        """Handle `GET /etude/snapshots/{id}`: return a snapshot or template as sealed bytes.
+
+        The query parameter `max_bytes` limits their number; above it the status is 413."""
         account, runtime = account_of(self._keys, request), self._portable()
         wanted = request.query_params.get("max_bytes", "")
         if not (wanted.isascii() and wanted.isdigit() and len(wanted) < 19):
@@ -105,7 +110,7 @@ class StateRoutes:
         return Response(sealed, media_type="application/octet-stream")
 
     async def unpack(self, request: Request) -> Response:
-        """Import the bytes of `pack` as a snapshot."""
+        """Handle `POST /etude/snapshots`: import sealed bytes as a snapshot of the account, and return its id."""
         account, runtime = account_of(self._keys, request), self._portable()
 
         async def work() -> str:

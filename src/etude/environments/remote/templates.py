@@ -31,7 +31,9 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def read_templates(path: Path) -> dict[str, Template]:
-    """Read all templates of a file, and their folders. Raises `ConfigError`."""
+    """Read a file of templates, including the folders that it names; return the templates by name.
+
+    Raises `ConfigError` if the file is invalid or a folder is missing or too large."""
     try:
         rows = msgspec.convert(tomllib.loads(path.read_text()), dict[str, _Row])
         return {name: _template(path.parent, row) for name, row in rows.items()}

@@ -27,18 +27,18 @@ _UPLOADS = 8  # in memory at the same time
 
 
 class FileRoutes:
-    """HTTP handlers that download and upload files."""
+    """The HTTP handlers that download and upload files of a sandbox; `create_app` makes one instance."""
 
     def __init__(self, manager: SandboxManager, config: ServerConfig) -> None:
         self._manager, self._config = manager, config
         self._uploads = asyncio.Semaphore(_UPLOADS)
 
     def routes(self) -> list[Route]:
-        """The routes of these handlers."""
+        """Return the Starlette routes to the handlers of this class."""
         return [Route("/files", self.download, methods=["GET"]), Route("/files", self.upload, methods=["POST"])]
 
     async def download(self, request: Request) -> Response:
-        """Return the content of a file."""
+        """Handle `GET /files`: return the content of the file at the query parameter `path`."""
         path = request.query_params.get("path", "")
         try:
             sandbox = sandbox_of(
@@ -68,7 +68,7 @@ class FileRoutes:
         return Response(data, headers=headers, media_type="application/octet-stream")
 
     async def upload(self, request: Request) -> Response:
-        """Write one file from the body, or several from a form."""
+        """Handle `POST /files`: write one file from the body, or several from a multipart form."""
         try:
             async with asyncio.timeout(self._config.deadline_s), self._uploads:
                 return await self._upload(request)

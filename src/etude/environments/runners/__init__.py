@@ -1,2 +1,4 @@
-"""Programs that the grader runs inside machines, each as ``python -c``. Standard library only; never imported by
-etude."""
+"""Programs that the grader runs inside machines, each as ``python -c``.
+
+They use the standard library only, and etude never imports them.
+"""

@@ -1,11 +1,14 @@
-"""In two machines: the hidden test calls functions in one, the agent's code answers in the other. The host relays plain
-data between them, line by line, so neither process contains anything of the other.
+"""Run a hidden test in one machine, while the agent's code answers its calls in another machine.
 
-First line of stdin: {"role", ...}. For role "calls", each further line is [module, name, args, kwargs], and each line
-of stdout is its answer: ["value", v], ["function"] (args is null and the name is a function) or ["raise", builtin
-exception, text]. For role "test", the lines go the other way, each after the nonce; so do the verdicts, ["passes"] or
-["fails", text]. The test runs once as it is. If it passes, it runs again with every result changed: a real test must
-fail then. The second run reuses the recorded results, so that the code cannot behave differently.
+The host relays plain data between the two programs, line by line, so neither process contains anything of the other.
+
+The first line of stdin is a JSON object with "role". For role "calls", each further line is [module, name, args,
+kwargs], and each line of stdout is its answer: ["value", v], ["function"] (args is null and the name is a function) or
+["raise", builtin exception, text]. For role "test", the lines go the other way, each after the nonce; so do the
+verdicts, ["passes"] or ["fails", text].
+
+The test runs once as it is. If it passes, it runs again with every result changed: a real test must fail then. The
+second run reuses the recorded results, so that the code cannot behave differently.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-any-generics
 
@@ -23,7 +26,10 @@ MAX_PLAIN_INT = 1 << 62
 
 
 def pack(value, depth=0):
-    """Encode values of exactly the builtin types as JSON data. Raises `TypeError` for anything else."""
+    """Return values of exactly the builtin types as JSON data. Raises `TypeError` for anything else.
+
+    `depth`: how deeply `value` is nested in the packed value.
+    """
     kind = type(value)
     if kind in ATOMS or (kind is int and -MAX_PLAIN_INT < value < MAX_PLAIN_INT):
         return value
@@ -41,7 +47,7 @@ def pack(value, depth=0):
 
 
 def unpack(packed, spoil=False):
-    """Decode packed data; with `spoil`, change every atom and every length."""
+    """Return the value that `pack` packed; with `spoil`, change every atom and every length in it."""
     if type(packed) is not dict:
         return spoiled(packed) if spoil else packed
     [(name, content)] = packed.items()
@@ -58,14 +64,14 @@ def unpack(packed, spoil=False):
 
 
 def spoiled(atom):
-    """A different atom of a similar type."""
+    """Return another value of a similar type, for None, a bool, a number or a string."""
     if atom is None or type(atom) is bool:
         return not atom
     return atom + "?" if type(atom) is str else -atom - 17
 
 
 def raised(error):
-    """The answer for an exception: its nearest builtin class and its text."""
+    """Return the answer for an exception: ["raise", name of its nearest builtin class, text]."""
     kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
     return ["raise", kind.__name__, str(error)[:200]]
 
@@ -74,7 +80,7 @@ def raised(error):
 
 
 def answer(module, name, args, kwargs):
-    """Execute one call, or look up one attribute (args None). Returns the answer."""
+    """Call a function of the agent, or look up a name (`args` None). Returns the answer as the module describes it."""
     try:
         found = getattr(importlib.import_module(module), name)
         if args is None:
@@ -85,7 +91,7 @@ def answer(module, name, args, kwargs):
 
 
 def serve_calls(lines, out):
-    """Answer calls, one per line."""
+    """Answer calls, one per line of `lines`, in lines written to `out`."""
     for line in lines:
         out.write(json.dumps(answer(*json.loads(line))).encode() + b"\n")
         out.flush()
@@ -95,7 +101,7 @@ def serve_calls(lines, out):
 
 
 def rebuilt(kind, text):
-    """An exception of this kind, or of the nearest base class that accepts one text."""
+    """Return an exception of the class `kind`, or of the nearest base class that accepts one text."""
     for each in getattr(kind, "__mro__", ()):
         try:
             if issubclass(each, BaseException):
@@ -106,7 +112,7 @@ def rebuilt(kind, text):
 
 
 class RemoteModules:
-    """The agent's modules, which run in the other machine."""
+    """The agent's modules, which run in the other machine. The test's process sends its calls through this object."""
 
     def __init__(self, lines, out, nonce, modules):
         self.lines, self.out, self.nonce, self.modules = lines, out, nonce, modules
@@ -117,7 +123,11 @@ class RemoteModules:
         self.out.flush()
 
     def request(self, module, name, args, kwargs):
-        """Get an attribute of a remote module (args None), or call one of its functions."""
+        """Call a function of a remote module and return its result, or raise its exception.
+
+        With `args` None, return the module's attribute `name`: a value, or for a function a function that calls it
+        there.
+        """
         call = [module, name, *((None, None) if args is None else (pack(args), pack(kwargs)))]
         reply = self.answer_to(call)
         if reply[0] == "raise":
@@ -127,7 +137,7 @@ class RemoteModules:
         return unpack(reply[1], self.spoil)
 
     def answer_to(self, call):
-        """The recorded answer to a request if this is the second run, else a new one."""
+        """Return the recorded answer to a call if this is the second run, else send the call and return its answer."""
         key = json.dumps(call)
         before, reply = next(self.replay, ("", None))
         if before != key:
@@ -143,7 +153,7 @@ class RemoteModules:
 
 
 class Finder:
-    """Import hook for the agent's modules."""
+    """Import hook that serves the agent's modules. Their attributes are requested from the other machine."""
 
     def __init__(self, names, remote):
         self.names, self.remote, self.made = names, remote, []  # modules that were imported
@@ -166,11 +176,11 @@ class Finder:
         return module
 
     def exec_module(self, module):
-        """Nothing to execute here: the module runs in the other machine."""
+        """Do nothing: the module runs in the other machine."""
 
 
 def run(test, remote, module, function):
-    """ "" if the test passes, else why it fails."""
+    """Run the test on the remote function. Returns "" if it passes, else why it fails."""
     try:
         space: dict = {"__name__": "hidden"}
         exec(compile(test, "<hidden>", "exec"), space)  # noqa: S102
@@ -182,7 +192,7 @@ def run(test, remote, module, function):
 
 
 def serve_test(lines, out, request):
-    """Run the test once as it is and, if it passes, once with changed results. Sends a verdict for each run."""
+    """Run the test once as it is and, if it passes, once with changed results. Send a verdict for each run."""
     remote = RemoteModules(lines, out, request["nonce"], {*request["modules"], *request["more"]})
     first, last = (Finder(frozenset(request[names]), remote) for names in ("modules", "more"))
     sys.meta_path[:] = [first, *sys.meta_path, last]

@@ -1,12 +1,12 @@
-"""In a machine: call the agent's functions and report what they return, as plain data.
+"""Call the agent's functions in a machine, and report what they return as plain data.
 
 stdin: {"nonce", "calls": [[module, function, args], ...]}. stdout: one line, the nonce and a list of ["value", plain
-data] or ["error", text]. Contains no expected value. Modules are imported once.
+data] or ["error", text]. No expected value is in the machine. Modules are imported once.
 
-A call's result counts as if its process had made no other call. A fork for each call costs a millisecond. So two forks
-first make all calls, in opposite orders; if both get the same results, no call depends on memory that another changed.
-A fork has none of the modules' threads and could wait for them forever, so modules that start threads are imported in
-each fork.
+A call's result counts as if its process had made no other call. A fork for each call would cost a millisecond. So two
+forks first make all calls, in opposite orders; if both get the same results, no call depends on memory that another
+changed. A fork has none of the modules' threads and could wait for them forever, so modules that start threads are
+imported in each fork.
 """
 
 import importlib
@@ -23,7 +23,7 @@ THREADED = 3  # exit code: modules started threads
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """The value if it is JSON data of exactly these types. Raises `TypeError` otherwise."""
+    """Return the value if it is JSON data of exactly these types. Raises `TypeError` otherwise."""
     kind = type(value)
     if kind in PLAIN or (kind is int and value.bit_length() < MAX_BITS):  # type: ignore[attr-defined]
         return value
@@ -44,7 +44,7 @@ def call(module: str, function: str, args: list[object]) -> list[object]:
 
 
 def results_of_fork(calls: list[list[object]]) -> list[bytes]:
-    """Results of calls that one fork makes in sequence, one line each, as far as it gets."""
+    """Make calls one after the other in a fork. Returns their results as JSON lines, as far as the fork gets."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -69,7 +69,7 @@ def results_of_fork(calls: list[list[object]]) -> list[bytes]:
 
 
 def read(lines: list[bytes]) -> object:
-    """The only result of a fork."""
+    """Return the only result of a fork; an error result if there is none."""
     try:
         [line] = lines
         return json.loads(line)
@@ -78,7 +78,7 @@ def read(lines: list[bytes]) -> object:
 
 
 def results(calls: list[list[object]]) -> list[object]:
-    """The results of all calls, in order."""
+    """Return the results of all calls, in order."""
     if len(calls) > 1:
         forward = results_of_fork(calls)
         if len(forward) == len(calls) and forward == results_of_fork(calls[::-1])[::-1]:

@@ -1,11 +1,13 @@
-"""In a machine: collect hidden tests, or run one of them and report its outcome.
+"""Collect hidden tests in a machine, or run one of them and report its outcome.
 
 stdin: {"nonce", "role": "collect" | "run", "program": "pytest" | "unittest", "roots", ...}. stdout: one line, the nonce
-and a report. "roots": folders to import from, beside the working directory. For "collect", "names" lists the tests; the
-report is {"runner", "ids": {name without parameters: [ids in order]}, "errors"}. For "run", "base" and "index" select
-the test of that name; the report is {"id", "outcome", "why"}. pytest is the machine's own, without its cache and the
-options of its configuration. Without pytest, plain functions and unittest classes are run here; for other tests the
-report is {"needs": what is missing}. Also runs on older Pythons.
+and a report. "roots": folders to import from, beside the working directory.
+
+For "collect", "names" lists the tests; the report is {"runner", "ids": {name without parameters: [ids in order]},
+"errors"}. For "run", "base" and "index" select the test of that name; the report is {"id", "outcome", "why"}.
+
+pytest is the machine's own, without its cache and the options of its configuration. Without pytest, plain functions and
+unittest classes are run here; for other tests the report is {"needs": what is missing}. Also runs on older Pythons.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-any-generics
 
@@ -25,16 +27,16 @@ PASSED = {"setup", "call", "teardown"}
 
 
 class Needs(Exception):
-    """The tests need something that this machine lacks."""
+    """Raised when the tests need something that this machine lacks, which is the argument."""
 
 
 def find_modules(roots):
-    """Put the working directory and the roots at the start of the import path."""
+    """Put the working directory and the folders `roots` at the start of the import path."""
     sys.path[:0] = [os.getcwd()] + [os.path.abspath(root) for root in roots]
 
 
 def last_line(text):
-    """The last non-empty line, at most 200 characters."""
+    """Return the last line that is not empty, at most 200 characters of it."""
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1].strip()[:200] if lines else ""
 
@@ -43,7 +45,8 @@ def last_line(text):
 
 
 class Plugin:
-    """pytest plugin: records the collected tests, selects one, records its reports."""
+    """A pytest plugin that records the collected tests and the reports. It runs test `index`, or none if that is
+    None."""
 
     def __init__(self, index, roots):
         self.index, self.roots, self.ids, self.reports, self.errors = index, roots, [], [], []
@@ -68,7 +71,7 @@ class Plugin:
 
 
 def by_pytest(pytest, bases, index, roots):
-    """Run pytest with a `Plugin`. `index` None collects only."""
+    """Run pytest on the tests in `bases` and return the `Plugin` that recorded it. `index` None only collects."""
     plugin = Plugin(index, roots)
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
@@ -88,7 +91,7 @@ def pytest_collect(pytest, names, roots):
 
 
 def pytest_run(pytest, base, index, roots):
-    """Run one test with pytest. Returns its report."""
+    """Run one test with pytest and return its report."""
     plugin = by_pytest(pytest, [base], index, roots)
     bad = [each for each in plugin.reports if each[1] != "passed"]
     if plugin.ids and not bad and {when for when, _, _ in plugin.reports} >= PASSED:
@@ -102,7 +105,7 @@ def pytest_run(pytest, base, index, roots):
 
 
 def judge(test):
-    """(outcome, reason) of a suite's only test."""
+    """Run a suite of one test. Returns (outcome, reason)."""
     result = unittest.TestResult()
     test.run(result)
     bad = result.failures + result.errors
@@ -113,7 +116,7 @@ def judge(test):
 
 
 def unittest_suite(name):
-    """The only test of this dotted name. Raises `LookupError` if it names several tests."""
+    """Return the only test of this dotted name. Raises `LookupError` if it names several tests."""
     suite = unittest.TestLoader().loadTestsFromName(name)
     tests = list(suite) if isinstance(suite, unittest.TestSuite) else [suite]
     if len(tests) != 1 or not isinstance(tests[0], unittest.TestCase):
@@ -142,7 +145,8 @@ def unittest_run(base):
 
 
 def plain_test(name):
-    """A test with a pytest name that needs no pytest, as a function to call."""
+    """Return a unittest test case for a test with a pytest name that needs no pytest. Raises `Needs` if it needs
+    pytest."""
     file, _, rest = name.partition("::")
     folder = os.path.dirname(os.path.abspath(file))
     sys.path.insert(0, folder)
@@ -192,7 +196,7 @@ def import_pytest():
 
 
 def answer(request):
-    """Execute the request. Returns its report."""
+    """Collect or run tests as the request says, and return the report."""
     collecting, roots = request["role"] == "collect", request["roots"]
     pytest = import_pytest() if request["program"] == "pytest" else None
     if pytest is not None:

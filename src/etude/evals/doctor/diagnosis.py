@@ -1,5 +1,5 @@
-"""Compare an engine with the learner: sample in every way that the engine supports, score the same tokens with the
-learner, and find wrong operators."""
+"""Compares an engine with the learner: samples in every way that the engine supports, scores the same tokens with
+the learner, and finds wrong operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from etude.models import Transformer
 
 
 class Verdict(enum.StrEnum):
-    """The result of a comparison."""
+    """The result of comparing an engine with the learner.
+
+    EQUAL: all numbers are equal. NEAR: the difference is within the budget, and no operator has an error above its
+    rounding. OFF: neither."""
 
     EQUAL = "equal"  # all numbers are equal
     NEAR = "near"  # within the budget, and no operator has an error above its rounding
@@ -27,23 +30,30 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class WayResult:
-    """The comparison for one way of sampling: one of `EngineSide.ways`, such as "batched" or "alone"."""
+    """The comparison for one way of sampling, such as "batched" or "alone" (`EngineSide.ways`).
+
+    `parity` compares the engine with the learner. `replayed` does so with the learner forced to the engine's choice of
+    experts; None if the engine does not return its choice."""
 
     way: str
     parity: Parity
-    replayed: Parity | None  # the learner with the engine's routes; None if the engine returns none
+    replayed: Parity | None
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `examine`."""
+    """The result of comparing an engine with the learner (`examine`).
+
+    `exact` says whether equality was required; otherwise `budget` is the largest accepted difference. `findings` are
+    the wrong operators in the order of computation, and `shown` says whether the engine reports the results of its
+    operators."""
 
     engine: str
-    exact: bool  # whether equality was required
+    exact: bool
     budget: Budget
     ways: tuple[WayResult, ...]
-    findings: tuple[Finding, ...]  # wrong operators, in the order of computation
-    shown: bool  # whether the engine reports the results of its operators
+    findings: tuple[Finding, ...]
+    shown: bool
 
     @property
     def verdict(self) -> Verdict:
@@ -53,7 +63,7 @@ class Diagnosis:
         return Verdict.NEAR if near else Verdict.OFF
 
     def plain(self) -> dict[str, Any]:
-        """The diagnosis as plain data for JSON."""
+        """Return the diagnosis as plain data for JSON."""
         return {
             "engine": self.engine,
             "verdict": str(self.verdict),
@@ -91,12 +101,13 @@ def examine(
     report: Callable[[str], None] = lambda line: None,
     reference: Transformer | None = None,
 ) -> Diagnosis:
-    """Sample every prompt in every way of the engine, score the samples with the learner, and compare the operators for
-    the longest sample.
+    """Compare an engine with the learner: on the samples of every way of sampling, and operator by operator.
 
-    `max_tokens`: per prompt. `exact`: whether equality is required; else `budget` applies. `report` is called with a
-    line at the beginning of each stage. `reference`: the model that recomputes each operator, if the engine has another
-    dtype than the learner (None: the learner's model). Raises `EngineError`."""
+    For each way the engine completes every prompt by `max_tokens` tokens, and the learner scores them. Operators are
+    compared for the longest sample. `exact` requires equal numbers; otherwise differences may be as large as `budget`.
+    `report` is called with a line of text at the beginning of each stage. `reference` is the model that recomputes each
+    operator, needed if the engine has another dtype than the learner (None: the learner's model). Raises `EngineError`.
+    """
     ways, texts = [], []
     for way in engine.ways:
         report(f"{engine.name} samples {len(prompts)} x {max_tokens} tokens, {way}")

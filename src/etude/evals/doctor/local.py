@@ -1,4 +1,4 @@
-"""Find wrong operators of an engine: compute each operator alone on the inputs that it had in the engine.
+"""Finds wrong operators of an engine: computes each operator alone on the inputs that it had in the engine.
 
 The learner's model runs on the same tokens, while every result is replaced by the engine's result. So each operator
 gets the engine's inputs, and the two results differ only by the error of that operator; errors of earlier operators do
@@ -11,8 +11,6 @@ be rounded to the dtype, once in a product and twice elsewhere (a norm before an
 1e-5 is far below the rounding of bf16 and cannot be seen there, only in float32.
 
 The error of an operator that the engine does not report (in a fused kernel) is attributed to the next one that it does.
-
-Shapes: T positions.
 """
 
 from __future__ import annotations
@@ -41,28 +39,33 @@ PRODUCTS = ("qkv", "inward", ".q", "expanded", ".out", "scores", "gate_up", "dow
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A wrong operator: its result does not follow from its inputs."""
+    """A wrong operator of an engine: its result does not follow from its inputs.
 
-    name: str  # "layers.3.attention.qkv"
-    error: float  # relative error of the worst row
-    allowed: float  # largest error explained by rounding in this dtype; 0 in exact mode
-    position: int  # of the worst row
-    num_rows: int  # rows with a larger error
-    unseen: tuple[str, ...]  # preceding operators that the engine does not report: the wrong one may be among them
+    `name` is its name, such as "layers.3.attention.qkv". `error` is the relative error of the worst token, at
+    `position`, and `allowed` the largest error that rounding explains (0 in exact mode). `num_rows` counts the tokens
+    with a larger error. `unseen` names the operators just before it that the engine does not report: the wrong one may
+    be among them."""
+
+    name: str
+    error: float
+    allowed: float
+    position: int
+    num_rows: int
+    unseen: tuple[str, ...]
 
     @property
     def layer(self) -> int | None:
-        """The layer of the operator; None if it is outside of the layers."""
+        """The number of its layer; None if it is outside of the layers."""
         head, _, rest = self.name.partition(".")
         return int(rest.partition(".")[0]) if head == "layers" else None
 
 
 def findings(model: Transformer, token_ids: Sequence[int], engine_results: Results, *, exact: bool) -> list[Finding]:
-    """Every wrong operator, in the order of computation.
+    """Find every wrong operator, in the order of computation.
 
-    `model`: the learner's model in the engine's dtype. `engine_results`: the engine's results for all of `token_ids`.
-    Raises `EngineError` if their shapes do not fit the model.
-    """
+    `model` is the learner's model in the engine's dtype. `engine_results` are the results of the engine's operators for
+    `token_ids`. With `exact` every bit must be equal; otherwise rounding is allowed. Raises `EngineError` if the shapes
+    do not fit the model."""
     own_results, reference = _compute_alone(model, token_ids, engine_results), {}
     if not exact:
         reference = _compute_alone(_in_double(model), token_ids, engine_results)
@@ -126,7 +129,6 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: torch.Size) -> None:
 
 
 def _in_double(model: Transformer) -> Transformer:
-    """A model with the same weights in float64 and native operators."""
     twin = Transformer(model.config, seed=None, dtype=torch.float64, operators=Native(torch.float64))
     with torch.no_grad():
         for copy, original in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):

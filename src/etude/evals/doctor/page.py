@@ -1,4 +1,4 @@
-"""Write a diagnosis as a self-contained HTML page: no scripts, no external files, plots as inline SVG."""
+"""Writes a diagnosis as a self-contained HTML page: no scripts, no external files, plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _WIDTH, _HEIGHT, _FLOOR = 720, 160, 120
 
 
 def write_page(path: Path, found: Diagnosis, *, title: str) -> None:
-    """Write a page with the verdict, the metrics for each way of sampling, the wrong operators, and histograms of
-    |difference| of log-probabilities."""
+    """Write a diagnosis to an HTML file.
+
+    The page has the verdict, the metrics of each way of sampling, the wrong operators, and histograms of the
+    differences between log-probabilities."""
     rows = "".join(_row(way) for way in found.ways)
     off = "".join(
         f"<li class=off><b>{html.escape(f.name)}</b>: error {f.error:.2e}, allowed by rounding {f.allowed:.2e}, "

@@ -2,8 +2,7 @@
 log-probabilities.
 
 vLLM samples through its OpenAI-compatible `/v1/completions` with token ids in and out (`return_token_ids`) at
-temperature 1, where its log-probabilities are those of the sampling distribution.
-"""
+temperature 1, where its log-probabilities are those of the sampling distribution."""
 
 from __future__ import annotations
 
@@ -31,7 +30,9 @@ SERVER_COMMAND = "python -m etude.inference.server --checkpoint CHECKPOINT --por
 
 
 def at_url(url: str, *, token: str | None = None) -> EngineSide:
-    """The engine at a URL. Raises `EngineError` if there is no answer, or if it is not a supported engine."""
+    """Connect to the engine at a URL, with `token` as bearer token, and detect its kind.
+
+    Raises `EngineError` if there is no answer, or if it is not a supported engine."""
     url = url.rstrip("/").removesuffix("/v1")
     try:
         asyncio.run(_info(url, token))
@@ -69,8 +70,9 @@ def _models(url: str, token: str | None) -> list[dict[str, Any]] | None:
 
 
 class RemoteReferenceEngine:
-    """The server `python -m etude.inference.server`. With `--show-operators` it reports the results of its
-    operators."""
+    """The `EngineSide` of etude's own server, `python -m etude.inference.server`.
+
+    The server reports the results of its operators if it was started with `--show-operators`."""
 
     ways = ("batched", "alone", "cached")
 
@@ -101,7 +103,7 @@ class RemoteReferenceEngine:
 
 
 class VllmEngine:
-    """vLLM behind its OpenAI-compatible server. It does not report the results of its operators."""
+    """The `EngineSide` of vLLM's OpenAI-compatible server. It does not report the results of its operators."""
 
     ways = ("batched", "alone")
 
@@ -149,7 +151,6 @@ class VllmEngine:
 
 
 def _read(answer: httpx.Response, prompt: list[int], url: str) -> Sampled:
-    """Parse the tokens and log-probabilities of a completion. Raises `EngineError` if they are missing."""
     try:
         choice = answer.json()["choices"][0]
         ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]

@@ -27,36 +27,45 @@ NO_VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
 
 @dataclass(frozen=True)
 class Sampled:
-    """A sampled text with the engine's log-probabilities and routes."""
+    """A sampled text, as the engine returned it.
 
-    token_ids: list[int]  # prompt and completion
+    `token_ids` are prompt and completion, of which the first `num_prompt` are the prompt. `logprobs` are those of the T
+    completion tokens at temperature 1: [T]. `routes` are the K experts that the engine chose at each position in each
+    of L layers: [len(token_ids) - 1, L, K]; None if the engine does not return them."""
+
+    token_ids: list[int]
     num_prompt: int
-    logprobs: npt.NDArray[np.float32]  # [T] of the completion at temperature 1
-    routes: npt.NDArray[np.integer] | None  # [len(token_ids) - 1, L, K]; None if the engine returns none
+    logprobs: npt.NDArray[np.float32]
+    routes: npt.NDArray[np.integer] | None
 
 
 class EngineSide(Protocol):
-    """The interface of an engine for a comparison."""
+    """An engine to be compared with the learner."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Supported ways of sampling: "batched", "alone", "chunked", "cached"."""
+        """The ways of sampling that the engine supports, of "batched", "alone", "chunked" and "cached"
+        (`sample_ways`)."""
         ...
 
     def sample(self, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int) -> list[Sampled]:
-        """Complete each prompt by `max_tokens` tokens at temperature 1. Raises `EngineError`."""
+        """Complete each prompt (token ids) by `max_tokens` tokens at temperature 1, in one of `ways`. Raises
+        `EngineError`."""
         ...
 
     def results(self, token_ids: Sequence[int], *, prompt_tokens: int) -> Results | None:
-        """The results of every operator for these tokens; None if the engine does not report them."""
+        """Compute these tokens and return the result of every operator, by operator name.
+
+        The first `prompt_tokens` of them are computed as a prompt. Returns None if the engine does not report results.
+        """
         ...
 
 
 class ReferenceEngineSide:
-    """The reference engine in this process. `model` must not be the learner's model."""
+    """The `EngineSide` of a reference engine in this process. `model` must not be the learner's model object."""
 
     name = "etude"
     ways = ("batched", "alone", "chunked", "cached")
@@ -83,8 +92,11 @@ class ReferenceEngineSide:
 async def sample_ways(
     engine: Engine, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int
 ) -> list[Sampled]:
-    """Sample with an engine in one way: all prompts in one batch ("batched", "chunked"); one after another ("alone");
-    or each in two calls of a session, the second of which uses the cached keys and values of the first ("cached")."""
+    """Complete each prompt by `max_tokens` tokens at temperature 1, with requests made in the given way.
+
+    - "batched": all prompts at once. "chunked" is the same, for an engine that computes prompts in chunks.
+    - "alone": one after another.
+    - "cached": each in two requests of one session; the second uses the KV cache of the first."""
 
     def one(i: int) -> Awaitable[Sampled]:
         if way == "cached":
@@ -127,14 +139,18 @@ def _sampled(prompt: Sequence[int], completion: Completion) -> Sampled:
 
 @dataclass(frozen=True)
 class Scored:
-    """The learner's log-probabilities and routes for the same tokens."""
+    """The learner's result for one `Sampled` text.
 
-    logprobs: npt.NDArray[np.float32]  # [T]
-    routes: npt.NDArray[np.integer]  # [len(token_ids) - 1, L, K]: the learner's own choice
+    `logprobs` are those of the T completion tokens: [T]. `routes` are the experts that the learner's router chooses:
+    [len(token_ids) - 1, L, K]."""
+
+    logprobs: npt.NDArray[np.float32]
+    routes: npt.NDArray[np.integer]
 
 
 class LearnerSide:
-    """Scores texts with the learner's forward pass: several texts are packed into one."""
+    """Scores texts with the learner's forward pass, in which several texts are packed into up to `budget_tokens`
+    tokens."""
 
     def __init__(self, model: Transformer, *, budget_tokens: int = 8192) -> None:
         self.model = model.train()
@@ -142,8 +158,10 @@ class LearnerSide:
 
     @torch.no_grad()
     def score(self, texts: Sequence[Sampled], *, replay: bool = False) -> list[Scored]:
-        """Score texts, in order. With `replay` the forward pass uses the engine's routes; `Scored.routes` are always
-        the learner's own choice."""
+        """Compute the log-probabilities of the completions of texts, in order.
+
+        With `replay` the forward pass uses the engine's experts (`Sampled.routes`). `Scored.routes` are in both cases
+        those that the learner's router chooses."""
         return [scored for part in self._parts(texts) for scored in self._forward(part, replay)]
 
     def _parts(self, texts: Sequence[Sampled]) -> Iterator[Sequence[Sampled]]:

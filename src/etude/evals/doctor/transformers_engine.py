@@ -39,7 +39,7 @@ step, so that result is not compared."""
 
 
 class TransformersEngine:
-    """A checkpoint as computed by `AutoModelForCausalLM`."""
+    """The `EngineSide` of a checkpoint that `AutoModelForCausalLM` computes in this process."""
 
     name = "transformers"
     ways = ("alone",)
@@ -49,8 +49,10 @@ class TransformersEngine:
 
     @classmethod
     def load(cls, checkpoint: Path, dtype: torch.dtype) -> TransformersEngine:
-        """Load a checkpoint. Raises `EngineError` if transformers is not installed, and `CheckpointError` if it cannot
-        load the checkpoint."""
+        """Load a checkpoint with transformers.
+
+        Raises `EngineError` if transformers is not installed, and `CheckpointError` if it cannot load the checkpoint.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

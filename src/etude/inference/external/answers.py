@@ -1,8 +1,8 @@
-"""Converts the responses of vLLM and SGLang to completions, and refuses invalid ones. Pure.
+"""Converts the responses of vLLM and SGLang to completions, and refuses invalid ones.
 
-A server labels tokens with the number of the adoption whose weights sampled them (`engine.ExternalEngine`). Labels are
-read as pairs (adoption, number of tokens).
-"""
+An adoption is one replacement of the server's weights; adoptions are numbered. A server labels each token with the
+number of the adoption whose weights sampled it (`engine.ExternalEngine`). Labels are read as pairs (adoption, number of
+tokens)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,19 @@ NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is no
 
 
 class BrokenAnswer(EngineError):
-    """A response that a server of the tested version never sends."""
+    """Raised for a response that a server of the tested version never sends."""
 
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A part of a streamed response, or the complete response (see `JoinedAnswer`)."""
+    """A part of a server's streamed response, or the parts so far together (`JoinedAnswer.part`).
+
+    - `token_ids`, `logprobs`: of the sampled tokens.
+    - `finish_reason`: "stop" or "length" in the last part, else None.
+    - `spans`: pairs (adoption, number of tokens) of the complete response, in its last part: which weights sampled
+      what.
+    - `num_cached`: prompt tokens whose KV was reused.
+    - `routed`: encoded routes (experts chosen by the MoE routers), when the server sends them."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -50,7 +57,7 @@ class AnswerPart:
 
 
 class JoinedAnswer:
-    """Joins the parts of a response as they arrive.
+    """Joins the parts of a streamed response as they arrive. `part` has all of them together.
 
     >>> whole = JoinedAnswer()
     >>> for part in (AnswerPart([7], [-0.5]), AnswerPart([8], [-0.1], "length", ((0, 2),))):
@@ -63,7 +70,7 @@ class JoinedAnswer:
         self.part = AnswerPart([], [])
 
     def add(self, other: AnswerPart) -> None:
-        """Add the next part."""
+        """Append the next part."""
         had = self.part
         had.token_ids.extend(other.token_ids)
         had.logprobs.extend(other.logprobs)
@@ -78,10 +85,10 @@ class JoinedAnswer:
 
 
 def keyed_seed(seed: int, num_prompt: int) -> int:
-    """The seed to send to the server: a 63-bit hash of the request's seed and the length of its prompt.
+    """Return the seed to send to the server: a 63-bit hash of the request's seed and the length of its prompt.
 
     A server starts a new stream of random numbers for each request. The turns of a rollout share a seed and have
-    prompts of different lengths; without the hash they would all start with the same random number.
+    prompts of different lengths. Without the hash they would all start with the same random number.
 
     >>> keyed_seed(7, 10) != keyed_seed(7, 11), 0 <= keyed_seed(7, 10) < 2**63
     (True, True)
@@ -91,7 +98,7 @@ def keyed_seed(seed: int, num_prompt: int) -> int:
 
 
 class LabelledSpan(Protocol):
-    """A span in a server's response: output tokens [start, end) with the label `version`, the number of an adoption."""
+    """A span in a server's response: adoption number `version` sampled the output tokens [start, end)."""
 
     @property
     def version(self) -> str: ...
@@ -102,8 +109,10 @@ class LabelledSpan(Protocol):
 
 
 def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
-    """Convert spans to (adoption, number of tokens), in order. Raises `BrokenAnswer` for gaps, overlaps, or a label
-    that is not a number."""
+    """Convert the spans of a response to pairs (adoption, number of tokens), in order.
+
+    `server` and `engine` are names for errors. Raises `BrokenAnswer` for gaps, overlaps, or a label that is not a
+    number."""
     spans, at = [], 0
     for span in values:
         if span.start != at or span.end < at or not span.version.isdigit():
@@ -123,11 +132,11 @@ def make_completion(
     adoption: int,
     routes: Routes,
 ) -> Completion:
-    """Convert a server's response to a completion. `versions`: the version of each adoption. `adoption`: the one in
-    force when the request was sent. Raises `BrokenAnswer`.
+    """Convert a server's complete response to a completion. Raises `BrokenAnswer`.
 
-    It is not known whether a request had computed part of its prompt before a swap. It is assumed that it had: the
-    version at the time of sending then gets a first span without tokens."""
+    `versions` has the version of each adoption, and `adoption` is the one in force when the request was sent. `server`
+    and `engine` are names. It is not known whether a request had computed part of its prompt before a swap of the
+    weights. It is assumed that it had: the version at the time of sending then gets a first span without tokens."""
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
         raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
@@ -175,8 +184,11 @@ def _likeliest(top: int, answer: AnswerPart, server: str, engine: str) -> dict[s
 
 
 def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
-    """Decode the routes of positions [start, stop) from `data`: base64 of int16 [positions, MoE layers, top_k]. Missing
-    positions become `missing_route`. Raises `ValueError` for an expert that the model does not have."""
+    """Decode the routes that the worker extension recorded, for positions [start, stop) of a context.
+
+    `data` is base64 of int16 [positions, MoE layers, top_k], from position 0, or None. Returns [stop - start, MoE
+    layers, top_k]. Missing positions become `missing_route`. Raises `ValueError` for an expert that the model does not
+    have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
@@ -186,9 +198,10 @@ def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop
 
 
 def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
-    """Convert a server's routes, of any integer dtype, to the model's `route_dtype`. A negative number (unknown)
-    becomes `missing_route`. Raises `ValueError` for an expert that the model does not have, which a cast would map to
-    another.
+    """Convert a server's routes, of any integer dtype, to the model's `route_dtype`.
+
+    A negative number (unknown) becomes `missing_route`. Raises `ValueError` for an expert that the model does not have,
+    which a cast would map to another.
 
     >>> from etude.models import ModelConfig
     >>> convert_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
@@ -202,7 +215,7 @@ def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Route
 
 
 def any_missing(routes: Routes) -> bool:
-    """Whether any of the routes is unknown (`missing_route`)."""
+    """Return whether any of the routes is unknown (`missing_route`)."""
     return bool((routes == missing_route(routes.dtype)).any())
 
 
@@ -218,5 +231,5 @@ def schema_of(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:
-    """Make the error of a response that a server of the tested version never sends."""
+    """Return the error of a response that a server of the tested version never sends."""
     return BrokenAnswer(f"{server} of {engine} sent an invalid response", facts, hint="see its log")

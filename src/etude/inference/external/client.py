@@ -1,8 +1,7 @@
 """HTTP client of an external server (vLLM, SGLang), over a Unix socket or loopback.
 
 What differs between the servers is in a subclass of `ServerClient` and in its `Dialect`. `engine.ExternalEngine` makes
-an engine of the two.
-"""
+an engine of the two."""
 
 from __future__ import annotations
 
@@ -26,46 +25,55 @@ CONTROL_S = 30.0
 
 
 class Dialect(Protocol):
-    """Encodes the requests and parses the responses of one kind of server. Pure. See `vllm.protocol`."""
+    """Encodes the requests and parses the responses of one kind of server, such as the module `vllm.protocol`.
+
+    `GENERATE` is the path of the endpoint that samples. `engine` is the engine's name, for errors."""
 
     GENERATE: str  # the path of completion requests
 
     def encode_request(self, request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
-        """The body of a completion request. `name`: the request's id in the server. `salt`: requests share cached
-        prefixes only with others of the same salt. `native_routes`: ask the server for routes. Raises
-        `MalformedRequest`."""
+        """Return the body of a completion request.
+
+        `name` is the request's id in the server. Requests share cached prefixes only with others of the same `salt`.
+        `native_routes` asks the server for routes. Raises `MalformedRequest`."""
         ...
 
     def encode_scoring_request(self, token_ids: list[int], name: str, *, salt: str) -> bytes:
-        """The body of a request for a text's log-probabilities."""
+        """Return the body of a request for the log-probabilities of a text.
+
+        `name` and `salt` are as in `encode_request`."""
         ...
 
     def read_event(self, line: bytes, *, engine: str) -> AnswerPart | None:
-        """Parse one line of a streamed response; None for a line without tokens. Raises `EngineError`."""
+        """Parse one line of a streamed response. Returns None for a line without tokens. Raises `EngineError`."""
         ...
 
     def is_end(self, line: bytes) -> bool:
-        """Whether this is the last line of a streamed response."""
+        """Return whether this is the last line of a streamed response."""
         ...
 
     def read_scores(self, body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-        """Parse the response to `encode_scoring_request`: (number of the adoption or None, log-probability of each
-        token but the first). Raises `BrokenAnswer`."""
+        """Parse the response to `encode_scoring_request`.
+
+        Returns the number of the adoption that computed it (None without a label), and the log-probability of each
+        token but the first. Raises `BrokenAnswer`."""
         ...
 
     def read_error(self, status: int, body: bytes, *, engine: str) -> EngineError:
-        """Convert a response whose status is not 200 to an exception. Never raises."""
+        """Return the exception for a response whose status is not 200. Never raises."""
         ...
 
     def decode_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes:
-        """Decode the routes of `count` positions, [count, MoE layers, top_k]. Raises `ValueError`."""
+        """Decode the routes in a response, `AnswerPart.routed`, to [count, MoE layers, top_k]. Raises `ValueError`."""
         ...
 
 
 @dataclass(frozen=True)
 class RouteSource:
-    """How routes are obtained: `native`, the server sends them with each response; `kept`, a worker extension records
-    them; otherwise there are no routes, for the reason `missing`."""
+    """How a server's routes (experts chosen by the MoE routers) are obtained.
+
+    With `native`, the server sends them with each response. With `kept`, an extension of the server's workers records
+    them. Otherwise there are none, and `missing` says why."""
 
     native: bool = False
     kept: bool = False
@@ -78,7 +86,10 @@ class RouteSource:
 
 
 class ServerClient(abc.ABC):
-    """Client of one server. `at`: its Unix socket, or its port on loopback. `name`: of the engine, for errors."""
+    """A client of one external server; the base class of `VllmClient` and `SglangClient`.
+
+    `at` is the server's Unix socket, or its port on loopback. `name` is the engine's, for errors. `server` is the name
+    of the software."""
 
     server: ClassVar[str]
     dialect: ClassVar[Dialect]
@@ -98,19 +109,20 @@ class ServerClient(abc.ABC):
 
     @abc.abstractmethod
     async def label(self, label: str) -> None:
-        """Set the label of all tokens that are sampled from now on."""
+        """Set the label of all tokens that are sampled from now on. The server sends it with the tokens."""
 
     @abc.abstractmethod
     async def route_source(self, num_moe_layers: int) -> RouteSource:
-        """Find out how routes can be obtained from this server. `num_moe_layers`: of the model."""
+        """Return how routes can be obtained from this server, whose model has `num_moe_layers` MoE layers."""
 
     @abc.abstractmethod
     async def take_routes(self, name: str) -> str | None:
-        """Fetch and drop the routes that the worker extension recorded of a request that has ended: base64, see
-        `answers.decode_kept_routes`. None when it has none."""
+        """Fetch the routes that the worker extension recorded of the ended request `name`, and drop them there.
+
+        The result is base64 for `answers.decode_kept_routes`, or None when there is none."""
 
     def forget(self, name: str) -> None:  # noqa: B027 - most servers drop a request whose connection is closed
-        """Tell the server to drop a cancelled request whose connection is closed."""
+        """Tell the server to drop the cancelled request `name`, whose connection is closed."""
 
     @property
     def alive(self) -> bool:
@@ -118,19 +130,23 @@ class ServerClient(abc.ABC):
         return not isinstance(self.at, Path) or self.at.exists()
 
     async def disconnect(self) -> None:
-        """Close the connections. The next call opens new ones in its own event loop. Idempotent."""
+        """Close the connections. The next call opens new ones in its own event loop."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def post(self, path: str, body: bytes, *, deadline_s: float = CONTROL_S) -> tuple[int, bytes]:
-        """Send a POST request. Returns (status, body). Raises `EngineError` when the server is gone or late."""
+        """Send a POST request.
+
+        Returns the status and the body. Raises `EngineError` when the server is gone or late."""
         async with self.answer(path, body, deadline_s=deadline_s) as answer:
             return answer.status, await answer.read()
 
     async def ask(self, path: str, body: object = None, *, what: str, deadline_s: float = CONTROL_S) -> bytes:
-        """Send a POST request and return the body of the response. `what`: completes "did not …" in the error. Raises
-        `EngineError`, also when the status is not 200."""
+        """Send a POST request with `body` as JSON and return the body of the response.
+
+        `what` completes the sentence "server did not …" in the error. Raises `EngineError`, also when the status is not
+        200."""
         status, data = await self.post(path, msgspec.json.encode(body), deadline_s=deadline_s)
         if status != 200:
             error = self.dialect.read_error(status, data, engine=self.name)
@@ -139,7 +155,7 @@ class ServerClient(abc.ABC):
         return data
 
     async def get(self, path: str, *, deadline_s: float) -> tuple[int, bytes]:
-        """Send a GET request. Returns (status, body). Raises `EngineError`."""
+        """Send a GET request. Returns the status and the body. Raises `EngineError`."""
         async with self.answer(path, None, deadline_s=deadline_s) as answer:
             return answer.status, await answer.read()
 
@@ -147,9 +163,10 @@ class ServerClient(abc.ABC):
     async def answer(
         self, path: str, body: bytes | None, *, deadline_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield the response, whose body is not read yet. Leaving the block early closes the
-        connection, so that the server drops the request. Without `deadline_s` the caller must set a deadline. Raises
-        `EngineError`."""
+        """Send a request and yield the response, whose body is not read yet. Raises `EngineError`.
+
+        It is a GET request if `body` is None, else a POST request. Leaving the block early closes the connection, so
+        that the server drops the request. Without `deadline_s` the caller must set a deadline."""
         timeout, method = aiohttp.ClientTimeout(total=deadline_s), "GET" if body is None else "POST"
         host = "server" if isinstance(self.at, Path) else f"127.0.0.1:{self.at}"
         try:

@@ -8,8 +8,7 @@ a later version than the one swapped in (after a lost learner) fails.
 
 All responses are streamed, since arriving tokens show that the server makes progress: a request is late when no token
 of any request has arrived for its `deadline_s`. A server sends nothing while it computes prompts, so prompts extend the
-deadline.
-"""
+deadline."""
 
 from __future__ import annotations
 
@@ -53,8 +52,6 @@ class _SentRequest:
 
 @dataclass(eq=False)
 class _ActiveRequest:
-    """The state of a request in this engine."""
-
     request: CompletionRequest
     timeout: asyncio.Timeout  # expires without progress, or when `outdated`
     arrived: float
@@ -64,10 +61,12 @@ class _ActiveRequest:
 
 
 class ExternalEngine:
-    """Implements `seams.Engine` and `seams.Streaming` with the server of `client`. Call `start` first.
+    """An engine that serves with the vLLM or SGLang server of `client`.
 
-    `version`: the version that the server has loaded. `kv_tokens`: size of its KV cache.
-    """
+    It implements `seams.Engine` and `seams.Streaming`.
+
+    Call `start` first. `version` is the version that the server has loaded, `kv_tokens` the size of its KV cache in
+    tokens, and `parity` the class of processes that compute the same bits."""
 
     def __init__(
         self,
@@ -99,8 +98,9 @@ class ExternalEngine:
         self._last_healthy = time.monotonic()
 
     async def start(self) -> None:
-        """Label the server's tokens and test its capabilities with a trial request. Raises `EngineError` when it lacks
-        one that every engine needs."""
+        """Have the server label its tokens, and test its capabilities with a trial request.
+
+        Raises `EngineError` when it lacks one that every engine needs."""
         await self._label()
         self.routes = await self.client.route_source(self.model.num_moe_layers)
         prompt, num_tokens = list(range(1, min(8, self.model.vocab_size))), 3
@@ -119,11 +119,15 @@ class ExternalEngine:
     # seams.Engine
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
+        """Sample a completion, as `seams.Engine.generate` does.
+
+        Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
         return await self._serve(request, None)
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Closing the generator early cancels the request."""
+        """Sample a completion and yield its parts, as `seams.Streaming.stream` does.
+
+        Closing the generator early cancels the request."""
         parts: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most one part per token
         work = asyncio.ensure_future(self._serve(request, parts.put_nowait))
         work.add_done_callback(lambda _: parts.put_nowait(None))
@@ -136,18 +140,18 @@ class ExternalEngine:
             await asyncio.gather(work, return_exceptions=True)
 
     async def pause(self) -> None:
-        """See `seams.Engine`."""
         self._paused = True
         await self.freeze()
 
     async def resume(self) -> None:
-        """See `seams.Engine`."""
         self._paused = False
         if self._accepting.is_set():  # otherwise the running swap resumes
             await self.thaw()
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """See `seams.Engine`. `weight_sync` fetches and swaps the versions."""
+        """Wait until the server has a version of at least `min_step`, as `seams.Engine.adopt` does.
+
+        An `ExternalWeightSync` fetches the versions and swaps them in."""
         try:
             async with asyncio.timeout(deadline_s), self._version_changed:
                 await self._version_changed.wait_for(lambda: self.version.step >= min_step)
@@ -160,7 +164,7 @@ class ExternalEngine:
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """See `seams.Engine`. Never waits for the server, so a hanging one can still be inspected."""
+        """Return the current state and load. Never waits for the server, so a hanging one can still be inspected."""
         running = min(self.num_requests, self.config.max_sequences)
         return EngineInfo(
             name=self.name,
@@ -177,7 +181,6 @@ class ExternalEngine:
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """See `seams.Engine`."""
         ids = self._checks.text(token_ids)
         async with self._scoring:
             body = self._dialect.encode_scoring_request(ids, f"text-{uuid.uuid4().hex}", salt=self._cache_salt())
@@ -202,13 +205,13 @@ class ExternalEngine:
         return time.monotonic() - self._last_healthy
 
     async def check_health(self, *, deadline_s: float) -> None:
-        """Send a health check to the server and record a success."""
+        """Send a health check to the server, and record the time if it succeeds."""
         with contextlib.suppress(EngineError):
             if (await self.client.get("/health", deadline_s=deadline_s))[0] == 200:
                 self._last_healthy = time.monotonic()
 
     async def metrics(self) -> str:
-        """The engine's metrics, then the server's own. See `app.ServedEngine`."""
+        """Return the engine's metrics, then the server's own, in Prometheus' format."""
         own_metrics = exposition(self.counters, await self.info())
         try:
             status, server_metrics = await self.client.get("/metrics", deadline_s=5.0)
@@ -222,7 +225,8 @@ class ExternalEngine:
     async def swapping(self) -> AsyncIterator[None]:
         """Wait until no session pins the version, then stop decoding and hold back new requests while the block runs.
 
-        When the block raises, the engine stays frozen, since the weights are then of no version."""
+        The block replaces the weights and calls `set_version`. At its end decoding continues. When the block raises,
+        the engine stays frozen, since the weights are then of no version."""
         async with self._scoring:
             while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases expire by the clock
                 await asyncio.sleep(PIN_POLL_S)
@@ -254,7 +258,7 @@ class ExternalEngine:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in this engine."""
+        """The number of requests in this engine, running or waiting."""
         return self._num.total()
 
     async def freeze(self) -> None:
@@ -262,7 +266,7 @@ class ExternalEngine:
         await self.client.freeze()
 
     async def thaw(self) -> None:
-        """Continue decoding."""
+        """Continue decoding after `freeze`."""
         await self.client.thaw()
 
     # one request
@@ -280,8 +284,9 @@ class ExternalEngine:
 
     @contextlib.asynccontextmanager
     async def _admit(self, request: CompletionRequest) -> AsyncIterator[_SentRequest]:
-        """Admit a request and count it while the block runs. Raises `EngineBusy`, `EngineBehind`, `EngineLate`, and
-        what the checks raise."""
+        """Admit a request and count it while the block runs.
+
+        Raises `EngineBusy`, `EngineBehind`, `EngineLate`, and what the checks raise."""
         self._checks.request(request)
         num_requests = self._num[request.traffic]
         if num_requests >= self.config.max_sequences + self.config.max_waiting:
@@ -397,12 +402,11 @@ class ExternalEngine:
         await self.client.label(str(self.adoption))
 
     def _cache_salt(self) -> str:
-        """The cache salt of the current adoption: requests share cached prefixes only within one adoption."""
+        """Return the cache salt of the current adoption: requests share cached prefixes only within one adoption."""
         return f"{self._salt}-{self.adoption}"
 
 
 def _trial(prompt: list[int], num_tokens: int, held: Version) -> CompletionRequest:
-    """Make the trial request that tests a server's capabilities."""
     sampling = Sampling(max_tokens=num_tokens, stop_token_ids=())
     ids = np.array(prompt, np.int32)
     return CompletionRequest(

@@ -1,8 +1,7 @@
 """The virtual environment of an external server: where it is, and whether it is complete and of the tested version.
 
 The server needs its own torch and some 170 packages. etude loads none of them. In the server's environment only the
-etude package itself can be imported, through a folder with a link to it.
-"""
+etude package itself can be imported, through a folder with a link to it."""
 
 from __future__ import annotations
 
@@ -25,14 +24,18 @@ MARK = "etude-engine.json"
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """The marker file that the last step of an installation writes. Without it the environment is incomplete."""
+    """The content of the marker file that the last step of an installation writes: the device ("cpu" or "cuda").
+
+    Without the file the environment is incomplete."""
 
     device: str
 
 
 @dataclass(frozen=True)
 class ServerKind:
-    """A kind of external server.
+    """A kind of external server: `VLLM` or `SGLANG`.
+
+    `name` is for display. `why` says why only one version of the server is accepted.
 
     >>> VLLM.variable, VLLM.version
     ('ETUDE_VLLM', '0.32.0')
@@ -58,7 +61,7 @@ class ServerKind:
 
     @property
     def version(self) -> str:
-        """The server version that etude supports; others are refused (`Environment.require`)."""
+        """The only version of the server that etude accepts (`Environment.require`)."""
         return str(self.pins["version"])
 
     @property
@@ -77,8 +80,7 @@ SERVER_KINDS = {EngineKind.VLLM: VLLM, EngineKind.SGLANG: SGLANG}
 
 @dataclass(frozen=True)
 class Environment:
-    """The virtual environment in `folder` for a server of this kind. It may be missing or incomplete; then `mark` is
-    None.
+    """The virtual environment in `folder` for a server of this kind. It may be missing or incomplete.
 
     >>> Environment(Path("/nowhere")).mark is None
     True
@@ -94,7 +96,7 @@ class Environment:
 
     @property
     def mark(self) -> Mark | None:
-        """The marker of a complete installation; None when it is missing or incomplete."""
+        """The marker of a complete installation; None when the environment is missing or incomplete."""
         try:
             return msgspec.json.decode((self.folder / MARK).read_bytes(), type=Mark)
         except (OSError, ValueError):
@@ -133,20 +135,24 @@ class Environment:
 
 
 def environment(folder: Path | None = None, kind: ServerKind = VLLM) -> Environment:
-    """Return the environment in `folder`; if None, the one that the variable `kind.variable` names; if it is not set,
-    the one in `kind.default_folder`."""
+    """Return the environment in `folder`.
+
+    Without `folder` it is the one that the environment variable `kind.variable` names, or else the one in
+    `kind.default_folder`."""
     from_variable = os.environ.get(kind.variable)
     return Environment((folder or Path(from_variable or kind.default_folder)).expanduser().absolute(), kind)
 
 
 @cache
 def pins(key: str) -> dict[str, Any]:
-    """Read the pins.toml of a kind of server: version, packages, and installation steps."""
+    """Read the pins.toml of a kind of server, "vllm" or "sglang": version, packages, and installation steps."""
     return tomllib.loads(resources.files(f"etude.inference.{key}").joinpath("pins.toml").read_text())
 
 
 def link_package(folder: Path) -> Path:
-    """Create a folder for PYTHONPATH, below `folder`, with a link to the etude package and nothing else."""
+    """Create a folder for PYTHONPATH, below `folder`, with a link to the etude package and nothing else.
+
+    Returns its path."""
     path = folder / "path"
     path.mkdir(exist_ok=True)
     (path / "etude").unlink(missing_ok=True)

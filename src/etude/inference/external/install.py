@@ -33,10 +33,10 @@ Report = Callable[[str], None]
 
 
 def install(environment: Environment, device: str, *, report: Report) -> Mark:
-    """Install a server; returns at once when it is installed. `report`: called with each step and its progress.
+    """Install a server for a device, "cpu" or "cuda". Returns at once when it is installed.
 
-    Raises `EngineError` when a step fails, the disk has too little space, or another process installs there, and
-    `InputError` for an unknown device."""
+    `report` is called with a text for each step and its progress. Raises `EngineError` when a step fails, the disk has
+    too little space, or another process installs there, and `InputError` for an unknown device."""
     if device not in DEVICES:
         raise InputError(
             f"--device {device}", f"engines are installed for {' or '.join(DEVICES)}", hint="choose one of them"
@@ -64,7 +64,7 @@ def install(environment: Environment, device: str, *, report: Report) -> Mark:
 
 
 def _steps(environment: Environment, device: str, constraints: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The steps: (description, command line)."""
+    """Return the steps of an installation as pairs (description, command line)."""
     pins = environment.kind.pins
     pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check"]
     steps = [("the environment", [sys.executable, "-m", "venv", str(environment.folder)])]
@@ -105,7 +105,6 @@ def _run(environment: Environment, argv: Sequence[str], what: str, *, report: Re
 
 @contextlib.contextmanager
 def _reporting_progress(folder: Path, report: Report) -> Iterator[None]:
-    """Report size and elapsed time at intervals while the block runs."""
     ended, began = threading.Event(), time.monotonic()
 
     def report_progress() -> None:
@@ -122,7 +121,7 @@ def _reporting_progress(folder: Path, report: Report) -> Iterator[None]:
 
 
 def size_bytes(folder: Path) -> int:
-    """Total size of all files below a folder in bytes. Files that are deleted meanwhile are skipped."""
+    """Return the total size in bytes of all files below a folder. Files that are deleted meanwhile are skipped."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

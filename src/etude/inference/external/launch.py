@@ -1,10 +1,9 @@
-"""Runs an external server as a process that ends with its adapter: ``python -m etude.inference.external.launch MODULE
-ARGUMENTS``.
+"""Runs an external server as a process that ends with its adapter, the process that started it.
 
-Runs in the server's environment. Each process that the server spawns loads this module again, as `__mp_main__`, and so
-watches the adapter too: whichever process is killed, none is left behind. The environment variable ETUDE_ADAPTER is the
-adapter's process id. Imports nothing of etude, and nothing of the server before the watch has started.
-"""
+The command is ``python -m etude.inference.external.launch MODULE ARGUMENTS``, in the server's environment. Each process
+that the server spawns loads this module again, as `__mp_main__`, and so watches the adapter too: whichever process is
+killed, none is left behind. The environment variable ETUDE_ADAPTER is the adapter's process id. Imports nothing of
+etude, and nothing of the server before the watch has started."""
 
 from __future__ import annotations
 

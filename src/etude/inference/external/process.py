@@ -28,13 +28,14 @@ _ERROR = re.compile(r"\b(?!EngineDead)\w+(?:Error|Exception): .*")  # the cause,
 
 
 class ServerProcess(ServerClient):
-    """A server as a child process. As an async context manager it waits until the server serves, and ends it on
-    exit."""
+    """An external server as a child process; the base class of `VllmProcess` and `SglangProcess`.
+
+    As an async context manager it waits until the server serves, and ends it at exit."""
 
     process: subprocess.Popen[bytes]
 
     def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the server process. Called once."""
+        """Start the server process with a command line and environment variables. Subclasses call it once."""
         self._last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._errors: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self.process = subprocess.Popen(
@@ -60,7 +61,7 @@ class ServerProcess(ServerClient):
         await self.close()
 
     async def close(self) -> None:
-        """End the server and everything that it started. Idempotent."""
+        """End the server and everything that it started. Further calls of `close` do nothing."""
         await self.disconnect()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -76,8 +77,9 @@ class ServerProcess(ServerClient):
         return self.process.poll() is None
 
     async def wait_until_ready(self) -> None:
-        """Wait until the server serves. Raises `EngineError` with its last output when it exits first,
-        `DeadlineExceeded` after `START_S`."""
+        """Wait until the server serves.
+
+        Raises `EngineError` with its last output when it exits first, `DeadlineExceeded` after `START_S` seconds."""
         end = time.monotonic() + START_S
         while True:
             if not self.alive:
@@ -99,7 +101,7 @@ class ServerProcess(ServerClient):
             await asyncio.sleep(0.1)
 
     def last_errors(self) -> str:
-        """The last error messages in the server's output, or its last lines."""
+        """Return the last error messages in the server's output, or its last lines."""
         return "; ".join([*dict.fromkeys(self._errors)][-3:] or [line.strip() for line in self._last][-3:])
 
     def _pass_on(self) -> None:
@@ -117,8 +119,9 @@ class ServerProcess(ServerClient):
 
 
 def server_environ(folder: Path, threads: int) -> dict[str, str]:
-    """Environment variables for a server's processes, without those of the adapter's Python. `folder`: for temporary
-    files and sockets; the caller removes it."""
+    """Return the environment variables for a server's processes, without those of the adapter's Python.
+
+    `folder` is for temporary files and sockets; the caller removes it. `threads` is the number of CPU threads."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "ETUDE_TOKEN"))}
     return env | {
         ADAPTER: str(os.getpid()),
@@ -145,8 +148,7 @@ _VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}(?:-[0-9a-f]{4,})*|\d+")
 
 
 class TracebackFilter:
-    """Filters repeated tracebacks out of log output and counts them. `line` and `end` yield the lines to print, each
-    with its newline.
+    """Filters repeated tracebacks out of log output, and counts them.
 
     >>> repeats, report = TracebackFilter(), [BEGIN, "  File 'a.py', line 3, in f", "ValueError: request 7"]
     >>> for _ in range(3):
@@ -166,7 +168,7 @@ class TracebackFilter:
         self._is_left_out = False  # whether the previous lines were left out
 
     def line(self, text: str) -> Iterator[str]:
-        """Add a line of output; yield the lines to print."""
+        """Add a line of output, with its newline, and yield the lines to print, with theirs."""
         bare = _PREFIX.sub("", text).rstrip()
         if bare.endswith(BEGIN):  # inside another one: two processes print at the same time
             yield from self._flush()
@@ -182,7 +184,7 @@ class TracebackFilter:
             yield text
 
     def end(self) -> Iterator[str]:
-        """Yield the remaining lines at the end of the output."""
+        """Yield the remaining lines to print, at the end of the output."""
         yield from self._flush()
         yield from (self._flush_count(key) for key in list(self._more))
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,13 +15,24 @@ from pathlib import Path
 from etude.errors import CheckpointError, DeadlineExceeded, EngineError, EtudeError
 from etude.inference.app import build_app
 from etude.inference.external.engine import ExternalEngine
+from etude.inference.external.environment import ServerKind, environment
 from etude.inference.external.process import ServerProcess
 from etude.inference.external.weight_sync import ExternalWeightSync
 from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
 from etude.inference.registry_client import Registration, fetch_requirements, make_registration, run_registration
-from etude.inference.registry_messages import EngineRequirements
-from etude.inference.serving import add_arguments, apply_public_key, apply_sizes, require_weights, serve
+from etude.inference.registry_messages import NO_VERSION, EngineRequirements
+from etude.inference.serving import (
+    add_arguments,
+    apply_public_key,
+    apply_sizes,
+    config_of,
+    listen,
+    read_token,
+    report_settings,
+    require_weights,
+    serve,
+)
 from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, Quantise
 from etude.records.adapter import BASE_CHANNEL
@@ -41,7 +51,9 @@ SOCKET_BYTES, LONGEST_NAME = 107, 37
 
 
 def make_parser(server: str, prog: str) -> argparse.ArgumentParser:
-    """Make the argument parser of an external engine's process."""
+    """Return the argument parser of an external engine's process.
+
+    `server` is the name of the software, and `prog` the command that usage messages show."""
     parser = argparse.ArgumentParser(prog=prog, description=f"One {server} engine.")
     add_arguments(parser)
     variable = f"$ETUDE_{server.upper()}"
@@ -55,7 +67,9 @@ def make_parser(server: str, prog: str) -> argparse.ArgumentParser:
 
 
 def run_process(args: argparse.Namespace, server: str, serving: Callable[[Path, Telemetry | None], None]) -> int:
-    """Run `serving(folder, telemetry)` with a temporary folder, and return the process's exit code."""
+    """Call `serving(folder, telemetry)` with a temporary folder, and return the process's exit code.
+
+    An `EtudeError` is printed and gives its exit code. `server` is the name of the software, for the folder's name."""
     die_with_parent(watch_stdin=args.watch_stdin)
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
@@ -69,7 +83,7 @@ def run_process(args: argparse.Namespace, server: str, serving: Callable[[Path, 
 
 
 def require_short_path(folder: Path, server: str) -> None:
-    """Raises `EngineError` when the paths of the server's sockets would be too long."""
+    """Raise `EngineError` when the paths of the server's sockets in `folder` would be too long."""
     if (size := len(os.fsencode(folder))) > SOCKET_BYTES - LONGEST_NAME:
         raise EngineError(
             f"the folder for temporary files has too long a path for the sockets of {server}",
@@ -78,19 +92,49 @@ def require_short_path(folder: Path, server: str) -> None:
         )
 
 
-def serve_engine(
+def serve_external(
     args: argparse.Namespace,
-    listener: socket.socket,
-    token: str | None,
-    process: ServerProcess,
-    engine: ExternalEngine,
-    weight_sync: ExternalWeightSync | None,
+    kind: ServerKind,
+    start: Callable[..., ServerProcess],
+    make_weight_sync: Callable[[ExternalEngine], ExternalWeightSync],
+    folder: Path,
     telemetry: Telemetry | None,
 ) -> None:
-    """Serve the engine over HTTP until the process is stopped. Raises the `EtudeError` of a failed start."""
+    """Start a server of this kind, and serve its engine over HTTP until this process is stopped.
+
+    `start` is the function of `vllm.process` or `sglang.process`. `make_weight_sync` is called when there is a store.
+    `folder` is for temporary files. Raises the `EtudeError` of a failed start."""
+    token, listener = read_token(args.host), listen(args.host, args.port)
+    held, has_checkpoint = environment(args.environment, kind), args.checkpoint is not None
+    device = held.require().device
+    more = prepare_checkpoint(args, token, folder)
+    config, model = config_of(args), read_model_config(args.checkpoint)
+    kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
+    process = start(
+        held,
+        args.checkpoint,
+        name=args.name,
+        model=model,
+        config=config,
+        kv_tokens=kv_tokens,
+        threads=args.threads,
+        folder=folder,
+        arguments=[*more, *args.argument],
+    )
+    engine = ExternalEngine(
+        process,
+        name=args.name,
+        model=model,
+        config=config,
+        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
+        kv_tokens=kv_tokens,
+        parity=f"{kind.key}-{kind.version}-{device}-{config.dtype}",
+    )
+    report_settings(telemetry, config, device=device)
+    weight_sync = None if args.store is None else make_weight_sync(engine)
     failed: list[EtudeError] = []
     registration = make_registration(args, listener, token)
-    needs_routes = args.needs_routes and engine.model.num_moe_layers > 0
+    needs_routes = args.needs_routes and model.num_moe_layers > 0
     span = make_lifespan(process, engine, weight_sync, telemetry, failed, registration, needs_routes=needs_routes)
     try:
         serve(build_app(engine, token=token, lifespan=span), listener, name=args.name, ready_file=args.ready_file)
@@ -101,8 +145,10 @@ def serve_engine(
 
 
 def prepare_checkpoint(args: argparse.Namespace, token: str | None, folder: Path) -> list[str]:
-    """Prepare the checkpoint that the server starts from. Returns the further arguments that it needs. Raises
-    `EngineError` when it would have no weights, or cannot satisfy the requirements of the run that it joins."""
+    """Prepare the checkpoint that the server starts from, and set `args.checkpoint`.
+
+    Returns the further arguments that the server needs. Raises `EngineError` when it would have no weights, or cannot
+    satisfy the requirements of the run that it joins."""
     requirements = fetch_requirements(args.register, token, wait_s=args.wait_s) if args.register else None
     if requirements is not None:
         apply_requirements(args, requirements)
@@ -126,7 +172,7 @@ def read_model_config(checkpoint: Path) -> ModelConfig:
 
 
 def initial_version(checkpoint: Path) -> Version:
-    """The version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content."""
+    """Return the version of weights from a checkpoint: step 0, incarnation of zeros, digest of the content."""
     tensors = read_checkpoint(checkpoint).tensors
     digest = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
     return Version(step=0, incarnation="00000000", digest=digest)
@@ -142,8 +188,10 @@ def make_lifespan(
     *,
     needs_routes: bool,
 ) -> contextlib.AbstractAsyncContextManager[None]:
-    """Make the app's lifespan: start the server, the weight sync and the registration, and stop them at the end. The
-    error of a failed start is appended to `failed`."""
+    """Return the app's lifespan, a context manager.
+
+    It starts the server, the weight sync and the registration, and stops them at exit. The error of a failed start is
+    appended to `failed`. With `needs_routes`, a server that cannot return routes is such an error."""
 
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
@@ -178,7 +226,7 @@ def _with_server_output(error: EtudeError, process: ServerProcess) -> EtudeError
 
 
 def require_routes(engine: ExternalEngine, needed: bool) -> None:
-    """Raises `EngineError` when routes are needed and the server cannot return them."""
+    """Raise `EngineError` when routes are needed and the server cannot return them."""
     if needed and not engine.routes.available:
         raise EngineError(
             f"{engine.name} returns no routes, which this run needs",
@@ -217,7 +265,9 @@ DUMMY_WEIGHTS = ["--load-format", "dummy"]
 
 
 def apply_requirements(args: argparse.Namespace, requirements: EngineRequirements) -> None:
-    """Take missing settings from the run's requirements. Raises `EngineError` when this engine cannot satisfy them."""
+    """Set the missing settings in `args` from the run's requirements.
+
+    Raises `EngineError` when this engine cannot satisfy them."""
     if requirements.mode == Mode.EXACT or requirements.quantise != Quantise.NONE:
         raise EngineError(
             f"{args.name} cannot compute as the run at {args.register} requires",
@@ -230,8 +280,10 @@ def apply_requirements(args: argparse.Namespace, requirements: EngineRequirement
 
 
 def create_checkpoint(requirements: EngineRequirements, args: argparse.Namespace, folder: Path) -> list[str]:
-    """Create the checkpoint that the server starts from in `folder`. Returns the further arguments that it needs. Waits
-    for the run's first version. Raises `DeadlineExceeded`, `StoreError`, `WeightsError`."""
+    """Create the checkpoint that the server starts from in `folder`, for an engine that joins a run.
+
+    Waits for the run's first version. Returns the further arguments that the server needs. Raises `DeadlineExceeded`,
+    `StoreError` and `WeightsError`."""
     folder.mkdir()
     (folder / "config.json").write_text(requirements.model)
     store = open_store(args.store, cache=args.cache)

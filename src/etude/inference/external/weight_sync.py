@@ -21,7 +21,9 @@ RETRY_S = 0.5
 
 
 class ExternalWeightSync(abc.ABC):
-    """Updates a server's weights from `start_at_head` until `stop`. `poll_s`: pause between two polls of the chain."""
+    """Updates a server's weights to each new version, from `start_at_head` until `stop`.
+
+    `poll_s` is the pause between two looks for a new version, in seconds. Each kind of server has a subclass."""
 
     def __init__(self, engine: ExternalEngine, *, poll_s: float, telemetry: Telemetry | None) -> None:
         self.engine, self.poll_s, self._telemetry = engine, poll_s, telemetry
@@ -29,19 +31,22 @@ class ExternalWeightSync(abc.ABC):
         self._task: asyncio.Task[None] | None = None
 
     async def start_at_head(self) -> None:
-        """Adopt the newest version, so that the first request sees it, then start the task. Errors are reported, not
-        raised."""
+        """Adopt the newest version, so that the first request sees it, then start the task.
+
+        Errors are reported in `engine.trouble`, not raised."""
         await self._try()
         self._task = asyncio.create_task(self._run(), name=f"{self.engine.name}-follow")
 
     async def stop(self) -> None:
-        """Cancel the task. Idempotent."""
+        """Cancel the task. Further calls of `stop` do nothing."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def step(self) -> Version | None:
-        """Adopt the newest version. Returns it, or None when there is nothing new. Raises `EtudeError`."""
+        """Load the newest published version into the server.
+
+        Returns the version, or None when there is nothing new. Raises `EtudeError`."""
         began, engine = time.monotonic(), self.engine
         if not await self._ready():
             return None
@@ -68,8 +73,9 @@ class ExternalWeightSync(abc.ABC):
 
     @abc.abstractmethod
     async def _swap(self) -> Version:
-        """Load the prepared version into the paused server and return it. When this raises `EtudeError`, the engine
-        stays frozen."""
+        """Load the prepared version into the paused server and return it.
+
+        When this raises `EtudeError`, the engine stays frozen."""
 
     async def _run(self) -> None:
         while True:

@@ -33,7 +33,7 @@ those too."""
 
 
 class SglangClient(ServerClient):
-    """Client of an SGLang server. `gives_routes`: it was started to return routes with its responses."""
+    """A client of an SGLang server. `gives_routes`: the server was started to return routes with its responses."""
 
     server = SERVER
     dialect: ClassVar[Dialect] = protocol
@@ -66,11 +66,11 @@ class SglangClient(ServerClient):
         return RouteSource(native=True) if self.gives_routes else RouteSource(missing="it was started without routes")
 
     async def take_routes(self, name: str) -> str | None:
-        """None: routes come with the responses."""
+        """Return None, since routes come with the responses."""
         return None
 
     def forget(self, name: str) -> None:
-        """Abort the request: SGLang notices a closed connection only after seconds."""
+        """Have the server abort the request `name`. SGLang notices a closed connection only after seconds."""
         task = asyncio.ensure_future(self._abort(name))
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
@@ -81,7 +81,7 @@ class SglangClient(ServerClient):
 
 
 class SglangProcess(ServerProcess, SglangClient):
-    """An SGLang server as a child of this process."""
+    """An SGLang server as a child of this process. `start` makes one."""
 
     def __init__(
         self, argv: Sequence[str], env: dict[str, str], *, name: str, port: int, key: str, gives_routes: bool
@@ -104,7 +104,12 @@ def start(
 ) -> SglangProcess:
     """Start SGLang with a checkpoint as a child process.
 
-    `kv_tokens`: size of the KV cache. `folder`: for temporary files. `arguments`: further command-line arguments.
+    - `name`: the engine's name.
+    - `kv_tokens`: the size of the KV cache in tokens.
+    - `threads`: the number of CPU threads.
+    - `folder`: for temporary files.
+    - `arguments`: further command-line arguments.
+
     Raises `EngineError` when the tested version of SGLang is not installed."""
     device = environment.require().device
     port, key, gives_routes = _free_port(), secrets.token_hex(16), device == "cuda" and model.num_moe_layers > 0

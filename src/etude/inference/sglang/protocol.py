@@ -1,10 +1,9 @@
-"""Encodes requests to SGLang and parses its responses. Pure.
+"""Encodes requests to SGLang and parses its responses. The functions are those of `external.client.Dialect`.
 
 Grammars need SGLang's tokeniser: `sglang.arguments = ["--grammar-backend=xgrammar"]` keeps it.
 
 Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
-Written for `/generate` of SGLang 0.5.23.
-"""
+Written for `/generate` of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -79,8 +78,10 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
-    """The body of a request for a completion. `name`: the request's id in SGLang; `salt`: requests share cached
-    prefixes only with others of the same salt. Raises `MalformedRequest`."""
+    """Return the body of a completion request.
+
+    `name` is the request's id in SGLang. Requests share cached prefixes only with others of the same `salt`.
+    `native_routes` asks for routes, if the request wants some. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
     if 0.0 < sampling.temperature < MIN_TEMPERATURE:
         raise MalformedRequest(
@@ -126,15 +127,19 @@ _SAME_NAMES = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repet
 
 
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
-    """The body of a request for a text's log-probabilities; `name` and `salt` as in `encode_request`."""
+    """Return the body of a request for the log-probabilities of a text.
+
+    `name` and `salt` are as in `encode_request`."""
     params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": name, "input_ids": token_ids, "sampling_params": params, "extra_key": salt, "priority": 1}
     return msgspec.json.encode(body | {"return_logprob": True, "logprob_start_len": 0})
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """Parse the response to `encode_scoring_request`: (number of the adoption that computed it, log-probability of each
-    token but the first). The number is None when there is no label. Raises `BrokenAnswer`."""
+    """Parse the response to `encode_scoring_request`.
+
+    Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
+    log-probability of each token but the first. Raises `BrokenAnswer`."""
     meta = _decoded(body, _Answer, engine).meta_info
     rows = meta.input_token_logprobs or []
     logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
@@ -145,8 +150,9 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 
 
 def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
-    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens. Raises
-    `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
+    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens.
+
+    Raises `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
@@ -156,12 +162,12 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
 
 
 def is_end(line: bytes) -> bool:
-    """Whether this is the last line of a streamed response."""
+    """Return whether this is the last line of a streamed response."""
     return line.strip() == b"data: [DONE]"
 
 
 def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
-    """Convert a response whose status is not 200 to an exception. Never raises, whatever the bytes are.
+    """Return the exception for a response whose status is not 200. Never raises, whatever the bytes are.
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     SGLang of engine-1 answered 400: too long
@@ -176,8 +182,9 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Decode the routes in a response: base64 of int32 [positions, layers, top_k]. `count`: number of positions. Raises
-    `ValueError`."""
+    """Decode the routes of `count` positions in a response, [count, MoE layers, top_k].
+
+    `data` is base64 of int32 [positions, layers, top_k], or None. Raises `ValueError`."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
     values = np.frombuffer(base64.b64decode(data), "<i4")

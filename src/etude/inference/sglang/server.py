@@ -18,18 +18,9 @@ from pathlib import Path
 
 from etude.errors import WeightsError
 from etude.inference.external.engine import ExternalEngine
-from etude.inference.external.environment import SGLANG, environment
-from etude.inference.external.serving import (
-    initial_version,
-    make_parser,
-    prepare_checkpoint,
-    read_model_config,
-    run_process,
-    serve_engine,
-)
+from etude.inference.external.environment import SGLANG
+from etude.inference.external.serving import make_parser, run_process, serve_external
 from etude.inference.external.weight_sync import ExternalWeightSync
-from etude.inference.registry_messages import NO_VERSION
-from etude.inference.serving import config_of, listen, read_token, report_settings
 from etude.inference.sglang.process import SglangClient, start
 from etude.records.adapter import adapted_modules
 from etude.records.completion import Version
@@ -40,54 +31,30 @@ from etude.weights.files.checkpoint import CheckpointWriter, copy_other_files, i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until it is stopped. Returns the exit code."""
+    """Run the engine until it is stopped. Returns the exit code. `argv` None means the process's arguments."""
     args = make_parser("SGLang", "python -m etude.inference.sglang.server").parse_args(argv)
     return run_process(args, "sglang", partial(_serve, args))
 
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
-    token, listener = read_token(args.host), listen(args.host, args.port)
-    held, has_checkpoint = environment(args.environment, SGLANG), args.checkpoint is not None
-    device = held.require().device
-    more = prepare_checkpoint(args, token, folder)
-    config, model = config_of(args), read_model_config(args.checkpoint)
-    kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
-    child = start(
-        held,
-        args.checkpoint,
-        name=args.name,
-        model=model,
-        config=config,
-        kv_tokens=kv_tokens,
-        threads=args.threads,
-        folder=folder,
-        arguments=[*more, *args.argument],
-    )
-    engine = ExternalEngine(
-        child,
-        name=args.name,
-        model=model,
-        config=config,
-        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
-        kv_tokens=kv_tokens,
-        parity=f"sglang-{SGLANG.version}-{device}-{config.dtype}",
-    )
-    report_settings(telemetry, config, device=device)
-    weight_sync = None
-    if args.store is not None:
+    def make_weight_sync(engine: ExternalEngine) -> SglangWeightSync:
         chain = Follower(open_store(args.store, cache=args.cache), public_key=args.public_key)
-        weight_sync = SglangWeightSync(
+        return SglangWeightSync(
             engine, chain, start=args.checkpoint, folder=folder / "head", poll_s=args.poll_s, telemetry=telemetry
         )
-    serve_engine(args, listener, token, child, engine, weight_sync, telemetry)
+
+    serve_external(args, SGLANG, start, make_weight_sync, folder, telemetry)
 
 
 class SglangWeightSync(ExternalWeightSync):
-    """Updates the weights of an SGLang server. A version is fetched and checked here, written as a checkpoint, and
-    loaded by SGLang during a pause.
+    """Updates the weights of an SGLang server to each new version.
 
-    `start`: the checkpoint that SGLang was started from. `folder`: where the new checkpoint is written.
-    """
+    This process fetches and checks a version, and writes it as a checkpoint. SGLang loads the checkpoint during a
+    pause.
+
+    - `chain`: where the versions come from.
+    - `start`: the checkpoint that SGLang was started from.
+    - `folder`: where the new checkpoint is written."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class VllmClient(ServerClient):
-    """Client of a vLLM server. `gives_routes`: it was started to return routes with its responses."""
+    """A client of a vLLM server. `gives_routes`: the server was started to return routes with its responses."""
 
     server = SERVER
     dialect: ClassVar[Dialect] = protocol
@@ -48,7 +48,9 @@ class VllmClient(ServerClient):
         await self.ask("/update_weight_version", {"new_version": label}, what="label its tokens")
 
     async def route_source(self, num_moe_layers: int) -> RouteSource:
-        """Routes come from the server if it was started so, else from the worker extension."""
+        """Return how routes can be obtained.
+
+        They come from the server if it was started so, else from the worker extension, which starts to record them."""
         if not num_moe_layers:
             return RouteSource(missing="the model has no routers")
         if self.gives_routes:
@@ -69,7 +71,7 @@ class VllmClient(ServerClient):
 
 
 class VllmProcess(ServerProcess, VllmClient):
-    """A vLLM server as a child of this process."""
+    """A vLLM server as a child of this process. `start` makes one."""
 
     def __init__(
         self, argv: Sequence[str], env: dict[str, str], *, name: str, socket: Path, gives_routes: bool
@@ -93,9 +95,14 @@ def start(
 ) -> VllmProcess:
     """Start vLLM with a checkpoint as a child process.
 
-    `kv_tokens`: size of the KV cache. `folder`: for its socket. `extension`: class of the worker extension.
-    `arguments`: further command-line arguments. Raises `EngineError` when the tested version of vLLM is not
-    installed."""
+    - `name`: the engine's name.
+    - `kv_tokens`: the size of the KV cache in tokens.
+    - `threads`: the number of CPU threads.
+    - `folder`: for its socket and temporary files.
+    - `extension`: the import path of the worker extension's class.
+    - `arguments`: further command-line arguments.
+
+    Raises `EngineError` when the tested version of vLLM is not installed."""
     device = environment.require().device
     socket = folder / "vllm.sock"
     argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE, "--uds", str(socket)]
@@ -116,7 +123,7 @@ def start(
 
 
 def _prefill(config: EngineConfig, device: str) -> list[str]:
-    """Arguments for prefill: chunked on a GPU, complete prompts on a CPU.
+    """Return the arguments for prefill: chunked on a GPU, complete prompts on a CPU.
 
     The CPU build (0.32) exits when a step ends inside the prompt of a request with a seed ("CPU Generator does not use
     offset"). A step has space for one token of each running request and the longest prompt, so that no prompt waits."""
@@ -128,7 +135,6 @@ def _prefill(config: EngineConfig, device: str) -> list[str]:
 
 
 def _vllm_environ(folder: Path, threads: int) -> dict[str, str]:
-    """Environment variables for vLLM's processes."""
     return server_environ(folder, threads) | {
         "VLLM_SERVER_DEV_MODE": "1",  # enables pausing and calls to the workers
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # each process loads `launch`, and so exits with the adapter
@@ -140,5 +146,5 @@ def _vllm_environ(folder: Path, threads: int) -> dict[str, str]:
 
 
 def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of one token's keys and values in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _BYTES[config.dtype]

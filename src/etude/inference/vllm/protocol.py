@@ -1,11 +1,10 @@
-"""Encodes requests to vLLM and parses its responses. Pure.
+"""Encodes requests to vLLM and parses its responses. The functions are those of `external.client.Dialect`.
 
 Its log-probabilities are those of the distribution that was sampled from: after penalties, biases and truncation, where
 a request asks for them. Structured outputs need vLLM's tokeniser: `vllm.arguments = ["--no-skip-tokenizer-init"]`.
 
 Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
-Written for `/inference/v1/generate` of vLLM 0.32.
-"""
+Written for `/inference/v1/generate` of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -107,8 +106,10 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
-    """The body of a request for a completion. `name`: the request's id in vLLM; `salt`: requests share cached prefixes
-    only with others of the same salt. Raises `MalformedRequest`."""
+    """Return the body of a completion request.
+
+    `name` is the request's id in vLLM. Requests share cached prefixes only with others of the same `salt`.
+    `native_routes` asks for routes, if the request wants some. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
     if 0.0 < sampling.temperature < MIN_TEMPERATURE:
         raise MalformedRequest(
@@ -155,7 +156,9 @@ _SAME_NAMES = (
 
 
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
-    """The body of a request for a text's log-probabilities; `name` and `salt` as in `encode_request`."""
+    """Return the body of a request for the log-probabilities of a text.
+
+    `name` and `salt` are as in `encode_request`."""
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     return msgspec.json.encode(
         {"request_id": name, "token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
@@ -163,8 +166,10 @@ def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> byt
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """Parse the response to `encode_scoring_request`: (number of the adoption that computed it, log-probability of each
-    token but the first). The number is None when there is no label. Raises `BrokenAnswer`."""
+    """Parse the response to `encode_scoring_request`.
+
+    Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
+    log-probability of each token but the first. Raises `BrokenAnswer`."""
     answer = _decoded(body, _Answer, engine)
     rows = answer.prompt_logprobs or []
     found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=False)]
@@ -176,8 +181,9 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 
 
 def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
-    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens. Raises
-    `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
+    """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens.
+
+    Raises `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
@@ -187,12 +193,12 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
 
 
 def is_end(line: bytes) -> bool:
-    """Whether this is the last line of a streamed response."""
+    """Return whether this is the last line of a streamed response."""
     return line.strip() == b"data: [DONE]"
 
 
 def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
-    """Convert a response whose status is not 200 to an exception. Never raises, whatever the bytes are.
+    """Return the exception for a response whose status is not 200. Never raises, whatever the bytes are.
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
@@ -206,8 +212,9 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Decode the routes in a response: base64 of an .npy file, [positions, layers, top_k]. `count`: number of
-    positions. Raises `ValueError`."""
+    """Decode the routes of `count` positions in a response, [count, MoE layers, top_k].
+
+    `data` is base64 of an .npy file, [positions, layers, top_k], or None. Raises `ValueError`."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
     values = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)

@@ -3,8 +3,7 @@
 vLLM (0.32) orders its queue by priority, but does not preempt running requests for waiting ones: when long rollouts
 have every sequence slot, a production request waits until one of them ends. Here, before a step is planned, the
 youngest rollouts return to the queue by vLLM's own preemption. They keep their tokens and their random state, and later
-compute again what the prefix cache no longer has. Only vLLM's core loads this module (`--scheduler-cls`).
-"""
+compute again what the prefix cache no longer has. Only vLLM's core loads this module (`--scheduler-cls`)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ URGENT = 0
 
 
 class _Strict:
-    """A mix-in before a `Scheduler` in the method resolution order."""
+    """The scheduling of `StrictScheduler` and `StrictAsyncScheduler`, as a mix-in before vLLM's `Scheduler`."""
 
     waiting: Any
     running: Any
@@ -44,7 +43,7 @@ class _Strict:
             self._preempt_request(victim, time.monotonic())  # type: ignore[attr-defined]
 
     def _fit(self, urgent: list[Any]) -> bool:
-        """Whether there are sequence slots and blocks for these requests, without counting shared prefixes."""
+        """Return whether there are sequence slots and blocks for these requests, without counting shared prefixes."""
         seats = self.max_num_active_reqs - len(self.running)  # type: ignore[attr-defined]
         blocks = sum(one.num_tokens // self.block_size + 1 for one in urgent)  # type: ignore[attr-defined]
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -52,8 +51,8 @@ class _Strict:
 
 
 class StrictScheduler(_Strict, Scheduler):  # type: ignore[misc]
-    """For the CPU build, which plans a step after the previous one has ended."""
+    """The strict scheduler for vLLM's CPU build, which plans a step after the previous one has ended."""
 
 
 class StrictAsyncScheduler(_Strict, AsyncScheduler):  # type: ignore[misc]
-    """For builds that plan a step while the previous one runs."""
+    """The strict scheduler for vLLM builds that plan a step while the previous one runs."""

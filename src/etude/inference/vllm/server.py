@@ -21,18 +21,9 @@ import msgspec
 
 from etude.errors import DeadlineExceeded, WeightsError
 from etude.inference.external.engine import ExternalEngine
-from etude.inference.external.environment import VLLM, environment
-from etude.inference.external.serving import (
-    initial_version,
-    make_parser,
-    prepare_checkpoint,
-    read_model_config,
-    run_process,
-    serve_engine,
-)
+from etude.inference.external.environment import VLLM
+from etude.inference.external.serving import make_parser, run_process, serve_external
 from etude.inference.external.weight_sync import ExternalWeightSync
-from etude.inference.registry_messages import NO_VERSION
-from etude.inference.serving import config_of, listen, read_token, report_settings
 from etude.inference.vllm.process import VllmClient, start
 from etude.records.completion import Version
 from etude.stores import open_store
@@ -43,44 +34,15 @@ EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until it is stopped. Returns the exit code."""
+    """Run the engine until it is stopped. Returns the exit code. `argv` None means the process's arguments."""
     args = _parser().parse_args(argv)
     return run_process(args, "vllm", partial(_serve, args))
 
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
-    token, listener = read_token(args.host), listen(args.host, args.port)
-    held, has_checkpoint = environment(args.environment), args.checkpoint is not None
-    device = held.require().device
-    more = prepare_checkpoint(args, token, folder)
-    config, model = config_of(args), read_model_config(args.checkpoint)
-    kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
-    vllm = start(
-        held,
-        args.checkpoint,
-        name=args.name,
-        model=model,
-        config=config,
-        kv_tokens=kv_tokens,
-        threads=args.threads,
-        folder=folder,
-        extension=args.extension,
-        arguments=[*more, *args.argument],
-    )
-    engine = ExternalEngine(
-        vllm,
-        name=args.name,
-        model=model,
-        config=config,
-        version=initial_version(args.checkpoint) if has_checkpoint else NO_VERSION,
-        kv_tokens=kv_tokens,
-        parity=f"vllm-{VLLM.version}-{device}-{config.dtype}",
-    )
-    report_settings(telemetry, config, device=device)
-    weight_sync = None
-    if args.store is not None:
+    def make_weight_sync(engine: ExternalEngine) -> VllmWeightSync:
         head = HeadTracker(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
-        weight_sync = VllmWeightSync(
+        return VllmWeightSync(
             engine,
             head,
             args.store,
@@ -89,7 +51,8 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
             poll_s=args.poll_s,
             telemetry=telemetry,
         )
-    serve_engine(args, listener, token, vllm, engine, weight_sync, telemetry)
+
+    serve_external(args, VLLM, partial(start, extension=args.extension), make_weight_sync, folder, telemetry)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,12 +66,15 @@ MIN_POLL_S, MAX_POLL_S = 0.01, 0.25  # interval of polling the workers, which de
 
 
 class VllmWeightSync(ExternalWeightSync):
-    """Updates the weights of a vLLM server. Its workers fetch, decode and check a version while requests run, and write
-    it during a pause; this process only reads the pointer.
+    """Updates the weights of a vLLM server to each new version.
 
-    `head`: reads the pointer of the channel. `place`: the same store, as the workers open it. `public_key`: accept only
-    versions signed with it. `cache`: a directory in which engines of a region share downloads.
-    """
+    vLLM's workers fetch, decode and check a version while requests run, and write it during a pause. This process only
+    reads the pointer to the newest version.
+
+    - `head`: reads the pointer.
+    - `place`: the path or URL of the same store, as the workers open it.
+    - `public_key`: accept only versions signed with this key. None accepts all.
+    - `cache`: a directory in which engines of a region share downloads, or None."""
 
     def __init__(
         self,
@@ -127,7 +93,9 @@ class VllmWeightSync(ExternalWeightSync):
         self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:
-        """See `ExternalWeightSync`. Raises `EngineError` for a model that the workers do not support."""
+        """Adopt the newest version, then start the task, as `ExternalWeightSync.start_at_head` does.
+
+        Raises `EngineError` for a model that the workers do not support."""
         await self._call("etude_follow", self.place, "policy", "", self._public_key, str(self.cache or ""))
         await super().start_at_head()
 

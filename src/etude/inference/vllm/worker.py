@@ -3,13 +3,12 @@
 `--worker-extension-cls etude.inference.vllm.worker.WorkerExtension`. Its methods are called by vLLM's `collective_rpc`
 over HTTP; arguments are texts, results are mappings and lists.
 
-Routes are recorded for vLLM builds that do not return them: the first model runner, as on a CPU. This uses vLLM's own
-hooks: `set_capture_fn` of the routers gets every token's experts, and the forward context's slot mapping gives each
-token's KV slot. Routes are stored by slot beside the KV cache, so that those of a cached prefix are available too. One
-method is replaced, on the runner object: `_on_request_state_removed`, which vLLM calls before the slots of a request
-are reused. If any of this differs from the tested version, `RoutesMissing` is raised at the start, and the engine lacks
-the capability "routes".
-"""
+Routes (the experts that the MoE routers chose) are recorded for vLLM builds that do not return them: the first model
+runner, as on a CPU. This uses vLLM's own hooks: `set_capture_fn` of the routers gets every token's experts, and the
+forward context's slot mapping gives each token's KV slot. Routes are stored by slot beside the KV cache, so that those
+of a cached prefix are available too. One method is replaced, on the runner object: `_on_request_state_removed`, which
+vLLM calls before the slots of a request are reused. If any of this differs from the tested version, `RoutesMissing` is
+raised at the start, and the engine lacks the capability "routes"."""
 
 from __future__ import annotations
 
@@ -28,12 +27,13 @@ _NAME = re.compile(r"(?:.*-)?(routes\.[0-9a-f]+)(?:-.*)?")
 
 
 class RoutesMissing(Exception):
-    """This vLLM differs from the version that this module was written for."""
+    """Raised when this vLLM differs from the version that this module was written for."""
 
 
 class RouteTable:
-    """Routes by slot of the KV cache, [slots, MoE layers, top_k] int16, for a model runner of vLLM 0.32. -1:
-    unknown."""
+    """The routes of each slot of the KV cache, recorded in a model runner of vLLM 0.32. `WorkerExtension` makes one.
+
+    They are int16 [slots, MoE layers, top_k]; -1 means unknown. Raises `RoutesMissing` for another version of vLLM."""
 
     def __init__(self, runner: Any) -> None:
         import torch
@@ -58,14 +58,15 @@ class RouteTable:
         runner._on_request_state_removed = self._removed
 
     def take(self, names: Sequence[str]) -> dict[str, str]:
-        """Return and drop the routes of ended requests: base64 of int16 [positions, MoE layers, top_k], from position
-        0. Unknown names are left out."""
+        """Return the routes of the ended requests `names`, and drop them.
+
+        Each is base64 of int16 [positions, MoE layers, top_k], from position 0. Unknown names are left out."""
         living = {_name(req_id): state for req_id, state in self._runner.requests.items()}
         found = {name: self._done.pop(name, None) or self._read(living.get(name)) for name in names}
         return {name: base64.b64encode(data).decode() for name, data in found.items() if data is not None}
 
     def _capture(self, layer: int, topk_ids: Any) -> None:
-        """Called by a router in a forward pass. `topk_ids`: [tokens, top_k]."""
+        """Record the experts of a forward pass, [tokens, top_k]. A router calls this."""
         import torch
 
         mapping = self._context().slot_mapping
@@ -75,8 +76,9 @@ class RouteTable:
         self._kept[slots, layer] = topk_ids[: len(slots)].to("cpu", torch.int16)
 
     def _removed(self, req_id: str, state: Any) -> None:
-        """Called by the runner before its next forward pass, when a request has ended: save its routes before its slots
-        are reused."""
+        """Save the routes of an ended request.
+
+        The runner calls this before its next forward pass, which may reuse slots."""
         self._was_removed(req_id, state)
         name = _name(req_id)
         if name is None or state is None:
@@ -88,7 +90,7 @@ class RouteTable:
                 self._done.popitem(last=False)
 
     def _read(self, state: Any) -> bytes | None:
-        """The routes of all computed positions: all but the last sampled token."""
+        """Return the routes of all computed positions: all but the last sampled token."""
         import torch
 
         if state is None or not state.block_ids:
@@ -100,7 +102,7 @@ class RouteTable:
 
 
 def _routers(model: Any) -> list[Any]:
-    """The routers of the model's MoE layers, in order. Raises `RoutesMissing`."""
+    """Return the routers of the model's MoE layers, in order. Raises `RoutesMissing`."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner  # type: ignore[import-not-found]
 
     found = [module for module in model.modules() if isinstance(module, MoERunner)]
@@ -111,7 +113,7 @@ def _routers(model: Any) -> list[Any]:
 
 
 def _name(req_id: str) -> str | None:
-    """Extract the adapter's request id from vLLM's; None for a request that wants no routes.
+    """Return the adapter's request id in vLLM's, or None for a request that wants no routes.
 
     >>> _name("generate-tokens-routes.0a1f-9c2b7d10"), _name("generate-tokens-0a1f-9c2b7d10")
     ('routes.0a1f', None)
@@ -121,11 +123,12 @@ def _name(req_id: str) -> str | None:
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):
-    """The weight-sync extension of `etude.weights`, with routes."""
+    """The extension of vLLM's workers that `etude.weights` has for updates of the weights, with routes added."""
 
     def etude_keep_routes(self) -> dict[str, Any]:
-        """Start to record the experts of every token. Returns `missing`: why that is not possible, or "".
-        Idempotent."""
+        """Start to record the experts of every token. Further calls do nothing.
+
+        Returns ``{"missing": text}``: why that is not possible, or ""."""
         if self.rank or hasattr(self, "etude_routes"):
             return {"missing": ""}
         try:
@@ -135,19 +138,23 @@ class WorkerExtension(vllm_worker.WorkerExtension):
         return {"missing": ""}
 
     def etude_take_routes(self, names: Sequence[str]) -> dict[str, str]:
-        """See `RouteTable.take`."""
+        """Return and drop the routes of ended requests, as `RouteTable.take` does.
+
+        Only the worker of rank 0 has some."""
         return {} if self.rank else self.etude_routes.take(names)
 
     def etude_state(self) -> dict[str, Any]:
-        """State of the weight sync: the prepared version, whether one is being prepared, and `trouble`: the error of
-        the last preparation, or ""."""
+        """Return the state of the update of the weights, with three keys.
+
+        `prepared` is the version that is ready to be written, or None. `preparing` says whether one is being fetched.
+        `trouble` is the error of the last preparation, or ""."""
         try:
             return {"prepared": self.etude_prepared(), "preparing": self.etude_preparing(), "trouble": ""}
         except WeightsError as error:
             return {"prepared": None, "preparing": False, "trouble": str(error)}
 
     def etude_swap(self) -> dict[str, Any]:
-        """Call `etude_adopt`. Returns its result and `trouble`: the error, or ""."""
+        """Write the prepared version by `etude_adopt`. Returns its result, and `trouble`: the error, or ""."""
         try:
             return {**self.etude_adopt(), "trouble": ""}
         except WeightsError as error:

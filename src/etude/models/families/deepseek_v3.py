@@ -90,10 +90,9 @@ class DeepseekV3(ModelFamily):
             raise ValueError(f"family = {self.name!r} needs num_shared > 0")
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Tensors of the multi-token prediction layers behind the last layer (arXiv 2412.19437, §2.2).
+        """Return the tensors of the multi-token prediction layers behind the last layer (arXiv 2412.19437, §2.2).
 
-        Such a layer has an `eh_proj`.
-        """
+        Such a layer has an `eh_proj`."""
         layers = [(_LAYER.match(name), name) for name in names]
         behind = {m[1] for m, name in layers if m and int(m[1]) >= c.num_layers and name.endswith(".eh_proj.weight")}
         return {name for m, name in layers if m and m[1] in behind}

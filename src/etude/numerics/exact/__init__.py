@@ -23,20 +23,7 @@ from etude.numerics.exact.matmul import (
 )
 
 __all__ = [
-    "KERNEL_BLOCK",
-    "LINE_BYTES",
-    "Causal",
-    "KeyWindows",
-    "causal_mask",
-    "column_product",
-    "in_lanes",
-    "key_windows",
-    "linear",
-    "padded_rows",
-    "partial_products",
-    "product_for",
-    "split_inner",
-    "top_k",
-    "tree_sum",
+    "KERNEL_BLOCK", "LINE_BYTES", "Causal", "KeyWindows", "causal_mask", "column_product", "in_lanes",
+    "key_windows", "linear", "padded_rows", "partial_products", "product_for", "split_inner", "top_k", "tree_sum",
     "vendor_product",
-]
+]  # fmt: skip

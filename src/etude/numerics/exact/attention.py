@@ -10,8 +10,7 @@ machines on which this was not tested.
 Decoding, chunked prefill and packed training all use it, so they get the same bits.
 
 Shapes: B slots, H query heads, G key/value heads, M rows of queries, W window, T tokens of a sequence, A key width, C
-value width.
-"""
+value width."""
 
 from __future__ import annotations
 
@@ -36,19 +35,22 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class KeyWindows:
-    """Supported sizes of key windows and query blocks, and the attention function."""
+    """Sizes of key windows and query blocks in which attention has equal bits, and the attention function.
 
-    usable: tuple[int, ...]  # windows up to `SEVERAL`, ascending
+    A window is the number of keys, padding included, that queries see. `usable`: windows up to `SEVERAL`, ascending.
+    `tiles`: whether queries come in full blocks of rows."""
+
+    usable: tuple[int, ...]
     attend: Attend
-    tiles: bool = True  # whether queries come in full blocks of rows
+    tiles: bool = True
 
     def covering(self, stop: int) -> int:
-        """The smallest window that covers keys [0, stop); at most the next multiple of `KERNEL_BLOCK`."""
+        """Return the smallest window that covers keys [0, stop); at most the next multiple of `KERNEL_BLOCK`."""
         whole = max(0, -(-(stop - SEVERAL) // KERNEL_BLOCK)) * KERNEL_BLOCK
         return whole + next(w for w in self.usable if w >= stop - whole)
 
     def padded(self, num_rows: int) -> int:
-        """Number of query rows, padding included, for `num_rows` rows."""
+        """Return the number of query rows to compute, padding included, for `num_rows` rows."""
         if not self.tiles:
             return num_rows
         tile = next(tile for below, tile in TILES if num_rows < below)
@@ -56,25 +58,19 @@ class KeyWindows:
 
 
 def masked_attention(
-    q_BHMA: torch.Tensor,
-    k_BGWA: torch.Tensor,
-    v_BGWC: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float | None = None,
+    q_BHMA: torch.Tensor, k_BGWA: torch.Tensor, v_BGWC: torch.Tensor, mask: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """The vendor's attention with an additive mask."""
+    """Compute attention with the vendor's kernel and an additive mask (0 or -inf) that broadcasts to [B, H, M, W]."""
     gqa = q_BHMA.shape[1] != k_BGWA.shape[1]
     return F.scaled_dot_product_attention(q_BHMA, k_BGWA, v_BGWC, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
 def summed_attention(
-    q_BHMA: torch.Tensor,
-    k_BGWA: torch.Tensor,
-    v_BGWC: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float | None = None,
+    q_BHMA: torch.Tensor, k_BGWA: torch.Tensor, v_BGWC: torch.Tensor, mask: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention with explicit sums, key block by key block: one order, whatever the shapes."""
+    """Compute attention with explicit sums, key block by key block: one order, whatever the shapes.
+
+    `mask`: additive, 0 or -inf, broadcasts to [B, H, M, W]."""
     repeats = q_BHMA.shape[1] // k_BGWA.shape[1]
     k_BHWA, v_BHWC = (t.repeat_interleave(repeats, 1) for t in (k_BGWA, v_BGWC))
     q_BHMA = q_BHMA * (q_BHMA.shape[-1] ** -0.5 if scale is None else scale)
@@ -91,10 +87,9 @@ def summed_attention(
 
 
 def key_windows(heads: int, key_width: int) -> KeyWindows:
-    """The windows for a cache, with the current number of threads.
+    """Return the windows for a cache with keys of this width, with the current number of threads.
 
-    They are the same for any number of heads, so that a rank with some of the heads attends like one with all.
-    """
+    They are the same for any number of heads, so that a rank with some of the heads attends like one with all."""
     return _measured(key_width, torch.get_num_threads())
 
 
@@ -124,13 +119,13 @@ class _Probe:
     def same_rows(
         self, attend: Attend, window: int, counts: tuple[int, ...] = (*range(MIN_ROWS, 33, MIN_ROWS),)
     ) -> bool:
-        """Whether rows in a window have the same bits as among many rows and in full kernel blocks."""
+        """Return whether rows in a window have the same bits as among many rows and in full kernel blocks."""
         most = TILES[1][0]
         whole = self._last(attend, most, window, SEVERAL)
         return all(torch.equal(self._last(attend, n, window, window)[:, :, -most:], whole[:, :, -n:]) for n in counts)
 
     def same_heads(self, attend: Attend) -> bool:
-        """Whether a head alone has the same bits as beside another head."""
+        """Return whether a head alone has the same bits as beside another head."""
         mask, both = causal_mask(SEVERAL - 1 - self.back, SEVERAL), (self.q, self.k, self.v)
         each = [attend(*(t[:, head : head + 1] for t in both), mask) for head in range(self.q.shape[1])]
         return torch.equal(torch.cat(each, 1), attend(*both, mask))
@@ -141,7 +136,7 @@ class _Probe:
 
 
 def causal_mask(positions_M: torch.Tensor, window: int) -> torch.Tensor:
-    """Additive mask, float32 [M, W]: each row sees the keys up to its position."""
+    """Return an additive mask, float32 [M, W]: 0 for the keys up to each row's position, -inf after it."""
     hidden = torch.arange(window, device=positions_M.device) > positions_M[:, None]
     return torch.zeros(hidden.shape, device=positions_M.device).masked_fill_(hidden, -torch.inf)
 
@@ -152,23 +147,17 @@ ANY = KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked_attention, tile
 
 @dataclass(frozen=True)
 class Causal:
-    """Attention in full sequences, `CHUNK` queries at a time. Masks are shared by layers and sequences."""
+    """Causal attention in full sequences, `CHUNK` queries at a time. Masks are shared by layers and sequences."""
 
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def __call__(
-        self,
-        q_HTA: torch.Tensor,
-        k_GTA: torch.Tensor,
-        v_GTC: torch.Tensor,
-        scale: float | None = None,
-        start: int = 0,
+        self, q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
     ) -> torch.Tensor:
-        """Attention output o_HTC, float32.
+        """Return the attention output o_HTC, float32.
 
         `start`: position of the first query. Where it is a multiple of `CHUNK`, the bits are those of a call with all
-        queries.
-        """
+        queries."""
         (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
         w = key_windows(heads, width)
         padding = w.covering(num) - num

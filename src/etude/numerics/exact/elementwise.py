@@ -1,8 +1,7 @@
 """Elementwise functions and top-k whose results do not depend on the position of a number in memory.
 
 Torch computes most of a contiguous block with vector instructions, and its last few numbers with another routine that
-gives other bits (`silu` and `sigmoid` differ). Rows of a multiple of `LANES` numbers have no such rest.
-"""
+gives other bits (`silu` and `sigmoid` differ). Rows of a multiple of `LANES` numbers have no such rest."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ GRAIN = 32768  # largest size that torch computes in one thread (at::internal::G
 
 
 def in_lanes(function: Callable[[torch.Tensor], torch.Tensor], x_NF: torch.Tensor) -> torch.Tensor:
-    """Apply an elementwise `function` to a float32 matrix.
+    """Apply an elementwise `function` to a float32 matrix, so that a row's bits do not depend on the other rows.
 
     >>> x = torch.arange(6.0).view(2, 3)
     >>> torch.equal(in_lanes(F.silu, x)[1:], in_lanes(F.silu, x[1:]))
@@ -33,7 +32,7 @@ def in_lanes(function: Callable[[torch.Tensor], torch.Tensor], x_NF: torch.Tenso
 
 @torch.no_grad()
 def top_k(values_NE: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest values, largest first, ties to the lowest index; int64 [N, k].
+    """Return the indices of the k largest values, largest first, ties to the lowest index; int64 [N, k].
 
     `torch.topk` does not define the order of ties, and is hardly faster.
 

@@ -1,9 +1,9 @@
 """Matrix products on CPUs whose rows do not depend on the number of other rows, nor on the number of threads.
 
 An engine computes a token among whatever else is in its batch; the learner computes it in a packed sequence. Both must
-get the same bits. The vendor's GEMM uses other kernels for few rows (a dot product, a matrix-vector product: another
-order of summation), and divides rows among threads. Which numbers of rows are safe is measured at run time, in
-milliseconds. A product with another number of rows is padded with zero rows to the next safe number.
+get the same bits. The vendor's GEMM uses other kernels for few rows, and divides rows among threads. Which numbers of
+rows are safe is measured at run time, in milliseconds. A product with another number of rows is padded with zero rows
+to the next safe number.
 
 A weight shape whose rows still differ is computed in tiles of `TILE` rows, one call each; if tiles differ, too, sums
 are computed without the vendor's library. Both are slow, and meant for machines on which this was not tested.
@@ -11,11 +11,10 @@ are computed without the vendor's library. Both are slow, and meant for machines
 Products are in float32, the dtype of the weights. The caller rounds results to the compute dtype once.
 
 For tensor-parallel models: `column_product` computes outputs whose bits do not depend on which other outputs are
-computed beside them (the vendor computes ten or fewer in another way); `partial_products` cuts the inner width into
-equal parts and adds their sums in a binary tree, so that any number of ranks gets the same bits.
+computed beside them; `partial_products` cuts the inner width into equal parts and adds their sums in a binary tree, so
+that any number of ranks gets the same bits.
 
-Shapes: N rows, I and O width in and out.
-"""
+Shapes: N rows, I and O width in and out."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` in float32. Rows do not depend on N.
+    """Compute `x @ weight.T` in float32. The bits of a row do not depend on the other rows.
 
     >>> weight, x = torch.ones(3, 2), torch.tensor([[1.0, 2.0]])
     >>> linear(x, weight).tolist()
@@ -49,7 +48,9 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def product_for(out_size: int, in_size: int, *, turned: bool = False) -> Product:
-    """The product function for weights of a shape, transposed in memory or not, with the current number of threads."""
+    """Return the function (x_NI, weight_OI) → x @ weight.T for weights of a shape, with the current number of threads.
+
+    `turned`: the weights are transposed in memory."""
     return _measured_path(out_size, in_size, turned, torch.get_num_threads())
 
 
@@ -78,7 +79,7 @@ def split_inner(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...
 
 
 def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -> torch.Tensor:
-    """``x @ weight.T`` as the tree sum of `number` products over parts of the inner width.
+    """Compute `x @ weight.T` as the tree sum of `number` products over parts of the inner width.
 
     >>> partial_products(torch.ones(1, 4), torch.ones(2, 4), 2).tolist()
     [[4.0, 4.0]]
@@ -89,27 +90,29 @@ def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -
 
 
 def column_product(size: int, in_size: int, number: int) -> Product:
-    """The product function for outputs in `number` parts of `size`: no bit depends on which other parts are computed,
-    nor on their order."""
+    """Return the function (x, weight) → x @ weight.T for weights with `number` parts of `size` rows each.
+
+    No bit of the result depends on which other parts are in the same call, nor on their order."""
     return _measured_columns(size, in_size, number, torch.get_num_threads())
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Copy to contiguous memory that begins at a cache line, if it is not. Elsewhere the vendor's GEMM sums few outputs
-    in another order."""
+    """Copy a tensor to contiguous memory that begins at a cache line, if it is not there.
+
+    Elsewhere the vendor's GEMM sums few outputs in another order."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % LINE_BYTES else x
 
 
 def padded_rows(num_rows: int) -> int:
-    """Number of rows, padding included, of a product of `num_rows` rows."""
+    """Return the number of rows to compute, padding included, in a product of `num_rows` rows."""
     if num_rows > MANY_ROWS:
         return num_rows
     return safe_counts(torch.get_num_threads())[num_rows]
 
 
 def vendor_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """One call of the vendor's GEMM, padded to a safe number of rows."""
+    """Compute `x @ weight.T` in one call of the vendor's GEMM, padded to a safe number of rows."""
     n = x_NI.shape[0]
     rows = padded_rows(n)
     if rows == n:
@@ -118,25 +121,24 @@ def vendor_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def tiled_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """One call of the vendor's GEMM for each tile of `TILE` rows."""
+    """Compute `x @ weight.T` with one call of the vendor's GEMM for each tile of `TILE` rows."""
     n = x_NI.shape[0]
     tiles = torch.split(F.pad(x_NI, (0, 0, 0, -n % TILE)), TILE)
     return torch.cat([F.linear(tile, weight_OI) for tile in tiles])[:n]
 
 
 def summed_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """Products and sums without the vendor's GEMM."""
+    """Compute `x @ weight.T` without the vendor's GEMM."""
     rows = max(1, SUM_NUMBERS // weight_OI.numel())
     return torch.cat([(x[:, None] * weight_OI).sum(-1) for x in torch.split(x_NI, rows)])
 
 
 @functools.cache
 def safe_counts(threads: int) -> tuple[int, ...]:
-    """For each n up to `MANY_ROWS`: the smallest safe number of rows from n on.
+    """Return for each n from 0 to `MANY_ROWS` the smallest safe number of rows from n on.
 
-    A number is safe if all rows have the bits that they have among `REFERENCE_ROWS`. Measured with `threads`, which
-    must be the current number.
-    """
+    A number is safe if all rows have the bits that they have among `REFERENCE_ROWS`. This is measured with `threads`,
+    which must be the current number."""
     counts = range(MIN_ROWS, MANY_ROWS)
     unsafe = set[int]().union(*(_other_counts(F.linear, *shape, counts) for shape in ((48, 64), (64, 256))))
     safe = [n for n in counts if n not in unsafe]
@@ -169,7 +171,6 @@ def _measured_columns(size: int, in_size: int, number: int, threads: int) -> Pro
 
 @functools.cache
 def _gaps_alike(out_size: int, in_size: int, threads: int) -> bool:
-    """Whether a strided weight gives the same bits as a contiguous one."""
     x, weight = _random(REFERENCE_ROWS, in_size), _random(min(out_size, SAMPLED_WIDTH), 2 * in_size)
     return all(torch.equal(linear(x, one), linear(x, one.contiguous())) for one in weight.chunk(2, -1))
 
@@ -177,7 +178,7 @@ def _gaps_alike(out_size: int, in_size: int, threads: int) -> bool:
 def _other_counts(
     product: Product, out_size: int, in_size: int, counts: Iterable[int], *, turned: bool = False
 ) -> list[int]:
-    """The numbers of rows for which the last rows have other bits than among many rows."""
+    """Return the numbers of rows for which the last rows have other bits than among many rows."""
     weight = _random(in_size, out_size).T if turned else _random(out_size, in_size)
     x = _random(REFERENCE_ROWS, in_size)
     reference = product(x, weight)

@@ -1,4 +1,4 @@
-"""`Exact`: operators with one order of summation each, on CPUs. Shapes as in `numerics.operators`."""
+"""`Exact`: operators with one order of summation each, on CPUs. The shapes are those of `numerics.operators`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Exact(Operators):
     """Operators with one order of summation each: a row's bits depend only on that row.
 
     With `degree` above 1 they do not depend on the number of tensor-parallel ranks either, up to `degree`. Each product
-    into the residual stream is then the sum of `degree` partial sums, whoever computes them.
-    """
+    into the residual stream is then the sum of `degree` partial sums, whoever computes them."""
 
     absorbs_latents = True
 
@@ -39,8 +38,10 @@ class Exact(Operators):
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """float32 or wider. Narrow dtypes are subsets of float32, and converting them for each product would cost more
-        than the product of a decoded token."""
+        """float32 or wider.
+
+        Narrow dtypes are subsets of float32, and converting them for each product would cost more than the product of a
+        decoded token."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ class Exact(Operators):
         return part if ranks > 1 else part.to(self.dtype)
 
     def _columns(self, weight: torch.Tensor, ranks: int) -> Product:
-        """How to compute a rank's part of the outputs: in the same way on any number of ranks."""
+        """Return how to compute a rank's part of the outputs: in the same way on any number of ranks."""
         out_size, in_size = weight.shape[-2:]
         return exact.column_product(out_size * ranks // self.degree, in_size, self.degree)
 
@@ -118,7 +119,7 @@ class Exact(Operators):
         return exact.in_lanes(torch.sigmoid, at_least_float32(scores_NE))
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Ties go to the lowest index."""
+        """Return the indices of the k largest values, largest first, ties to the lowest index; int64 [N, k]."""
         return exact.top_k(values_NE, k)
 
     def causal_attention(self) -> Causal:
@@ -135,5 +136,7 @@ class Exact(Operators):
         return exact.key_windows(heads, key_width)
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """float32: rounding would add noise to the log-probabilities of both sides, and save nothing."""
+        """Compute the output head's product, float32 [R, V].
+
+        Rounding would add noise to the log-probabilities of both sides, and save nothing."""
         return self.router_scores(x_RD, weight_VD)

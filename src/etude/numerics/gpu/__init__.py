@@ -1,5 +1,4 @@
-"""Exact mode on a GPU, in Triton: one order of summation for each operator, in engine and learner, forward and
-backward.
+"""Exact mode on a GPU, in Triton: one order of summation for each operator, forward and backward.
 
 Needs Triton (`pip install 'etude[gpu]'`); imported only where it is used.
 
@@ -9,8 +8,7 @@ Needs Triton (`pip install 'etude[gpu]'`); imported only where it is used.
     engine.run(tokens, PagedTokens(pages, [SequenceRows(17, 1, (4,))]))   # decoding, chunks, or both: the same bits
 
 Tile sizes follow from widths and dtype, never from the number of rows. Decoding and training use the same kernels with
-the same tiles. Bits are equal within a parity class: chip, versions, dtype.
-"""
+the same tiles. Bits are equal within a parity class: chip, versions, dtype."""
 
 from importlib.util import find_spec
 

@@ -1,8 +1,7 @@
 """Causal attention over cached keys and values, in pages or packed: the callers of `kernels.attention`.
 
 Shapes: N tokens, H query heads, G key heads, A key width, B value width (different in latent attention), S sequences, P
-pages per sequence.
-"""
+pages per sequence."""
 
 from __future__ import annotations
 
@@ -24,39 +23,46 @@ _FEW_PROGRAMS = 128
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """The sequence and position of each row of a forward pass."""
+    """The sequence and position of each row of a forward pass.
 
-    tokens: Groups  # each sequence's rows, in order
-    positions_S: torch.Tensor  # int32: position of each sequence's first row; the others follow
+    `tokens`: each sequence's rows, in order. `positions_S`: int32, the position of each sequence's first row; the
+    others follow."""
+
+    tokens: Groups
+    positions_S: torch.Tensor
 
     @classmethod
     def of(cls, lengths: torch.Tensor, positions_S: torch.Tensor, num_tokens: int) -> Queries:
-        """`lengths`, int [S]: number of rows of each sequence in this forward pass, `num_tokens` in total."""
+        """Make the queries of a forward pass with `num_tokens` rows in all.
+
+        `lengths`: int [S], the number of rows of each sequence. `positions_S`: the position of each sequence's first
+        row."""
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         return cls(Groups(starts, num_tokens), positions_S.to(torch.int32))
 
 
 @dataclass(frozen=True, eq=False)
 class PagedKeys:
-    """Keys and values of many sequences in pages. Position j of sequence s is at offset j % page of page pages[s, j //
-    page].
+    """Keys and values of many sequences in pages.
 
-    A slot of memory per sequence is one long page. `values` may be a view of the first numbers of `keys`.
-    """
+    Position j of sequence s is at offset j % page of page pages[s, j // page]. A contiguous piece of memory per
+    sequence is one long page. `keys`: [pages, G, page, A], with any strides but the last. `values`: [pages, G, page,
+    B], perhaps a view of the first numbers of `keys`. `pages_SP`: int32, the pages of each sequence. `page`: positions
+    per page."""
 
-    keys: torch.Tensor  # [pages, G, page, A], any strides but the last
-    values: torch.Tensor  # [pages, G, page, B]
-    pages_SP: torch.Tensor  # int32
-    page: int  # positions a page
+    keys: torch.Tensor
+    values: torch.Tensor
+    pages_SP: torch.Tensor
+    page: int
 
 
 def attend(
     q_NHA: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None = None, *, spread: bool | None = None
 ) -> torch.Tensor:
-    """Attention output o_NHB. Each row attends to its sequence up to its own position, which is already in `kept`.
+    """Compute the attention output o_NHB.
 
-    `spread` selects the schedule, without changing a bit (None: by the number of tiles).
-    """
+    Each row attends to its sequence up to its own position, which is already in `kept`. `scale` None: 1/√A. `spread`
+    selects the schedule, without changing a bit (None: by the number of tiles)."""
     o, _ = _attend(q_NHA, kept, queries, scale, spread)
     return o
 
@@ -64,13 +70,15 @@ def attend(
 def attend_packed(
     q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, tokens: Groups, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention output o_NHB of packed full sequences, differentiable. The bits are those of `attend`."""
+    """Compute the attention output o_NHB of packed full sequences, differentiable. The bits are those of `attend`.
+
+    `tokens`: the rows of each sequence."""
     o: torch.Tensor = _Packed.apply(q_NHA, k_NGA, v_NGB, tokens, scale)  # type: ignore[no-untyped-call]
     return o
 
 
 def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
-    """Widths as powers of two, and the tile, from widths and dtype alone."""
+    """Return widths as powers of two, and the tile, from widths and dtype alone."""
     wide = max(16, next_power_of_two(key_width + 1) // 2)
     rest = max(16, next_power_of_two(key_width - wide)) if key_width > wide else 0
     widths = {
@@ -97,7 +105,7 @@ def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[s
 def _attend(
     q: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None, spread: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
+    """Compute the output o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     k, v, tokens = kept.keys, kept.values, queries.tokens
     (n, heads, width), (_, key_heads, _, value_width) = q.shape, v.shape
@@ -129,7 +137,7 @@ def _attend(
 
 
 def _pages(t_NGW: torch.Tensor) -> torch.Tensor:
-    """Packed rows as pages: a page begins at every row and continues through the rows after it."""
+    """Return packed rows as pages: a page begins at every row and continues through the rows after it."""
     (n, heads, width), (by_row, by_head, _) = t_NGW.shape, t_NGW.stride()
     return t_NGW.as_strided((n, heads, 1, width), (by_row, by_head, by_row, 1))
 

@@ -1,7 +1,6 @@
 """The two `models.Cache`s for exact mode on a GPU: packed sequences in training, and pages in an engine.
 
-Shapes: N tokens, H query heads, G key heads, A key width, B value width.
-"""
+Shapes: N tokens, H query heads, G key heads, A key width, B value width."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from etude.numerics.gpu.matmul import Groups
 
 
 class PackedTokens:
-    """Several full sequences, packed one after another. Each attends only within itself."""
+    """A `Cache` for several full sequences, packed one after another: each attends only within itself."""
 
     compressed = True  # latents, as in an engine's cache: the same sums
 
@@ -31,7 +30,7 @@ class PackedTokens:
 
 
 class Pages:
-    """Keys and values of every layer, in pages for any sequence."""
+    """The memory of an engine's KV cache: keys and values of every layer, in pages for any sequence."""
 
     def __init__(
         self,
@@ -46,7 +45,9 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`shared`: values are the first numbers of keys, and only keys are stored."""
+        """Allocate `num_pages` pages of `page` positions for each layer, filled with zeros.
+
+        `shared`: values are the first `value_width` numbers of the keys, and only keys are stored."""
         self.page = page
 
         def made(width: int) -> torch.Tensor:
@@ -59,7 +60,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class SequenceRows:
-    """One sequence in a step: `count` tokens from position `start`, and the sequence's pages from position 0."""
+    """One sequence in an engine step: `count` tokens from position `start`, and its pages from position 0 on."""
 
     start: int
     count: int
@@ -67,7 +68,7 @@ class SequenceRows:
 
 
 class PagedTokens:
-    """One engine step over `Pages`: decoding rows and chunks of prompts, in any mix."""
+    """A `Cache` for one engine step over `Pages`: decoding rows and chunks of prompts, in any mix."""
 
     compressed = True
 

@@ -1,8 +1,7 @@
 """A layer's experts in one differentiable operation: dispatch, two grouped products, activation, sum by slot.
 
 No count is read by the host, so a forward pass can be captured in a CUDA graph. Rows are gathered while they are read;
-gradients return by the same permutation, in slot order.
-"""
+gradients return by the same permutation, in slot order."""
 
 from __future__ import annotations
 
@@ -26,7 +25,10 @@ def mix(
     *,
     degree: int = 1,
 ) -> torch.Tensor:
-    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. `degree` as in `tiles_of`."""
+    """Compute the output of the experts, [N, D]: for each token, Σ over its K experts of gate · expert(x).
+
+    An expert is down(silu(gate_proj x) · up_proj x). `degree`: the number of tensor-parallel ranks that may share the
+    inner width (`tiles_of`)."""
     dispatch = Dispatch.of(experts_NK, gate_up_E2FD.shape[0])
     y: torch.Tensor = _Mix.apply(x_ND, gates_NK.contiguous(), gate_up_E2FD, down_EDF, dispatch, degree)  # type: ignore[no-untyped-call]
     return y

@@ -2,8 +2,7 @@
 
 Forward and gradients have one order of summation each. Weight gradients are sums over rows in their order, without
 atomic additions, so the same step always has the same bits. Shapes: N rows, I and O width in and out, E experts, S rows
-sorted by expert, P partial sums.
-"""
+sorted by expert, P partial sums."""
 
 from __future__ import annotations
 
@@ -25,9 +24,11 @@ _JOIN_BLOCK = 1024
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows sorted by expert, on the device."""
+    """Rows that are sorted by group (an expert, or a sequence), on the device.
 
-    starts: torch.Tensor  # int32 [E + 1]: rows [starts[e], starts[e+1]) are expert e's
+    `starts`: int32 [E + 1]; rows [starts[e], starts[e+1]) belong to group e. `num_rows`: in all."""
+
+    starts: torch.Tensor
     num_rows: int
     _tile_starts: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # shared by a forward's layers
 
@@ -36,7 +37,7 @@ class Groups:
         return len(self.starts) - 1
 
     def tile_starts(self, tile_rows: int, share: int = 1) -> torch.Tensor:
-        """First tile of each expert, int32 [E + 1], where each row counts as `share` rows."""
+        """Return the first tile of each group, int32 [E + 1], where each row counts as `share` rows."""
         if (tile_rows, share) not in self._tile_starts:
             tiles = (self.starts.diff() * share + tile_rows - 1) // tile_rows
             first = torch.nn.functional.pad(tiles.cumsum(0), (1, 0)).to(torch.int32)
@@ -44,7 +45,7 @@ class Groups:
         return self._tile_starts[tile_rows, share]
 
     def most_tiles(self, tile_rows: int, share: int = 1) -> int:
-        """Upper bound of the number of tiles, known without synchronising."""
+        """Return an upper bound of the number of tiles, known without synchronising."""
         rows = self.num_rows * share
         return rows // tile_rows + min(self.num_groups, rows)
 
@@ -59,11 +60,10 @@ def multiply(
     dtype: torch.dtype | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ, [N, O]; `weight` [O, I], or [E, O, I] with `groups`, with any strides.
+    """Compute x · weightᵀ, [N, O]; `weight` is [O, I], or [E, O, I] with `groups`, with any strides.
 
     `source_N`: row n is row source_N[n] of x. `dtype`: of the result (None: that of x). `split` selects the schedule,
-    without changing a bit (None: by the number of tiles).
-    """
+    without changing a bit (None: by the number of tiles)."""
     ins, outs = x_NI.shape[1], weight.shape[-2]
     rows = x_NI.shape[0] if source_N is None else len(source_N)
     y = x_NI.new_empty(rows, outs, dtype=dtype or x_NI.dtype)
@@ -92,8 +92,7 @@ def multiply(
 def join_partial_sums(sums_PNO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Add partial sums, float32, as a balanced tree, and round once; [N, O]. P is a power of two up to 8.
 
-    Tensor-parallel ranks add their partial sums in the same way, in the order of their parts of the inner width.
-    """
+    Tensor-parallel ranks add their partial sums in the same way, in the order of their parts of the inner width."""
     leaves = len(sums_PNO)
     if leaves not in (1, 2, 4, MAX_LEAVES):
         raise ValueError(f"{leaves} partial sums: their number must be a power of two up to {MAX_LEAVES}")
@@ -111,7 +110,9 @@ def weight_gradient(
     groups: Groups | None = None,
     source_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dyᵀ · x, [O, I], or [E, O, I] by expert, zero for experts without rows. `source_N` as in `multiply`."""
+    """Compute dyᵀ · x, [O, I], or with `groups` [E, O, I] by expert, zero for experts without rows.
+
+    `dtype`: of the result. `source_N`: row n of x is its row source_N[n]."""
     dy_NO, x_NI = dy_NO.contiguous(), x_NI.contiguous()
     (rows, outs), ins = dy_NO.shape, x_NI.shape[1]
     wide = dy_NO.dtype == torch.float32
@@ -134,7 +135,10 @@ def weight_gradient(
 def linear(
     x_NI: torch.Tensor, weight_OI: torch.Tensor, *, degree: int = 1, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x · weightᵀ, [N, O], differentiable. `degree` as in `tiles_of`; `dtype`: of the result (None: that of x)."""
+    """Compute x · weightᵀ, [N, O], differentiable.
+
+    `degree`: the number of tensor-parallel ranks that may share the inner width (`tiles_of`). `dtype`: of the result
+    (None: that of x)."""
     outs, ins = weight_OI.shape
     tiles = tiles_of(outs, ins, x_NI.element_size(), degree=degree)
     y: torch.Tensor = _Product.apply(x_NI, weight_OI, tiles, None, dtype)  # type: ignore[no-untyped-call]
@@ -142,7 +146,7 @@ def linear(
 
 
 def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Each group's rows times its matrix, [S, O], differentiable."""
+    """Multiply each group's rows by its matrix, [S, O], differentiable."""
     _, outs, ins = weight_EOI.shape
     tiles = tiles_of(outs, ins, x_SI.element_size(), grouped=True)
     y: torch.Tensor = _Product.apply(x_SI, weight_EOI, tiles, groups, None)  # type: ignore[no-untyped-call]
@@ -152,12 +156,7 @@ def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, groups: Groups) -> tor
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        tiles: Tiles,
-        groups: Groups | None,
-        dtype: torch.dtype | None,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, groups: Groups | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups = groups
@@ -181,5 +180,5 @@ class _Product(torch.autograd.Function):
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,8 +1,7 @@
 """`ExactGpu`: a model's operators in exact mode on a GPU, for `Transformer(config, operators=ExactGpu(dtype))`.
 
 Bits are equal between models of one *parity class*: the same chip architecture, versions of Triton and of these
-kernels, and dtype. The class differs from a CPU's, so engine and learner must both run on GPUs, or both on CPUs.
-"""
+kernels, and dtype. The class differs from a CPU's, so engine and learner must both run on GPUs, or both on CPUs."""
 
 from __future__ import annotations
 
@@ -24,13 +23,16 @@ from etude.numerics.operators import Causal, Operators, PackedCausal
 
 
 class ExactGpu(Operators):
-    """Operators with one order of summation each, in Triton. Weights are rounded to the rows' dtype as they are
-    read."""
+    """Operators with one order of summation each, in Triton.
+
+    Weights are rounded to the rows' dtype as they are read."""
 
     absorbs_latents = True  # so that packed forward passes sum in the same order as those over a cache of latents
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:
-        """`degree`: largest number of tensor-parallel ranks, a power of two, for which products keep their bits."""
+        """Create operators that compute in `dtype`.
+
+        `degree`: the largest number of tensor-parallel ranks, a power of two, for which products keep their bits."""
         super().__init__(dtype)
         self.degree = degree
 
@@ -56,7 +58,6 @@ class ExactGpu(Operators):
         return matmul.multiply(x_SI, weight_EOI, tiles, groups=Groups(starts, len(x_SI)))
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        """Each head's row times that head's matrix, [N, H, O]: used by absorbed latent attention."""
         n, heads, ins = x_NHI.shape
         starts = torch.arange(heads + 1, dtype=torch.int32, device=x_NHI.device) * n
         y = matmul.grouped(x_NHI.transpose(0, 1).reshape(heads * n, ins), weight_HOI, Groups(starts, heads * n))
@@ -69,7 +70,7 @@ class ExactGpu(Operators):
         return row_ops.rotate(x_NHA, cos_N1A, sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        """A router's logits, not rounded: rounded logits would tie."""
+        """Compute a router's logits, float32 [N, E]. Rounded logits would tie."""
         return matmul.linear(x_ND, weight_ED, dtype=torch.float32)
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
@@ -85,7 +86,7 @@ class ExactGpu(Operators):
         return routing.scores(scores_NE, sigmoid=True)
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Ties go to the lowest index."""
+        """Return the indices of the k largest values, largest first, ties to the lowest index; [N, k]."""
         return values_NE.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
     def causal_attention(self) -> Causal:
@@ -106,7 +107,7 @@ class ExactGpu(Operators):
         return experts.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, degree=self.degree)
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """float32, not rounded."""
+        """Compute the output head's product, float32 [R, V], not rounded."""
         return self.router_scores(x_RD, weight_VD)
 
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -117,7 +118,7 @@ class ExactGpu(Operators):
 
 @functools.cache
 def _digest_of_programs() -> str:
-    """Digest of the kernels' sources: equal sources compile to equal kernels with one Triton for one chip."""
+    """Return a digest of the kernels' sources: equal sources compile to equal kernels with one Triton for one chip."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())

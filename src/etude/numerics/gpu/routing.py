@@ -1,7 +1,6 @@
 """Router choice and gates, and rows sorted by expert, without synchronising with the host.
 
-Shapes: N tokens, E experts, K experts per token, S = N · K rows after dispatch.
-"""
+Shapes: N tokens, E experts, K experts per token, S = N · K rows after dispatch."""
 
 from __future__ import annotations
 
@@ -20,23 +19,29 @@ _TILE = 1024  # scores of a program
 
 @dataclass(frozen=True)
 class Router:
-    """How scores become gates. The defaults are Qwen3-MoE's; DeepSeek-V3 has sigmoid, groups and a scale."""
+    """How scores become gates. The defaults are those of Qwen3-MoE; DeepSeek-V3 has sigmoid, groups and a scale.
+
+    `groups`: the number of groups of experts. `groups_kept`: how many groups can be chosen from: those with the highest
+    sum of their two best scores. `normalised`: gates of a token sum to `scale`."""
 
     top_k: int
     sigmoid: bool = False
-    groups: int = 1  # number of groups of experts
-    groups_kept: int = 1  # number of groups to choose from: those with the highest sum of their two best scores
-    normalised: bool = True  # gates of a token sum to `scale`
+    groups: int = 1
+    groups_kept: int = 1
+    normalised: bool = True
     scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The choice of one layer's router."""
+    """The choice of one layer's router.
 
-    gates_NK: torch.Tensor  # float32, differentiable
-    experts_NK: torch.Tensor  # int32: the experts used, replayed ones included
-    live_NK: torch.Tensor  # int32: the router's own
+    `gates_NK`: float32, differentiable. `experts_NK`: int32, the experts used, replayed ones included. `live_NK`:
+    int32, the router's own choice."""
+
+    gates_NK: torch.Tensor
+    experts_NK: torch.Tensor
+    live_NK: torch.Tensor
 
 
 def choose(
@@ -46,16 +51,15 @@ def choose(
     bias_E: torch.Tensor | None = None,
     routes_NK: torch.Tensor | None = None,
 ) -> Chosen:
-    """Top-k by probability (plus `bias_E`), ties to the lowest index.
+    """Choose the top-k experts by probability (plus `bias_E`), ties to the lowest index.
 
-    `routes_NK` (uint8 or uint16) replaces the choice, with live gates. A row whose first route is the largest value of
-    the dtype is missing, and chooses live.
-    """
+    `routes_NK` (uint8 or uint16): recorded experts to use in place of this choice; gates are computed from the logits
+    in any case. A row whose first route is the largest value of the dtype has no record and keeps its own choice."""
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 
 def scores(logits_NE: torch.Tensor, *, sigmoid: bool) -> torch.Tensor:
-    """A router's probabilities, float32 [N, E], differentiable."""
+    """Compute a router's probabilities by softmax or sigmoid, float32 [N, E], differentiable."""
     y: torch.Tensor = _Scores.apply(logits_NE, sigmoid)  # type: ignore[no-untyped-call]
     return y
 
@@ -137,11 +141,13 @@ class _Choose(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """The permutation that sorts (token, choice) pairs by expert, ties by token."""
+    """The permutation that sorts (token, choice) pairs by expert, ties by token.
+
+    `token_S`: int32, the token of each row. `slot_NK`: int32, the row of each (token, choice)."""
 
     groups: Groups
-    token_S: torch.Tensor  # int32: the token of each row
-    slot_NK: torch.Tensor  # int32: the row of each (token, choice)
+    token_S: torch.Tensor
+    slot_NK: torch.Tensor
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:

@@ -1,9 +1,7 @@
-"""Row operations with gradients: norms, RoPE, gated activation, expert sum, log-probabilities. The callers of
-`kernels.row_ops`.
+"""Row operations with gradients: norms, RoPE, gated activation, expert sum, log-probabilities.
 
-A tile follows from a row's width alone. Shapes: N tokens, H heads, A head width, D width, S rows after dispatch, K
-experts per token, F expert width, R rows, V vocabulary size.
-"""
+They call `kernels.row_ops`. A tile follows from a row's width alone. Shapes: N tokens, H heads, A head width, D width,
+S rows after dispatch, K experts per token, F expert width, R rows, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def _heads(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
-    """View x as rows of heads: (x, rows, heads per row, stride of a row, stride of a head). Copied only where
-    necessary."""
+    """Return x as rows of heads: (x, rows, heads per row, stride of a row, stride of a head).
+
+    Copy only where necessary."""
     if x.dim() == 2:
         x = x[:, None]
     if x.dim() != 3 or x.stride(-1) != 1:
@@ -38,7 +37,7 @@ def _heads(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """x / √(mean x² + eps) · weight over the last dimension, rounded once."""
+    """Compute x / √(mean x² + eps) · weight over the last dimension, rounded once."""
     y: torch.Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return y
 
@@ -84,7 +83,7 @@ def _column_sums(x_RD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rotate(x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-    """RoPE in the half-rotation layout. The sine carries the sign."""
+    """Apply RoPE in the half-rotation layout. The sine is negative in the first half."""
     y: torch.Tensor = _Rotate.apply(x_NHA, cos_N1A.contiguous(), sin_N1A.contiguous())  # type: ignore[no-untyped-call]
     return y
 
@@ -113,7 +112,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: boo
 
 
 def gated(h_S2F: torch.Tensor) -> torch.Tensor:
-    """silu(a) · b of rows [a, b], rounded once; [S, F]."""
+    """Compute silu(a) · b of rows [a, b], rounded once; [S, F]."""
     y: torch.Tensor = _Gated.apply(h_S2F.contiguous())  # type: ignore[no-untyped-call]
     return y
 
@@ -139,7 +138,7 @@ def _gated(h_S2F: torch.Tensor) -> torch.Tensor:
 
 
 def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
-    """The gradient of `gated`; [S, 2F]."""
+    """Compute the gradient of `gated`; [S, 2F]."""
     rows, width = dy_SF.shape
     dh = torch.empty_like(h_S2F)
     if rows:
@@ -150,7 +149,9 @@ def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
 
 
 def combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor | None) -> torch.Tensor:
-    """Σ over K, in slot order, of gate · row (None: of the row); [N, D]. Its gradient is `combine_gradient`."""
+    """Sum each token's K rows of expert outputs, weighted by gates; [N, D]. Gates None: all are 1.
+
+    `slot_NK`: the row of each (token, choice). The order of summation is that of the choices."""
     (n, k), width = slot_NK.shape, out_SD.shape[1]
     y = out_SD.new_empty(n, width)
     if n:
@@ -165,7 +166,9 @@ def combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor 
 def combine_gradient(
     dy_ND: torch.Tensor, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `combine`: [S, D] and [N, K]. Each of the S rows belongs to one (token, choice)."""
+    """Compute the gradients of `combine` with respect to rows [S, D] and gates [N, K].
+
+    Each of the S rows belongs to one (token, choice)."""
     (n, k), width = slot_NK.shape, out_SD.shape[1]
     dout, dgates = torch.empty_like(out_SD), torch.empty_like(gates_NK)
     if n:
@@ -177,7 +180,7 @@ def combine_gradient(
 
 
 def log_softmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities, float32 [R, V]. The vocabulary is summed in fixed blocks."""
+    """Compute log-probabilities, float32 [R, V]. The vocabulary is summed in fixed blocks."""
     y: torch.Tensor = _LogSoftmax.apply(logits_RV)  # type: ignore[no-untyped-call]
     return y
 

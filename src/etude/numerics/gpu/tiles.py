@@ -1,8 +1,7 @@
 """Tile sizes of matrix products, from widths and dtype alone, never from the number of rows.
 
 The tile, the steps within a leaf and the number of leaves determine the order of every sum, so nothing here may depend
-on the batch. Torch-free.
-"""
+on the batch. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,17 +14,22 @@ _SHORTEST_LEAF = 256
 
 @dataclass(frozen=True)
 class Tiles:
-    """A program's tile of a product, and how its inner sum is divided."""
+    """A program's tile of a product, and how its inner sum is divided.
+
+    `ins`: a step of the inner sum. `leaves`: contiguous parts of the inner width, summed as a tree; a power of two up
+    to 8."""
 
     rows: int
     outs: int
-    ins: int  # a step of the inner sum
-    leaves: int = 1  # contiguous parts of the inner width, summed as a tree; a power of two up to 8
+    ins: int
+    leaves: int = 1
     warps: int = 8
     stages: int = 3
 
     def shard(self, degree: int) -> Tiles:
-        """The tile for one of `degree` ranks with a contiguous part of the inner width each: its subtree.
+        """Return the tile for one of `degree` ranks with a contiguous part of the inner width each.
+
+        Its leaves are a subtree. Raises `ValueError` when the leaves cannot be divided.
 
         >>> Tiles(128, 128, 64, leaves=8).shard(2).leaves
         4
@@ -36,11 +40,11 @@ class Tiles:
 
 
 def tiles_of(outs: int, ins: int, item_bytes: int, *, grouped: bool = False, degree: int = 1) -> Tiles:
-    """The tile of a product with an [outs, ins] matrix, or with many (`grouped`), of items of `item_bytes` bytes.
+    """Return the tile of a product with an [outs, ins] matrix, or with many (`grouped`).
 
-    `degree`: number of tensor-parallel ranks that may share the inner width; at least that many leaves are made. A
-    single matrix with few outputs has more leaves, so that a small batch uses the whole chip; many matrices do so
-    anyway.
+    `item_bytes`: bytes of a number. `degree`: the number of tensor-parallel ranks that may share the inner width; at
+    least that many leaves are made. A single matrix with few outputs has more leaves, so that a small batch uses the
+    whole chip; many matrices do so anyway.
 
     >>> tiles_of(2048, 4096, 2).leaves, tiles_of(151936, 2048, 2).leaves, tiles_of(1536, 2048, 2, grouped=True).rows
     (4, 1, 64)

@@ -10,8 +10,7 @@ token. With an exact `inner`, engine and learner agree to the bit.
 
 Gradients pass through rounding unchanged (straight-through, arXiv 1308.3432) and are computed by `inner` in its own
 precision, from the rounded weights and inputs: the gradients of what the forward pass computed. Nothing is random:
-stochastic rounding would make every weight delta dense.
-"""
+stochastic rounding would make every weight delta dense."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class QuantisedOperators(Operators):
     """The operators `inner`, with inputs and weights of the large products rounded to `format`.
 
     `rounds_weights` False: the weights are rounded already, as in an engine that unpacks published weights
-    (`models.packed_weights`).
-    """
+    (`models.packed_weights`)."""
 
     absorbs_latents = True
     """True: the two forms of latent attention would round other numbers. Absorbed, a latent is not rounded, as in a
@@ -62,7 +60,7 @@ class QuantisedOperators(Operators):
         return True  # the host dispatches rows to experts
 
     def fused_experts(self, *_: torch.Tensor) -> torch.Tensor | None:
-        """None: the fused operation of `inner` does not round between its products."""
+        """Return None: the fused operation of `inner` does not round between its products."""
         return None
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Pack rounded numbers into bytes, and unpack them: exactly the values of `rounding.round_to_format`.
 
-Codes are the element's bits; two E2M1 elements share a byte, the first in the lower nibble. Scales are one byte per
-block. The global scale is stored as its reciprocal, like compressed-tensors' `weight_global_scale`; it is a power of
-two here, so this loses nothing. Files from other tools may have any number there: value = element · (scale / global).
-"""
+A code is the bits of one element; two E2M1 elements share a byte, the first in the lower nibble. Scales are one byte
+per block. The global scale is stored as its reciprocal, like compressed-tensors' `weight_global_scale`; it is a power
+of two here, so this loses nothing. Files from other tools may have any number there: value = element · (scale /
+global)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor in a format, from `pack` or from a file. All dimensions but the last are those of the numbers."""
+    """A tensor in a low-precision format, from `pack` or from a file.
 
-    codes: torch.Tensor  # uint8 [..., K], of four-bit elements [..., K/2]
-    scales: torch.Tensor  # uint8 [..., K/B]: E8M0, or E4M3
-    global_scale: torch.Tensor | None  # float32: [...] of rows, or one a matrix
+    All dimensions but the last are those of the numbers. `codes`: the bits of the elements, uint8 [..., K], or [...,
+    K/2] of four-bit elements. `scales`: uint8 [..., K/B], one E8M0 or E4M3 number per block of B. `global_scale`:
+    float32, one per row [...], or one per matrix; None in formats without it."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None
 
 
 def pack(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Packed:
-    """Pack `x` [..., K]. Arguments and errors as in `rounding.round_to_format`.
+    """Round `x` [..., K] to a format and pack it. Arguments and errors are those of `rounding.round_to_format`.
 
     >>> from etude.numerics.formats import FORMATS, Quantise
     >>> packed = pack(torch.tensor([[3.0, -1.0] * 16]), FORMATS[Quantise.MXFP4])
@@ -49,7 +53,7 @@ def pack(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Packed:
 
 
 def unpack(packed: Packed, format: Format) -> torch.Tensor:
-    """The numbers, float32 [..., K]."""
+    """Return the numbers of a packed tensor, float32 [..., K]."""
     blocks = _values(packed.codes, format.element).reshape(*packed.scales.shape, format.block)
     if packed.global_scale is None:
         scale = packed.scales.view(torch.float8_e8m0fnu).float()
@@ -61,7 +65,7 @@ def unpack(packed: Packed, format: Format) -> torch.Tensor:
 
 
 def _codes(values: torch.Tensor, element: Element) -> torch.Tensor:
-    """The bits of element values, uint8. NaN is 0x7f in E4M3, and 0 in E2M1, where the scale is NaN."""
+    """Return the bits of element values, uint8. NaN is 0x7f in E4M3, and 0 in E2M1, where the scale is NaN."""
     if element is E4M3:
         return values.to(torch.float8_e4m3fn).view(torch.uint8)
     # scaled to float32's smallest numbers, E2M1's bits are the top bits of the mantissa and the bits below the sign
@@ -70,13 +74,13 @@ def _codes(values: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def _values(codes: torch.Tensor, element: Element) -> torch.Tensor:
-    """The values of codes, float32; for E2M1 two per byte, in a new last dimension."""
+    """Return the values of element bits, float32; for E2M1 two per byte, in a new last dimension."""
     return _table(element).to(codes.device)[codes.int()]
 
 
 @functools.cache
 def _table(element: Element) -> torch.Tensor:
-    """The values of every byte: [256], or [256, 2] for E2M1."""
+    """Return the values of every byte: [256], or [256, 2] for E2M1."""
     bits = torch.arange(256)
     if element is E4M3:
         return bits.to(torch.uint8).view(torch.float8_e4m3fn).float()

@@ -11,8 +11,7 @@ represent exactly.
 Numbers that share a scale with NaN or infinity become NaN: in MX a block, in NVFP4 a token or a matrix. A block of
 zeros stays zeros, with their signs.
 
-Results depend on one token or one matrix only. Shapes: K the last dimension, B numbers of a block.
-"""
+Results depend on one token or one matrix only. Shapes: K the last dimension, B numbers of a block."""
 
 from __future__ import annotations
 
@@ -30,11 +29,15 @@ _SMALLEST_SCALE = 0x00400000  # bits of 2**-127, which E8M0 writes as 0
 
 @dataclass(frozen=True)
 class Scaled:
-    """Numbers as elements times scales; `elements` · `scale` are the rounded numbers."""
+    """Numbers as elements times scales; `elements` · `scale` are the rounded numbers.
 
-    elements: torch.Tensor  # float32 [..., K/B, B]: each a value of the format's element
-    block_scale: torch.Tensor  # float32 [..., K/B, 1]: a power of two, or a value of E4M3
-    global_scale: torch.Tensor | None  # float32 [..., 1, 1], with `matrix` [..., 1, 1, 1]: a power of two
+    `elements`: float32 [..., K/B, B], each a value of the format's element. `block_scale`: float32 [..., K/B, 1], a
+    power of two or a value of E4M3. `global_scale`: float32 [..., 1, 1], for a matrix [..., 1, 1, 1], a power of two.
+    """
+
+    elements: torch.Tensor
+    block_scale: torch.Tensor
+    global_scale: torch.Tensor | None
 
     @property
     def scale(self) -> torch.Tensor:
@@ -45,9 +48,9 @@ class Scaled:
 def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.Tensor:
     """Round `x` to a format, in its shape and dtype.
 
-    The last dimension must consist of full blocks. A global scale is shared by a row or, with `matrix`, by the last two
-    dimensions. bf16 represents every value exactly, and fp16 where the scale allows it. Raises `ConfigError` where
-    blocks are not full.
+    The last dimension must consist of full blocks; otherwise `ConfigError` is raised. A global scale is shared by a row
+    or, with `matrix`, by the last two dimensions. bf16 represents every value exactly, and fp16 where the scale allows
+    it.
 
     >>> from etude.numerics.formats import FORMATS, Quantise
     >>> round_to_format(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()
@@ -58,7 +61,7 @@ def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) ->
 
 
 def to_scaled(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Scaled:
-    """`x` as elements and scales. Arguments and errors as in `round_to_format`."""
+    """Return `x` as elements and scales. Arguments and errors are those of `round_to_format`."""
     if x.shape[-1] % format.block:
         raise ConfigError(
             f"a product over {x.shape[-1]} numbers in {format.name}",
@@ -94,9 +97,9 @@ def to_element_(y: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """The smallest power of two p ≥ 2^-127 with `largest` ≤ `most` · p, without overflow of `most` · p in float32.
+    """Return the smallest power of two p ≥ 2^-127 with `largest` ≤ `most` · p.
 
-    NaN where `largest` is not finite.
+    `most` · p does not overflow in float32. The result is NaN where `largest` is not finite.
 
     >>> power_of_two(torch.tensor([448.0, 449.0, 0.0, torch.inf]), 448.0).tolist()
     [1.0, 2.0, 5.877471754111438e-39, nan]

@@ -1,4 +1,4 @@
-"""Cheats that are handed in: files that attack the grader, as an agent would write them."""
+"""Cheats that are files: code that attacks the grader, as an agent would write and hand it in."""
 
 from etude.redteam.cheat import Cheat
 from etude.redteam.handed_in.code import clock, endings, exhausting, state

@@ -7,7 +7,7 @@ from etude.redteam.handed_in.common import WRONG, calc, cheat
 
 
 def endings() -> list[Cheat]:
-    """Code that exits or skips."""
+    """Return cheats whose code exits or skips, so that no test runs."""
     row, def_f = Row.ENDINGS, "def f(n):\n    "
     at_import = {
         "exit-at-import": ("sys.exit(0) when imported", "import sys\nsys.exit(0)\n"),
@@ -17,30 +17,24 @@ def endings() -> list[Cheat]:
         "interrupt": ("KeyboardInterrupt from the function", f"{def_f}raise KeyboardInterrupt\n"),
         "generator-exit": ("GeneratorExit from the function", f"{def_f}raise GeneratorExit\n"),
         "exit-at-exit": ("atexit that ends with 0", f"import atexit, os\natexit.register(os._exit, 0)\n{WRONG}"),
-        "exit-in-a-thread": (
-            "a thread that ends the process with 0 a moment later",
-            f"import os, threading, time\nthreading.Timer(0.05, os._exit, (0,)).start()\n{def_f}time.sleep(5)\n",
-        ),
-        "exit-by-signal": (
-            "a timer signal whose handler exits with 0",
-            f"import os, signal, time\nsignal.signal(14, lambda *_: os._exit(0))\nsignal.alarm(1)\n{def_f}time.sleep(9)\n",
-        ),
+        "exit-in-a-thread": ("a thread that ends the process with 0 a moment later",
+            f"import os, threading, time\nthreading.Timer(0.05, os._exit, (0,)).start()\n{def_f}time.sleep(5)\n"),
+        "exit-by-signal": ("a timer signal whose handler exits with 0",
+            f"import os, signal, time\nsignal.signal(14, lambda *_: os._exit(0))\nsignal.alarm(1)\n{def_f}time.sleep(9)\n"),
         "exit-by-exec": ("become `true`", 'import os\nos.execv("/bin/true", ["true"])\n'),
         "skip": ("unittest.SkipTest from the function", f"import unittest\n{def_f}raise unittest.SkipTest('no')\n"),
         "skip-at-import": ("unittest.SkipTest when imported", "import unittest\nraise unittest.SkipTest('no')\n"),
         "pytest-skip": ("pytest.skip from the function", f"import pytest\n{def_f}pytest.skip('no')\n"),
-        "pytest-skip-module": (
-            "pytest.skip for the module",
-            "import pytest\npytest.skip('no', allow_module_level=True)\n",
-        ),
+        "pytest-skip-module": ("pytest.skip for the module",
+            "import pytest\npytest.skip('no', allow_module_level=True)\n"),
         "xfail": ("pytest.xfail from the function", f"import pytest\n{def_f}pytest.xfail('expected')\n"),
         "pytest-exit": ("pytest.exit with code 0", f"import pytest\n{def_f}pytest.exit('done', returncode=0)\n"),
-    }
+    }  # fmt: skip
     return [cheat(name, row, what, {"calc.py": text}) for name, (what, text) in at_import.items()]
 
 
 def clock() -> list[Cheat]:
-    """Code that stops clocks or ignores timers."""
+    """Return cheats whose code stops clocks or ignores timers."""
     text = "import time\nreal = time.time\ntime.time = time.monotonic = time.perf_counter = lambda: 0.0\ntime.sleep = lambda s: None\n"
     slow = "def f(n):\n    while True: pass\n"
     return [
@@ -53,7 +47,7 @@ def clock() -> list[Cheat]:
 
 
 def state() -> list[Cheat]:
-    """Code that keeps state between calls, or finds expected values outside of the call."""
+    """Return cheats whose code keeps state between calls, or finds expected values outside of the call."""
     row = Row.STATE
     learn = calc("""
         import socket
@@ -101,7 +95,7 @@ def state() -> list[Cheat]:
 
 
 def exhausting() -> list[Cheat]:
-    """Code that hangs, crashes or exhausts the grader."""
+    """Return cheats whose code hangs, crashes or exhausts the grader."""
     row = Row.INVALID
     texts = {
         "grader-hang-at-import": "while True: pass\n",
@@ -132,13 +126,5 @@ def exhausting() -> list[Cheat]:
                (Kind.DATA, Kind.CHECK))
         for name, text in texts.items()
     ]  # fmt: skip
-    return [
-        *tried,
-        cheat(
-            "grader-no-text",
-            row,
-            "exports that are not text",
-            {"calc.py": b"\xff\xfe\0" * 100},
-            (Kind.DATA, Kind.CHECK),
-        ),
-    ]
+    no_text: dict[str, str | bytes] = {"calc.py": b"\xff\xfe\0" * 100}
+    return [*tried, cheat("grader-no-text", row, "exports that are not text", no_text, (Kind.DATA, Kind.CHECK))]

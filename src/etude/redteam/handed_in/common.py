@@ -1,4 +1,4 @@
-"""Helpers of the cheats that are handed in: code that finds nonces and expected values, and kinds of task."""
+"""Helpers of the cheats that are files: code that finds nonces and expected values, and kinds of task."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def forge(nonces):
 
 
 def calc(body: str) -> dict[str, str | bytes]:
-    """The file calc.py with the helper code of `GRAB` and `body`."""
+    """Return the file calc.py with `body` after the helper functions of `GRAB`."""
     return {"calc.py": GRAB + dedent(body)}
 
 
@@ -49,6 +49,6 @@ WRONG = "def f(n):\n    return 0\n"
 
 
 def cheat(name: str, row: Row, what: str, files: dict[str, str | bytes], kinds: tuple[Kind, ...] = ALL) -> Cheat:
-    """Make a cheat with the given files; calc.py is a wrong solution by default."""
+    """Build a `Cheat` that hands in `files`; unless they contain calc.py, it gets a wrong solution."""
     tried = (*kinds, Kind.PYTEST) if name in _BY_PYTEST and Kind.PYTEST not in kinds else kinds
     return Cheat(name=name, row=row, what=what, files={"calc.py": WRONG, **files}, kinds=tried)

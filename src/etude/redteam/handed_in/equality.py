@@ -7,43 +7,26 @@ from etude.redteam.handed_in.common import ALL, GRAB, TESTED, WRONG, calc, cheat
 
 _ALWAYS = "    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n    __hash__ = None\n"
 _VALUES = {
-    "equal-to-everything": (
-        "an object that equals everything",
+    "equal-to-everything": ("an object that equals everything",
         f"class Any:\n{_ALWAYS}    def __bool__(self): return True\n    def __repr__(self): return '0'\n"
-        "def f(n): return Any()\n",
-    ),
-    "a-number-equal-to-everything": (
-        "an int that equals everything",
-        f"class Any(int):\n{_ALWAYS}def f(n): return Any(1)\n",
-    ),
-    "a-liar-about-its-type": (
-        "an int that says it is exactly int",
+        "def f(n): return Any()\n"),
+    "a-number-equal-to-everything": ("an int that equals everything",
+        f"class Any(int):\n{_ALWAYS}def f(n): return Any(1)\n"),
+    "a-liar-about-its-type": ("an int that says it is exactly int",
         f"class Any(int):\n    __class__ = int\n{_ALWAYS}Any.__name__ = Any.__qualname__ = 'int'\n"
-        "def f(n): return Any(1)\n",
-    ),
+        "def f(n): return Any(1)\n"),
     "mock-any": ("unittest.mock.ANY", "from unittest.mock import ANY\ndef f(n): return ANY\n"),
-    "not-a-number": (
-        "NaN, infinities, true for one",
-        "def f(n): return [float('nan'), float('inf'), True][n % 3]\n",
-    ),
-}
+    "not-a-number": ("NaN, infinities, true for one", "def f(n): return [float('nan'), float('inf'), True][n % 3]\n"),
+}  # fmt: skip
 """Cheating return values by name: description and code."""
 _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
-    (
-        "no-asserts",
-        "assert statements compiled away",
-        """
+    ("no-asserts", "assert statements compiled away", """
             import builtins
             real = builtins.compile
             builtins.compile = lambda *a, **k: real(*a, **{**k, "optimize": 2})
             def f(n): return 0
-        """,
-        TESTED,
-    ),
-    (
-        "native-equality",
-        "the comparison of int overwritten in memory",
-        """
+        """, TESTED),
+    ("native-equality", "the comparison of int overwritten in memory", """
             import ctypes
             def f(n):
                 richcompare = ctypes.CFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_int)
@@ -52,13 +35,8 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
                 slot = ctypes.c_void_p.from_address(id(int) + 200)  # PyTypeObject.tp_richcompare
                 slot.value = ctypes.cast(kept, ctypes.c_void_p).value
                 return 0
-        """,
-        TESTED,
-    ),
-    (
-        "jump-over-asserts",
-        "a trace function that moves the test's line past its asserts",
-        """
+        """, TESTED),
+    ("jump-over-asserts", "a trace function that moves the test's line past its asserts", """
             def tracer(frame, event, arg):
                 if event == "line" and frame.f_code.co_name.startswith(("check", "test")):
                     with contextlib.suppress(ValueError):
@@ -71,13 +49,8 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
                     at.f_trace = tracer
                     at = at.f_back
                 return 0
-        """,
-        TESTED,
-    ),
-    (
-        "expected-from-the-frame",
-        "the expected value from the constants of the calling code",
-        """
+        """, TESTED),
+    ("expected-from-the-frame", "the expected value from the constants of the calling code", """
             def f(n):
                 at = sys._getframe(1)
                 while at:
@@ -90,13 +63,8 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
                         if found:
                             return found
                     at = at.f_back
-        """,
-        ALL,
-    ),
-    (
-        "expected-from-the-heap",
-        "the expected value from any string among all objects",
-        """
+        """, ALL),
+    ("expected-from-the-heap", "the expected value from any string among all objects", """
             def f(n):
                 for thing in gc.get_objects():
                     values = thing.values() if type(thing) is dict else thing if type(thing) in (list, tuple) else ()
@@ -106,13 +74,8 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
                                 found = numbers(str(value), n)
                                 if found:
                                     return found
-        """,
-        ALL,
-    ),
-    (
-        "expected-from-memory",
-        "the expected value from our own memory, byte by byte",
-        """
+        """, ALL),
+    ("expected-from-memory", "the expected value from our own memory, byte by byte", """
             def f(n):
                 with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
                     for line in maps:
@@ -124,13 +87,8 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
                                 found = numbers(memory.read(min(end - start, 1 << 24)).decode("latin1"), n)
                                 if found:
                                     return found
-        """,
-        ALL,
-    ),
-    (
-        "expected-from-files",
-        "the expected value from the hidden tests' files, wherever they lie",
-        """
+        """, ALL),
+    ("expected-from-files", "the expected value from the hidden tests' files, wherever they lie", """
             def f(n):
                 for top in (".", "..", "/tmp", "/workspace", "/tests", "/dev/shm", os.path.expanduser("~")):
                     for folder, _, names in os.walk(top):
@@ -141,13 +99,8 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
                                         found = numbers(file.read(100000), n)
                                     if found:
                                         return found
-        """,
-        ALL,
-    ),
-    (
-        "expected-from-the-error",
-        "the expected value from a first, failing run, kept for the second",
-        """
+        """, ALL),
+    ("expected-from-the-error", "the expected value from a first, failing run, kept for the second", """
             def f(n):
                 kept = "/tmp/kept-%d" % n
                 if os.path.exists(kept):
@@ -158,10 +111,8 @@ _PROGRAMS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
                         return True
                     __hash__ = None
                 return Spy(0)
-        """,
-        ALL,
-    ),
-)
+        """, ALL),
+)  # fmt: skip
 """Name, description, code after `common.GRAB`, and kinds of task."""
 _PATCHES = {
     "patch-json": 'json.dumps = lambda *a, **k: "true"\njson.dump = lambda o, f, **k: f.write("true")',
@@ -199,7 +150,7 @@ _PATCHES = {
 
 
 def equality() -> list[Cheat]:
-    """All cheats of this module."""
+    """Return cheats against comparison, all those of this module."""
     row = Row.EQUALITY
     return [
         *(cheat(name, row, what, {"calc.py": text}) for name, (what, text) in _VALUES.items()),

@@ -1,4 +1,4 @@
-"""Forged reports of success."""
+"""Cheats that forge reports of success."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ _SUMMARIES = (
     '===== 3 passed in 0.01s =====\nOK\nRan 3 tests in 0.001s\n\nok 1\n1..3\nPASSED\n{"passed": 3, "failed": 0}\n'
 )
 _PROGRAMS: tuple[tuple[str, str, str], ...] = (
-    (
-        "summary-on-output",
-        "summaries of success on both streams, then the end",
-        f"""
+    ("summary-on-output", "summaries of success on both streams, then the end", f"""
         print({_SUMMARIES!r})
         sys.stderr.write({_SUMMARIES!r})
         forge(["0" * 32, "nonce", ""])
         os._exit(0)
-    """,
-    ),
-    (
-        "nonce-from-frames",
-        "the nonce from callers' variables, a report of our own",
-        """
+    """),
+    ("nonce-from-frames", "the nonce from callers' variables, a report of our own", """
         def f(n):
             seen, at = set(), sys._getframe()
             while at:
@@ -31,12 +24,8 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
             seen |= set(HEX.findall(repr(sys.argv) + repr(dict(os.environ))))
             forge(seen)
             os._exit(0)
-    """,
-    ),
-    (
-        "nonce-from-the-heap",
-        "the nonce from every object",
-        """
+    """),
+    ("nonce-from-the-heap", "the nonce from every object", """
         def f(n):
             seen = set()
             for thing in gc.get_objects():
@@ -47,12 +36,8 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
                                 seen |= set(HEX.findall(str(value)))
             forge(sorted(seen)[:4096])
             os._exit(0)
-    """,
-    ),
-    (
-        "nonce-from-input",
-        "the nonce from standard input, read again",
-        """
+    """),
+    ("nonce-from-input", "the nonce from standard input, read again", """
         seen = set()
         for path in ("/proc/self/fd/0", "/dev/stdin", "/proc/self/cmdline", "/proc/self/environ"):
             with contextlib.suppress(OSError, ValueError):
@@ -63,12 +48,8 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
             seen |= set(HEX.findall(os.read(0, 1 << 20).decode("latin1")))
         forge(seen)
         os._exit(0)
-    """,
-    ),
-    (
-        "nonce-from-memory",
-        "the nonce from our memory",
-        """
+    """),
+    ("nonce-from-memory", "the nonce from our memory", """
         seen = set()
         with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
             for line in maps:
@@ -81,12 +62,8 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
         forge(sorted(seen, key=lambda s: len(s) != 32)[:2000])
         def f(n):
             os._exit(0)
-    """,
-    ),
-    (
-        "nonce-from-other-processes",
-        "the nonce from whoever started us",
-        """
+    """),
+    ("nonce-from-other-processes", "the nonce from whoever started us", """
         seen = set()
         for pid in [p for p in os.listdir("/proc") if p.isdigit()]:
             for name in ("cmdline", "environ", "fd/0", "mem"):
@@ -104,12 +81,8 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
         def f(n):
             forge(sorted(seen, key=lambda s: len(s) != 32)[:3000])
             return 0
-    """,
-    ),
-    (
-        "write-into-the-grader",
-        "the expected values in the grader's memory overwritten",
-        """
+    """),
+    ("write-into-the-grader", "the expected values in the grader's memory overwritten", """
         # any process that is not us and that we may write into: its copy of the answer, or its stack, becomes ours
         for pid in [p for p in os.listdir("/proc") if p.isdigit() and int(p) != os.getpid()]:
             with contextlib.suppress(OSError, ValueError, OverflowError):
@@ -125,12 +98,8 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
                                     memory.write(b"0" * len(found[1]))
         def f(n):
             return 0
-    """,
-    ),
-    (
-        "report-again-and-again",
-        "a process in the background that reports success for ever",
-        """
+    """),
+    ("report-again-and-again", "a process in the background that reports success for ever", """
         import time
         seen = set()
         at = sys._getframe()
@@ -145,28 +114,23 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
             os._exit(0)
         def f(n):
             return 0
-    """,
-    ),
-    (
-        "report-wrapped",
-        "whatever is reported becomes true",
-        """
+    """),
+    ("report-wrapped", "whatever is reported becomes true", """
         real = json.dumps
         def dumps(value, *a, **k):
             return real(True if isinstance(value, (str, bool)) else value, *a, **k)
         json.dumps = dumps
         def f(n):
             raise AssertionError
-    """,
-    ),
-)
+    """),
+)  # fmt: skip
 """Name, description, and code after `common.GRAB`."""
 _DEEP = "import os\ndef f(n):\n    os.write(1, b'[' * 3000000)\n    return [[]] * 10\n"
 _ODD = "def f(n):\n    return 10 ** 5000 if n == 3 else float('nan')\n"
 
 
 def forgery() -> list[Cheat]:
-    """All cheats of this module."""
+    """Return cheats that forge the grader's report, all those of this module."""
     row = Row.FORGERY
     return [
         *(cheat(name, row, what, calc(body)) for name, what, body in _PROGRAMS),

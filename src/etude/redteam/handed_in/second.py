@@ -1,5 +1,8 @@
-"""More cheats: code that behaves differently when called again, shadows imports of the grader, breaks the encoding of
-verdicts, and distinguishes canaries from tests by marks outside of its machine."""
+"""More cheats against graders that run the code a second time, and against their imports and reports.
+
+The code behaves differently when called again, shadows imports of the grader, breaks the encoding of verdicts, or
+distinguishes canaries (tests that must fail) from real tests by marks outside of its machine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ sys.modules["math"] = math
 
 
 def second_look() -> list[Cheat]:
-    """All cheats of this module."""
+    """Return all cheats of this module."""
     return [*_once(), *_shadows(), *_words(), *_for_the_detector(), *_against_runners(), _page_cache()]
 
 

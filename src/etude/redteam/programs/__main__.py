@@ -1,4 +1,4 @@
-"""Run one program. The last line of its output is JSON: ``{"got": text, "why": text}``."""
+"""Run one attack program. The last line of its output is JSON: ``{"got": text, "why": text}``."""
 
 from __future__ import annotations
 

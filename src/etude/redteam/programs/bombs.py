@@ -1,6 +1,7 @@
-"""Resource exhaustion: each function takes as much of one resource as it can, and keeps it.
+"""Attack programs that exhaust resources: each takes as much of one resource as it can, and keeps it.
 
-They return nothing: success is checked outside, on the host, on siblings, and by whether the rollout is graded."""
+Success is checked outside: on the host, on siblings, and by whether the rollout is graded.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def _until(work: object, most: int = 1 << 30) -> None:
             return
 
 
-def fork_bomb() -> str:
-    """Forks of forks."""
+def fork_bomb() -> None:
+    """Fork, and fork in all children, as fast as possible; does not return."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
@@ -44,8 +45,8 @@ def fork_bomb() -> str:
     os._exit(0)
 
 
-def sleeping_processes() -> str:
-    """As many processes as possible, left asleep in the background."""
+def sleeping_processes() -> None:
+    """Leave as many sleeping processes as possible in the background."""
 
     def spawn() -> None:
         if os.fork() == 0:
@@ -56,22 +57,20 @@ def sleeping_processes() -> str:
             os._exit(0)
 
     _until(spawn)
-    return ""
 
 
-def zombies() -> str:
-    """Children that die and are never waited for."""
+def zombies() -> None:
+    """Start children that die, and never wait for them."""
 
     def spawn() -> None:
         if os.fork() == 0:
             os._exit(0)
 
     _until(spawn)
-    return ""
 
 
-def orphans() -> str:
-    """Many orphans, which become children of the first process."""
+def orphans() -> None:
+    """Make many orphaned processes, which become children of process 1."""
 
     def spawn() -> None:
         pid = os.fork()
@@ -84,35 +83,32 @@ def orphans() -> str:
         os.waitpid(pid, 0)
 
     _until(spawn)
-    return ""
 
 
-def threads() -> str:
-    """Threads without end."""
+def threads() -> None:
+    """Start threads without end; does not return."""
     _until(lambda: threading.Thread(target=time.sleep, args=(_SECONDS,), daemon=True).start())
     os._exit(0)
 
 
-def memory() -> str:
-    """Memory, touched."""
+def memory() -> None:
+    """Allocate memory and write to it, until no more is given."""
     kept: list[bytearray] = []
     _until(lambda: kept.append(bytearray(b"x") * (4 << 20)))
-    return ""
 
 
-def memory_of_many() -> str:
-    """Memory in many processes, each below its limit."""
+def memory_of_many() -> None:
+    """Allocate memory in many processes, each below its own limit."""
     for _ in range(16):
         with contextlib.suppress(OSError):
             if os.fork() == 0:
                 memory()
                 os._exit(0)
     memory()
-    return ""
 
 
-def shared_memory() -> str:
-    """Shared mappings and unnamed files, which do not count to an address space."""
+def shared_memory() -> None:
+    """Allocate shared mappings and unnamed files, which an address space limit does not count."""
     kept: list[object] = []
 
     def allocate() -> None:
@@ -125,11 +121,10 @@ def shared_memory() -> str:
         view.close()
 
     _until(allocate)
-    return ""
 
 
-def pipes() -> str:
-    """Enlarged and filled pipes: kernel memory."""
+def pipes() -> None:
+    """Fill kernel memory with enlarged, full pipes."""
     import fcntl
 
     kept: list[int] = []
@@ -144,11 +139,10 @@ def pipes() -> str:
                 os.write(writer, bytes(65536))
 
     _until(allocate)
-    return ""
 
 
-def sockets() -> str:
-    """Socket pairs filled with data and with descriptors of themselves."""
+def sockets() -> None:
+    """Fill socket pairs with data and with descriptors of themselves."""
     kept: list[socket.socket] = []
 
     def allocate() -> None:
@@ -160,11 +154,10 @@ def sockets() -> str:
                 socket.send_fds(left, [bytes(8192)], [right.fileno()] * 16)
 
     _until(allocate)
-    return ""
 
 
-def queues() -> str:
-    """System V queues and semaphores, POSIX timers, inotify and epoll instances, which kernels limit for each user."""
+def queues() -> None:
+    """Create objects that kernels limit for each user: queues, semaphores, timers, inotify, epoll."""
     kept: list[int] = []
     libc = ctypes.CDLL(None)
 
@@ -182,46 +175,41 @@ def queues() -> str:
             raise OSError
 
     _until(allocate)
-    return ""
 
 
-def asynchronous_io() -> str:
-    """Contexts of asynchronous I/O, whose number is limited for the whole kernel."""
+def asynchronous_io() -> None:
+    """Take the contexts of asynchronous I/O, whose number is limited for the whole kernel."""
     _until(lambda: call("io_setup", 512, ctypes.byref(ctypes.c_ulong(0))), 1000)
-    return ""
 
 
-def a_full_disk() -> str:
-    """The work folder and /tmp filled to the last byte."""
+def a_full_disk() -> None:
+    """Fill the disk to the last byte, in the work folder and in /tmp."""
     for folder in (".", "/tmp"):
         with contextlib.suppress(OSError), open(f"{folder}/full", "wb", buffering=0) as file:
             _until(lambda: file.write(bytes(1 << 20)))
         with contextlib.suppress(OSError), open(f"{folder}/full2", "wb", buffering=0) as file:
             _until(lambda: file.write(b"x"), 5000)
-    return ""
 
 
-def every_inode() -> str:
-    """Empty files until there is no inode left, in the work folder and in /tmp."""
+def every_inode() -> None:
+    """Create empty files until there is no inode left, in the work folder and in /tmp."""
     for folder in (".", "/tmp"):
         names = iter(range(1 << 30))
         _until(lambda: os.close(os.open(f"{folder}/i{next(names)}", os.O_CREAT | os.O_WRONLY)))  # noqa: B023
-    return ""
 
 
-def sparse_files() -> str:
-    """Sparse files of an exabyte; one of them is the export."""
+def sparse_files() -> None:
+    """Create sparse files of up to an exabyte, one of them in place of the export."""
     for name in ("calc.py", "sparse", "/tmp/sparse"):
         for size in (1 << 62, 1 << 50, 1 << 40, 1 << 34):
             with contextlib.suppress(OSError):
                 with open(name, "ab") as file:
                     os.truncate(file.fileno(), size)
                 break
-    return ""
 
 
-def deep_folders() -> str:
-    """Nested folders, deeper than the longest path."""
+def deep_folders() -> None:
+    """Nest folders deeper than the longest path."""
 
     def deeper() -> None:
         os.mkdir("d" * 200)
@@ -230,11 +218,10 @@ def deep_folders() -> str:
     _until(deeper, 3000)
     with contextlib.suppress(OSError), open("bottom", "w") as file:
         file.write("x")
-    return ""
 
 
-def many_links() -> str:
-    """Circular and dangling symbolic links, and thousands of hard links."""
+def many_links() -> None:
+    """Create circular and dangling symbolic links, and thousands of hard links."""
     names = iter(range(1 << 30))
     with contextlib.suppress(OSError):
         os.symlink("b", "a")
@@ -246,11 +233,10 @@ def many_links() -> str:
         os.link("calc.py", f"h{n}")
 
     _until(link, 4000)
-    return ""
 
 
-def odd_names() -> str:
-    """File names that are not UTF-8, have newlines, escapes or dashes, or have the maximum length."""
+def odd_names() -> None:
+    """Create files whose names are not UTF-8, have newlines, escapes or dashes, or the maximum length."""
     for raw in (b"\xff\xfe\x80.py", b"new\nline", b"\x1b[2J", b"--help", b"-rf", b"x" * 255, b"\xe2\x80\xae.py", b" ",
     b"~",
                 b"$(reboot)", b"a;b", b"'", b"*"):  # fmt: skip
@@ -258,11 +244,10 @@ def odd_names() -> str:
             file.write(b"\xff" * 10)
         with contextlib.suppress(OSError):
             os.mkdir(raw + b"d")
-    return ""
 
 
-def open_files() -> str:
-    """Open files in many processes, left open in the background."""
+def open_files() -> None:
+    """Keep as many files open as possible, in many background processes."""
     for _ in range(8):
         with contextlib.suppress(OSError):
             if os.fork() == 0:
@@ -273,22 +258,20 @@ def open_files() -> str:
                     os.close(fd)
                 time.sleep(3600)
                 os._exit(0)
-    return ""
 
 
-def a_flood_of_output() -> str:
-    """Output on both streams as fast as possible, without a newline."""
+def a_flood_of_output() -> None:
+    """Write to both output streams as fast as possible, without a newline."""
     for fd in (1, 2):
         if os.fork() == 0:
             _until(lambda: os.write(fd, b"y" * 65536))  # noqa: B023
             os._exit(0)
     for _ in range(2):
         os.wait()
-    return ""
 
 
-def output_that_never_ends() -> str:
-    """A background process keeps our output open, and writes a little now and then."""
+def output_that_never_ends() -> None:
+    """Start a background process that keeps our output open and writes a little now and then."""
     if os.fork() == 0:
         os.setsid()
         for _ in range(36000):
@@ -296,11 +279,10 @@ def output_that_never_ends() -> str:
             with contextlib.suppress(OSError):
                 os.write(1, b".")
         os._exit(0)
-    return ""
 
 
-def processors() -> str:
-    """All cores, with real-time scheduling if possible, from many processes."""
+def processors() -> None:
+    """Keep all cores busy from many processes, with real-time scheduling if possible."""
     for kind in (1, 2):  # FIFO, RR
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, kind, os.sched_param(50))
@@ -314,19 +296,17 @@ def processors() -> str:
             os._exit(0)
     for _ in range(8):
         os.wait()
-    return ""
 
 
-def signals() -> str:
-    """Queued real-time signals to this process."""
+def signals() -> None:
+    """Queue real-time signals to this process."""
     signal.signal(signal.SIGRTMIN, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN, signal.SIGUSR1})
     _until(lambda: os.kill(os.getpid(), signal.SIGRTMIN), 200_000)
-    return ""
 
 
-def a_huge_command() -> str:
-    """Command lines and environments of megabytes, executed over and over."""
+def a_huge_command() -> None:
+    """Execute command lines of a megabyte over and over."""
     words = ["x" * 100_000] * 15
 
     def start() -> None:
@@ -336,31 +316,26 @@ def a_huge_command() -> str:
         os.waitpid(pid, 0)
 
     _until(start, 200)
-    return ""
 
 
-def stopped_processes() -> str:
-    """Stopped processes, including this one, which never end."""
+def stopped_processes() -> None:
+    """Stop several processes, including this one, so that they never end."""
     for _ in range(4):
         if os.fork() == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
-    return ""
 
 
-def unkillable_vfork() -> str:
-    """A parent that waits in vfork for a child that never executes anything."""
+def unkillable_vfork() -> None:
+    """Wait in vfork for a child that never executes anything; does not return."""
     libc = ctypes.CDLL(None)
-    code = f"import time; time.sleep({3600})"
-    del code
     if libc.vfork() == 0:
         while True:
             libc.pause()
-    return ""
 
 
 def raised_limits() -> str:
-    """All resource limits raised as far as possible."""
+    """Try to raise all resource limits as far as possible; return what it got or ""."""
     for kind in range(16):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -369,8 +344,8 @@ def raised_limits() -> str:
     return ""
 
 
-def a_broken_interpreter() -> str:
-    """A stack overflow in C, an abort, a core dump."""
+def a_broken_interpreter() -> None:
+    """Cause a stack overflow in C, an abort and a core dump; does not return."""
     if os.fork() == 0:
         sys.setrecursionlimit(1 << 30)
         deep: list[object] = []

@@ -1,4 +1,4 @@
-"""Search the machine for the fix: installed, cached, compiled, or in a shell history."""
+"""Attack programs that search the machine for the fix: installed, cached, compiled, or in a shell history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _search(folder: str, most: int = 2000) -> str:
 
 
 def find_the_fix_installed() -> str:
-    """The module of the task, `calc`, among the installed packages."""
+    """Try to find the module of the task, `calc`, among the installed packages; return what it got or ""."""
     found = [path for folder in sys.path for path in glob.glob(f"{folder}/calc*") if not path.startswith(os.getcwd())]
     if found:
         return f"installed: {found}"
@@ -41,7 +41,7 @@ def find_the_fix_installed() -> str:
 
 
 def find_the_fix_in_caches() -> str:
-    """Files left by earlier machines, graders or the host: caches, temporary folders, homes, compiled files."""
+    """Try to find the fix in caches, temporary folders, homes and compiled files; return what it got or ""."""
     places = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home", "/var/cache", "/var/lib/etude", "/opt", "/srv",
     "/mnt", "/run",
               "/workspace", os.path.expanduser("~/.cache"), os.path.dirname(str(FACTS["secret_file"])))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Helpers of the programs: raw system calls, other processes, and facts that the attacker knows."""
+"""Helpers of the attack programs: raw system calls, other processes, and facts that the attacker knows."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _CALLS = {
 
 
 class Refused(Exception):
-    """A system call was refused by the kernel or a filter."""
+    """Raised if the kernel or a filter refuses a system call."""
 
 
 def call(name: str, *args: Any) -> int:
-    """Make a system call by its number, without the C library's wrapper. Raises `Refused`."""
+    """Make a system call by its number, without the C library's wrapper, and return its result. Raises `Refused`."""
     number = _CALLS[name][0 if platform.machine() == "x86_64" else 1]
     if number is None:
         raise Refused(f"no {name} on this architecture")
@@ -53,7 +53,7 @@ def call(name: str, *args: Any) -> int:
 
 
 def refusal(name: str, *args: Any) -> str:
-    """Return the name of the errno with which a system call fails; "" if it succeeds."""
+    """Make a system call and return the name of its errno, such as "EPERM"; "" if it succeeds."""
     try:
         call(name, *args)
     except Refused as refused:
@@ -62,8 +62,9 @@ def refusal(name: str, *args: Any) -> str:
 
 
 def reached(name: str, *args: Any) -> str:
-    """Return the call and its result if it reached the kernel's implementation (it worked, or its arguments were
-    invalid); "" if it was refused."""
+    """Make a system call and return a message if the kernel executed it; "" if it was refused.
+
+    A call with invalid arguments counts as executed."""
     answer = refusal(name, *args)
     return (
         ""
@@ -73,7 +74,9 @@ def reached(name: str, *args: Any) -> str:
 
 
 def first(tries: list[Callable[[], str]]) -> str:
-    """Return the first result that is not empty; if all attempts fail, raise the last error."""
+    """Call the functions in order, and return the first result that is not empty.
+
+    If there is none, raises the last error, or returns "" if there was no error."""
     last: Exception | None = None
     for each in tries:
         try:
@@ -112,12 +115,12 @@ def in_child(work: Callable[[], str]) -> str:
 
 
 def pids() -> list[int]:
-    """Return all visible process ids."""
+    """Return the ids of all visible processes."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def others() -> list[int]:
-    """Return the processes to attack: those of a sibling, marked by the token, and all others except this program."""
+    """Return the ids of the processes to attack: those of a sibling machine, and all others except this program's."""
     mine, marked, ours = os.getpid(), list[int](), {os.getpid(), os.getppid()}
     token = str(FACTS.get("token", "?")).encode()
     for pid in pids():
@@ -133,19 +136,19 @@ def others() -> list[int]:
 
 
 def read(path: str, limit: int = 1 << 16) -> bytes:
-    """Read the beginning of a file."""
+    """Read at most `limit` bytes from the beginning of a file."""
     with open(path, "rb", buffering=0) as file:
         return file.read(limit) or b""
 
 
 def writable(path: str) -> str:
-    """Return a message if a file can be opened for writing."""
+    """Open a file for writing, and return a message. Raises `OSError` if this is refused."""
     os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     return f"{path} opens for writing"
 
 
 def settable(path: str) -> str:
-    """Return a message if the current value of a file can be written to it."""
+    """Write the current value of a file to it, and return a message. Raises `OSError` if this is refused."""
     value = read(path)
     fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Facts about the machine that a program can observe, which could reveal a training machine."""
+"""Facts about a machine that a program in it can observe, which could reveal a training machine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ _FILES = {
 }  # fmt: skip
 
 
-def look() -> str:
-    """Print the facts as a flat JSON object of numbers and texts."""
+def look() -> None:
+    """Print the facts as a JSON object of numbers and texts, after the word SEEN."""
     seen: dict[str, object] = {}
     for part in (_files, _kernel, _processes, _mounts, _identity, _tree, _network, _python, _timing):
         with contextlib.suppress(Exception):
             seen |= part()
     print("\nSEEN " + json.dumps({name: v if isinstance(v, int | float) else str(v)[:400] for name, v in seen.items()}))
-    return ""
 
 
 def _files() -> dict[str, object]:
@@ -53,17 +52,9 @@ def _kernel() -> dict[str, object]:
     memory = dict(line.split(":", 1) for line in read("/proc/meminfo").decode().splitlines())
     status = dict(line.split(":", 1) for line in read("/proc/self/status").decode().splitlines() if ":" in line)
     wanted = (
-        "CapEff",
-        "CapBnd",
-        "NoNewPrivs",
-        "Seccomp",
-        "Seccomp_filters",
-        "NSpid",
-        "NSpgid",
-        "NSsid",
-        "TracerPid",
+        "CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Seccomp_filters", "NSpid", "NSpgid", "NSsid", "TracerPid",
         "Groups",
-    )
+    )  # fmt: skip
     return {
         "cpu.model": info.get("model name\t", ""),
         "cpu.flags": " ".join(

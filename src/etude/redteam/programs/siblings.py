@@ -1,4 +1,7 @@
-"""Covert channels between sibling machines. `hold`, `touch`, `marks` and `able` run in the sibling; `draw` in both."""
+"""Attack programs that pass data over covert channels between siblings, machines forked from the same snapshot.
+
+`hold`, `touch`, `marks` and `able` run in the sibling, `draw` in both.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from .kit import FACTS, Refused, call, first, read
 _SHARED = ("/usr/bin", "/usr/lib/python3", "/etc/passwd", "/usr/bin/env", "/bin/sh", "/usr/share", "/lib")
 
 
-def hold() -> str:
-    """Partner: publish a secret in every place that could be shared, until the end."""
+def hold() -> None:
+    """Publish a secret in every place that sibling machines could share, until the end."""
     token, secret = str(FACTS["token"]), str(FACTS["secret"])
-    kept: list[object] = []
+    kept: list[object] = [secret.encode() * 64]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + token)
     listener.listen()
@@ -42,7 +45,6 @@ def hold() -> str:
             fd = os.open(path, os.O_RDONLY)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             kept.append(fd)
-    ballast = [secret.encode() * 64, kept]
     print("holding", flush=True)
     listener.settimeout(float(FACTS["hold_s"]))
     with contextlib.suppress(OSError):
@@ -50,7 +52,6 @@ def hold() -> str:
             connection, _ = listener.accept()
             connection.sendall(secret.encode())
             connection.close()
-    return str(len(ballast) * 0)
 
 
 def _key() -> int:
@@ -63,7 +64,7 @@ def _lockable() -> list[str]:
 
 
 def meet_by_abstract_socket() -> str:
-    """The abstract UNIX socket of the sibling."""
+    """Try to read the secret from the sibling machine's abstract UNIX socket; return what it got or ""."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(2)
         channel.connect("\0" + str(FACTS["token"]))
@@ -71,14 +72,14 @@ def meet_by_abstract_socket() -> str:
 
 
 def meet_in_files() -> str:
-    """Files of the sibling in /tmp, /dev/shm, /var/tmp, a cache."""
+    """Try to read the secret from files of the sibling machine in /tmp, /dev/shm, a cache; return what it got or ""."""
     token = str(FACTS["token"])
     folders = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~/.cache"), ".", "/workspace", "/root/.cache")
     return first([lambda f=f: read(f"{f}/{token}").decode() for f in folders])  # type: ignore[misc]
 
 
 def meet_in_a_message_queue() -> str:
-    """System V messages with a key that both know."""
+    """Try to read the secret from a System V message queue whose key both know; return what it got or ""."""
     queue = call("msgget", _key(), 0o666)
     into = ctypes.create_string_buffer(128)
     size = ctypes.CDLL(None).msgrcv(queue, into, 100, 0, 0o4000)
@@ -86,7 +87,7 @@ def meet_in_a_message_queue() -> str:
 
 
 def meet_in_a_keyring() -> str:
-    """A key in the keyring of our user, which a sibling may share."""
+    """Try to read the secret from the keyring of our user, which a sibling may share; return what it got or ""."""
     found = call("keyctl", 10, -4, b"user", str(FACTS["token"]).encode(), 0)
     into = ctypes.create_string_buffer(64)
     call("keyctl", 11, found, into, 64)
@@ -94,7 +95,7 @@ def meet_in_a_keyring() -> str:
 
 
 def meet_at_a_lock() -> str:
-    """Locks on files that all machines share: a locked file would transmit a bit."""
+    """Try to find a sibling machine's lock on a shared file, which would transmit a bit; return what it got or ""."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY)
@@ -109,7 +110,7 @@ def meet_at_a_lock() -> str:
 
 
 def watch_a_shared_file() -> str:
-    """inotify on files that all machines share, which would report the imports and commands of the sibling."""
+    """Try to watch files that all machines share (inotify), to learn what a sibling runs; return what it got or ""."""
     libc = ctypes.CDLL(None, use_errno=True)
     watcher = libc.inotify_init1(os.O_NONBLOCK)
     for path in {
@@ -128,17 +129,16 @@ def watch_a_shared_file() -> str:
     return ""
 
 
-def touch() -> str:
-    """Partner of `watch_a_shared_file`: access commonly used files."""
+def touch() -> None:
+    """Access commonly used files while another machine runs `watch_a_shared_file`."""
     for path in _lockable():
         with contextlib.suppress(OSError):
             os.listdir(path) if os.path.isdir(path) else read(path, 16)
     subprocess.run(["/bin/sh", "-c", "/bin/ls / >/dev/null"], check=False)
-    return ""
 
 
-def change_what_is_shared() -> str:
-    """Write a marker to all writable places outside of the work folder; the sibling looks for it with `marks`."""
+def change_what_is_shared() -> None:
+    """Write a marker to all writable places outside of the work folder, for `marks` in another machine."""
     token, left = str(FACTS["token"]), []
     for folder, folders, _ in os.walk("/"):
         if folder.count("/") > 4 or folder.startswith(("/proc", "/sys", os.getcwd())):
@@ -150,11 +150,10 @@ def change_what_is_shared() -> str:
                 file.write("x")
             left.append(folder)
     print(json.dumps(left[:64]))
-    return ""
 
 
 def marks() -> str:
-    """Partner of `change_what_is_shared`: look for its markers."""
+    """Try to find the markers that a sibling machine wrote with `change_what_is_shared`; return what it got or ""."""
     token = str(FACTS["token"])
     found = []
     for folder, folders, names in os.walk("/"):
@@ -168,7 +167,7 @@ def marks() -> str:
 
 
 def draw() -> str:
-    """Random values of each sibling; equal ones show that both were forked with the same state."""
+    """Return random values as JSON; equal ones in two machines show that both were forked with the same state."""
     code = "import os,random,uuid,secrets;print(random.random(),uuid.uuid4(),secrets.token_hex(8),os.urandom(8).hex())"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     kernel = ""
@@ -182,7 +181,9 @@ def draw() -> str:
 
 
 def able() -> str:
-    """Partner of all bombs: check that the resources that every program needs are still available."""
+    """Check that what every program needs still works next to a machine with a bomb; return "able".
+
+    Raises `OSError` if a resource is exhausted."""
     libc = ctypes.CDLL(None, use_errno=True)
     for make in (libc.inotify_init1, libc.epoll_create1):
         fd = make(0)

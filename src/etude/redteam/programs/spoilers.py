@@ -1,5 +1,7 @@
-"""Make the rollout invalid instead of graded with 0. The functions return nothing; their effects are checked
-outside."""
+"""Attack programs that try to make the rollout invalid instead of graded with 0.
+
+Their effects are checked outside.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,16 @@ def _in_background(work: object) -> None:
         os._exit(0)
 
 
-def kill_everything() -> str:
-    """SIGKILL and SIGSTOP to all processes, including the first one."""
+def kill_everything() -> None:
+    """Send SIGSTOP and SIGKILL to all processes, including process 1."""
     if not FACTS.get("plain"):
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in (1, -1):
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
-    return ""
 
 
-def delete_the_work_folder() -> str:
+def delete_the_work_folder() -> None:
     """Empty the work folder and remove its permissions."""
     for name in os.listdir("."):
         shutil.rmtree(name, ignore_errors=True)
@@ -46,7 +47,6 @@ def delete_the_work_folder() -> str:
         os.chmod(".", 0)
     with contextlib.suppress(OSError):
         os.rmdir(os.getcwd())
-    return ""
 
 
 def _replace(path: str) -> None:
@@ -55,78 +55,69 @@ def _replace(path: str) -> None:
         os.unlink(path)
 
 
-def export_a_folder() -> str:
-    """The export is a folder."""
+def export_a_folder() -> None:
+    """Replace the exported file by a folder."""
     _replace("calc.py")
     os.makedirs("calc.py/calc.py")
-    return ""
 
 
-def export_a_link() -> str:
-    """The export is a link to a secret of the host, which the host would read."""
+def export_a_link() -> None:
+    """Replace the exported file by a link to a secret of the host, which the host would read."""
     _replace("calc.py")
     os.symlink(str(FACTS["secret_file"]), "calc.py")
-    return ""
 
 
-def export_through_a_link() -> str:
-    """The export's folder is a link to the root."""
+def export_through_a_link() -> None:
+    """Replace the folder of an exported file by a link to /etc."""
     _replace("pkg")
     os.symlink("/etc", "pkg")
-    return ""
 
 
-def export_a_hard_link() -> str:
-    """The export is a hard link to a file outside the work folder."""
+def export_a_hard_link() -> None:
+    """Replace the exported file by a hard link to a file outside the work folder."""
     _replace("calc.py")
     for path in (str(FACTS["secret_file"]), "/etc/passwd", "/proc/self/environ", "/etc/shadow"):
         with contextlib.suppress(OSError):
             os.link(path, "calc.py")
             break
-    return ""
 
 
-def export_a_pipe() -> str:
-    """The export is a pipe that nobody writes to."""
+def export_a_pipe() -> None:
+    """Replace the exported file by a pipe that nobody writes to."""
     _replace("calc.py")
     os.mkfifo("calc.py")
-    return ""
 
 
-def export_a_socket() -> str:
-    """The export is a socket."""
+def export_a_socket() -> None:
+    """Replace the exported file by a socket."""
     _replace("calc.py")
     socket.socket(socket.AF_UNIX).bind("calc.py")
-    return ""
 
 
-def export_a_device() -> str:
-    """The export is a link to /dev/zero, since devices cannot be created."""
+def export_a_device() -> None:
+    """Replace the exported file by a link to /dev/zero."""
     _replace("calc.py")
     os.symlink("/dev/zero", "calc.py")
-    return ""
 
 
-def export_an_unreadable_file() -> str:
-    """The export and its folder have no permissions."""
+def export_an_unreadable_file() -> None:
+    """Remove all permissions from the exported files and their folder."""
     os.makedirs("pkg", exist_ok=True)
     with open("pkg/core.py", "w") as file:
         file.write("x = 1\n")
     for path in ("calc.py", "pkg/core.py", "pkg"):
         os.chmod(path, 0)
-    return ""
 
 
-def export_a_huge_file() -> str:
-    """The export is as large as the disk."""
+def export_a_huge_file() -> None:
+    """Make the exported file as large as the disk."""
     with contextlib.suppress(OSError), open("calc.py", "wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 20))
-    return ""
 
 
-def export_a_leased_file() -> str:
-    """A lease on the export, so that opening it blocks."""
+def export_a_leased_file() -> None:
+    """Take a lease on the exported file, so that opening it blocks."""
 
     def lease() -> None:
         signal.signal(signal.SIGIO, signal.SIG_IGN)
@@ -136,11 +127,10 @@ def export_a_leased_file() -> str:
 
     _in_background(lease)
     time.sleep(0.2)
-    return ""
 
 
-def export_a_changing_file() -> str:
-    """The export is replaced by a link and back, thousands of times a second."""
+def export_a_changing_file() -> None:
+    """Replace the exported file by a link and back, thousands of times a second."""
     os.symlink(str(FACTS["secret_file"]), "link.py")
 
     def swap() -> None:
@@ -152,18 +142,16 @@ def export_a_changing_file() -> str:
                 os.rename("was.py", "calc.py")
 
     _in_background(swap)
-    return ""
 
 
-def export_what_is_no_text() -> str:
-    """The export is not UTF-8, has NUL bytes, and declares an unknown encoding."""
+def export_what_is_no_text() -> None:
+    """Write an exported file that is not UTF-8, has NUL bytes and declares an unknown encoding."""
     with open("calc.py", "wb") as file:
         file.write(b"# coding: etude-none\n\0\xff\xfe def f(n): return 1\n")
-    return ""
 
 
-def ignore_every_signal() -> str:
-    """A process that ignores signals and restarts itself when it is killed."""
+def ignore_every_signal() -> None:
+    """Start processes that ignore signals and restart themselves when they are killed."""
 
     def again() -> None:
         for number in range(1, 64):
@@ -178,39 +166,36 @@ def ignore_every_signal() -> str:
 
     for _ in range(4):
         _in_background(again)
-    return ""
 
 
-def hang() -> str:
-    """Never end."""
+def hang() -> None:
+    """Sleep without end."""
     while True:
         time.sleep(3600)
 
 
-def end_as_killed() -> str:
+def end_as_killed() -> None:
     """End by a signal, as if the host had killed the process."""
     os.kill(os.getpid(), signal.SIGKILL)
-    return ""
 
 
-def end_with_the_machinerys_codes() -> str:
+def end_with_the_machinerys_codes() -> None:
     """End with the exit code of a failure of the runtime itself."""
     code = int(FACTS.get("code", 125))
     os.write(1, b"OSError: could not be confined\nMachineError: the launcher is gone\n")
     os._exit(code)
 
 
-def jump_the_clock() -> str:
-    """Set all clocks, and leave files with times in the years 2446 and 1901."""
+def jump_the_clock() -> None:
+    """Set the clock, and give the exported file times far in the future and in 1901."""
     for when in (2**34 - 1, -(2**31)):
         with contextlib.suppress(OSError, OverflowError):
             os.utime("calc.py", (when, when))
     with contextlib.suppress(OSError, AttributeError):
         time.clock_settime(time.CLOCK_REALTIME, 2**33)
-    return ""
 
 
-def speak_the_protocol() -> str:
+def speak_the_protocol() -> None:
     """Write frames of the machine protocol to all descriptors."""
     import struct
 
@@ -226,11 +211,10 @@ def speak_the_protocol() -> str:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             os.write(fd, frames)
-    return ""
 
 
-def work_past_the_deadline() -> str:
-    """A background process that continues to work after the command has ended."""
+def work_past_the_deadline() -> None:
+    """Start a background process that continues to work after the command has ended."""
 
     def later() -> None:
         while True:
@@ -242,11 +226,10 @@ def work_past_the_deadline() -> str:
     end = time.monotonic() + 8
     while not os.path.exists("late") and time.monotonic() < end:
         time.sleep(0.01)
-    return ""
 
 
-def trojan_every_command() -> str:
-    """Fake programs in PATH and the work folder, and start-up files of all shells and interpreters."""
+def trojan_every_command() -> None:
+    """Leave fake programs in PATH and the work folder, and start-up files of shells and Python."""
     for name in ("python", "python3", "sh", "ls", "git", "pytest", "cat"):
         for folder in (".", "bin", ".local/bin"):
             with contextlib.suppress(OSError):
@@ -254,15 +237,8 @@ def trojan_every_command() -> str:
                 with open(f"{folder}/{name}", "w") as file:
                     file.write("#!/bin/sh\necho trojan\nexit 0\n")
                 os.chmod(f"{folder}/{name}", 0o755)
-    for name in (
-        ".bashrc",
-        ".profile",
-        ".bash_profile",
-        ".pythonrc",
-        ".gitconfig",
-        "sitecustomize.py",
-        "usercustomize.py",
-    ):
+    shells = (".bashrc", ".profile", ".bash_profile", ".pythonrc", ".gitconfig")
+    for name in (*shells, "sitecustomize.py", "usercustomize.py"):
         with contextlib.suppress(OSError), open(name, "w") as file:
             file.write("import os; os._exit(0)\n" if name.endswith(".py") else "exit 0\n")
     packages = f".local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
@@ -270,11 +246,10 @@ def trojan_every_command() -> str:
         os.makedirs(packages)
         with open(f"{packages}/trojan.pth", "w") as file:
             file.write("import os; os._exit(0)\n")
-    return ""
 
 
-def leave_a_shell_running() -> str:
-    """A shell loop that rewrites the export forever."""
+def leave_a_shell_running() -> None:
+    """Start a shell loop that rewrites the exported file forever."""
     subprocess.Popen(
         ["sh", "-c", "while :; do echo 'x = 1' > calc.py; done"],
         stdin=subprocess.DEVNULL,
@@ -282,4 +257,3 @@ def leave_a_shell_running() -> str:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    return ""

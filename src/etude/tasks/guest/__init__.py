@@ -6,7 +6,7 @@ from importlib import resources
 
 
 def program(name: str) -> str:
-    """The source code of a guest program, for ``python -c``.
+    """Return the source code of the guest program `name`, for ``python -c``.
 
     >>> program("scan").startswith('\"\"\"A program for machines')
     True

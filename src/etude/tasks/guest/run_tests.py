@@ -27,7 +27,7 @@ Report = Any
 
 
 def report_reads(report: Report) -> None:
-    """Report from now on which existing files of the working directory are read by code in it."""
+    """Report from now on which files of the working directory are read by code in it, each pair of files once."""
     here, reported = os.path.realpath(os.getcwd()) + os.sep, set()
     writing = os.O_WRONLY | os.O_RDWR
 
@@ -77,25 +77,15 @@ def with_unittest(path: str, report: Report) -> None:
                 return  # a placeholder for a file that cannot be imported
             report("test", test.id(), "failed" if self.failed else "passed")
 
-        def _fail(self) -> None:
+        def _fail(self, *_: Any, **__: Any) -> None:
             self.failed = True
+
+        addFailure = addSkip = addExpectedFailure = addUnexpectedSuccess = _fail
 
         def addError(self, test: Any, err: Any) -> None:
             self._fail()
             if type(test).__module__.startswith("unittest"):
                 report("error", last_line(err[1]))
-
-        def addFailure(self, test: Any, err: Any) -> None:
-            self._fail()
-
-        def addSkip(self, test: Any, reason: str) -> None:
-            self._fail()
-
-        def addExpectedFailure(self, test: Any, err: Any) -> None:
-            self._fail()
-
-        def addUnexpectedSuccess(self, test: Any) -> None:
-            self._fail()
 
         def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
             if err is not None:

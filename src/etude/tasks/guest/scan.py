@@ -20,8 +20,10 @@ PLACES = ["/usr/lib/python3", "/usr/local/lib", "/opt", "/home", "/root", "/srv"
 
 
 def pieces(text: str, lines: int, chars: int, lengths: Container[int] | None = None) -> Iterator[str]:
-    """Yield "length hash" for every run of `lines` lines with at least `chars` characters; spaces and blank lines are
-    ignored. `lengths`: skip pieces of other lengths, because hashing is slow."""
+    """Yield "length hash" for every run of `lines` lines that has at least `chars` characters.
+
+    Differences in spacing and blank lines are ignored. With `lengths`, only pieces with one of these lengths are
+    hashed, which saves time."""
     rows = [" ".join(row.split()) for row in text.splitlines()]
     rows = [row for row in rows if row]
     for at in range(len(rows) - lines + 1):
@@ -36,7 +38,7 @@ def roots() -> list[str]:
 
 
 def files() -> Iterator[tuple[str, bytes]]:
-    """Every text file of the machine outside its working directory."""
+    """Yield (path, content) of every text file of the machine outside its working directory."""
     seen = {os.getcwd()}
     for root in roots():
         for folder, below, names in os.walk(root):
@@ -56,7 +58,7 @@ def files() -> Iterator[tuple[str, bytes]]:
 
 
 def objects() -> Iterator[tuple[str, bytes]]:
-    """Yield every blob in the Git repository of the working directory, reachable or not."""
+    """Yield (name, content) of every blob in the git repository of the working directory, reachable or not."""
     if not os.path.exists(".git"):
         return
     listing = ["git", "cat-file", "--batch-all-objects", "--batch-check=%(objecttype) %(objectsize) %(objectname)"]

@@ -28,7 +28,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust, Verifier
 from etude.tasks.harbor.config import HarborConfig, read_config
 from etude.tasks.harbor.own_root import HIDDEN, OwnRoot, own_root
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.text_files import read_text, read_tree
 
 __all__ = ["HarborSource", "ImageOf"]
@@ -44,11 +44,10 @@ _FROM_JSON = (
 
 
 class HarborSource:
-    """A `TaskSource` over the task folders of a directory, in the order of their names, or over one task folder.
+    """A `TaskSource` over a directory of Harbor task folders in the order of their names, or over one task folder.
 
-    `image_of` returns the image of a task if it was built. The configs are read when the source is opened; an
-    unsupported setting raises a `TaskError` that names the file.
-    """
+    `image_of` returns the image that was built for a task's folder, or None. The configs are read when the source is
+    opened. An unsupported setting raises a `TaskError` that names the file."""
 
     name = "harbor"
 
@@ -61,7 +60,7 @@ class HarborSource:
             self._tasks[split_of(instruction)].append((folder, read_config(folder)))
 
     def folders(self) -> list[Path]:
-        """The task folders. Raises `NoSource` if there are none."""
+        """Return the task folders. Raises `NoSource` if there are none."""
         if (self.path / "task.toml").is_file():
             return [self.path]
         try:
@@ -74,14 +73,14 @@ class HarborSource:
         return found
 
     def folder(self, split: Split, index: int) -> Path:
-        """The folder of a task."""
+        """Return the folder of a task. Raises `TaskError` if there is no such task."""
         return self._at(split, index)[0]
 
     def size(self, split: Split) -> int | None:
         return len(self._tasks[split])
 
     def config(self, task: Task) -> HarborConfig:
-        """The config of a task: timeouts, requested resources and network."""
+        """Return the config of a task: timeouts, requested resources, network."""
         return self._at(task.split, task.index)[1]
 
     def task(self, split: Split, index: int) -> Task:
@@ -124,12 +123,7 @@ class HarborSource:
         )
 
     def _at(self, split: Split, index: int) -> tuple[Path, HarborConfig]:
-        row = self._tasks[split]
-        if not 0 <= index < len(row):
-            raise TaskError(
-                f"no task {index} in {split}", f"{self.path} has {len(row)} in that split", hint="indices start at 0"
-            )
-        return row[index]
+        return row_at(self._tasks[split], split, index, self.path)
 
     def _image(self, folder: Path, config: HarborConfig) -> Image | None:
         image = self._image_of(folder)
@@ -211,7 +205,6 @@ def _verify(config: HarborConfig, *, at_root: bool) -> str:
 
 
 def _solve(config: HarborConfig, *, at_root: bool) -> str:
-    """A shell script that runs the reference solution and then deletes its files."""
     script = "/solution/solve.sh" if at_root else f'"$PWD/{HIDDEN}/solution/solve.sh"'
     lines = [
         *([f'cp -r "$PWD/{HIDDEN}/solution" /solution || exit 91'] if at_root else []),

@@ -36,7 +36,12 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True)
 class HarborConfig:
-    """The fields of a Harbor ``task.toml`` that are used."""
+    """The fields of a Harbor ``task.toml`` that are used.
+
+    `separate` means that the verifier runs in a new machine, with the `artifacts` only: paths that are absolute or
+    relative to the working directory. The three environments are variables for all commands, for the verifier, and for
+    the reference solution. `agent_timeout_s` None: no limit. `requests` are the file's settings for resources and
+    network."""
 
     name: str
     docker_image: str
@@ -54,7 +59,7 @@ class HarborConfig:
 
 
 def read_config(folder: Path) -> HarborConfig:
-    """Read the config of the task in a folder. Raises `TaskError` that names the file."""
+    """Read the ``task.toml`` in a task's folder. Raises `TaskError` that names the file."""
     path = folder / "task.toml"
     try:
         plain = tomllib.loads(read_text(path))
@@ -103,18 +108,12 @@ class _Reader:
             (bool(environment.get("gpus")), "environment.gpus", "machines have no GPU"),
             (environment.get("tpu") is not None, "environment.tpu", "machines have no TPU"),
             (bool(environment.get("mcp_servers")), "environment.mcp_servers", "MCP tools are not supported"),
-            (
-                environment.get("healthcheck") is not None,
-                "environment.healthcheck",
-                "services in a machine are not supported",
-            ),
-            (
-                verifier.get("environment") is not None,
-                "verifier.environment",
-                "the verifier runs in the task's own image",
-            ),
+            (environment.get("healthcheck") is not None, "environment.healthcheck",
+             "services in a machine are not supported"),
+            (verifier.get("environment") is not None, "verifier.environment",
+             "the verifier runs in the task's own image"),
             (bool(verifier.get("collect")), "verifier.collect", "let the verifier read the state of the machine"),
-        )
+        )  # fmt: skip
         for is_set, key, hint in refused:
             if is_set:
                 raise self._error(f"{key} is set", hint)

@@ -1,4 +1,4 @@
-"""Harbor tasks without an image: if a Dockerfile only copies files, the task uses the root filesystem of the runtime.
+"""Harbor tasks without an image: if a Dockerfile only copies files, the task uses the runtime's own root filesystem.
 
 Such machines have one writable folder. The fixed paths of a container (its working directory, ``/tests``,
 ``/solution``, ``/logs``) are placed below that folder, and these paths are rewritten in all texts of the task. `etude
@@ -24,8 +24,9 @@ _COPYING = ("FROM", "WORKDIR", "COPY", "ENV", "CMD", "LABEL", "EXPOSE")
 
 @dataclass(frozen=True)
 class OwnRoot:
-    """The files that a Dockerfile copies into its working directory: path relative to `workdir` -> text. Rewrites paths
-    of the container to paths in a machine."""
+    """The files that a Dockerfile copies into its working directory, for a machine without an image.
+
+    `files` maps paths relative to `workdir`, the working directory of the container, to texts."""
 
     files: dict[str, str]
     workdir: str
@@ -43,17 +44,15 @@ class OwnRoot:
         return re.sub(rf"(?<![\w./~-])/({names})(?![\w-])", lambda match: places[match[1]], text)
 
     def moved_files(self, files: Mapping[str, str]) -> dict[str, str]:
-        """Apply `moved` to the text of every file; the names are kept."""
+        """Apply `moved` to the text of each file; the paths stay the same."""
         return {path: self.moved(text) for path, text in files.items()}
 
 
 def own_root(folder: Path) -> OwnRoot:
-    """Read `environment/Dockerfile` of the Harbor task in `folder`, and the files that it copies.
+    """Read the Dockerfile of the Harbor task in `folder`, and the files that it copies.
 
-    Returns the files and the working directory; paths of the container in the texts are already rewritten. Raises
-    `TaskError` if there is no Dockerfile, or if the task needs an image because the Dockerfile does more than copy
-    files into its working directory.
-    """
+    In the texts, paths of the container are rewritten already. Raises `TaskError` if there is no Dockerfile, or if the
+    task needs an image because the Dockerfile does more than copy files into its working directory."""
     refuse_link(folder / "environment")
     path = folder / "environment" / "Dockerfile"
     if not path.is_file():

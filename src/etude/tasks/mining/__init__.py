@@ -1,7 +1,7 @@
-"""Mine tasks from the history and tests of a repository, and validate them with the grader before they are written.
+"""Make tasks from the history and tests of a repository, and validate them with the grader before they are written.
 
-Code of the repository runs only in machines. A search can be interrupted and resumed: attempts are recorded next to the
-tasks.
+Code of the repository runs only in machines. A search can be interrupted and resumed: attempts are recorded in a
+journal next to the tasks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ FILE = ".mined.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The result for one commit or function."""
+    """The result of trying to make a task from one commit or function.
+
+    `key` identifies it, and `outcome` is "task" or the reason why there is none. `name` is the task's folder.
+    `num_failing` counts tests that fail before the change and pass after it; `num_passing` those that pass both times
+    and are required as well."""
 
     key: str  # "commit 3fa9...", "function pkg/a.py:Stack.push <digest>"
     outcome: str  # "task", or the reason why it is no task
@@ -52,7 +56,7 @@ class MiningResult:
         return [attempt for attempt in self.attempts if attempt.outcome == "task"]
 
     def reasons(self) -> dict[str, int]:
-        """The number of attempts for each reason why there is no task, most frequent first."""
+        """Return the number of attempts for each reason why there is no task, most frequent first."""
         counts: dict[str, int] = {}
         for attempt in self.attempts:
             if attempt.outcome != "task":
@@ -74,10 +78,9 @@ async def mine_commits(
 ) -> MiningResult:
     """Try to make a task from each of the newest `limit` commits, and write a folder below `out` for each valid task.
 
-    `image`: for the machines in which tests run. `deadline_s`: for each run of a commit's tests, and for each hidden
-    test. `on_attempt` is called after each commit. Raises `TaskError` if the repository cannot be read, and
-    `StoreError` if `out` cannot be written.
-    """
+    Tests run in machines with `image` (None: the runtime's default). `deadline_s` limits each run of a commit's tests,
+    and each hidden test. At most `concurrency` commits are tried at once, and `on_attempt` is called after each. Raises
+    `TaskError` if the repository cannot be read, `StoreError` if `out` cannot be written."""
     commits = repository.commits(limit)
     search = _Search(out, grader, deadline_s, on_attempt)
 
@@ -105,8 +108,9 @@ async def mine_deletions(
     concurrency: int = 2,
     on_attempt: Callable[[Attempt], None] = lambda _: None,
 ) -> MiningResult:
-    """Try to make a task from each function by deleting its body; `files` is the complete tree. Other arguments as in
-    `mine_commits`."""
+    """Try to make a task from each function by deleting its body, and write a folder below `out` for each valid task.
+
+    `files` is the complete tree, path -> text. The other arguments are those of `mine_commits`. Raises `StoreError`."""
     search = _Search(out, grader, deadline_s, on_attempt)
     miner = DeletionMiner(files, runtime, source=out.name, image=image, deadline_s=deadline_s)
 
@@ -122,15 +126,15 @@ async def mine_deletions(
 
 
 def functions_to_delete(files: Mapping[str, str], only: Iterable[str] = ()) -> list[Function]:
-    """Every function of a tree whose module has tests, in the order of paths. `only`: paths of modules (empty: all)."""
+    """Return every function of a tree whose module has tests, in the order of paths.
+
+    `files` maps paths to texts. `only` restricts the search to these modules, given by path (empty: all)."""
     wanted = set(only)
     paths = [p for p in sorted(files) if p.endswith(".py") and not is_test(p) and (not wanted or p in wanted)]
     return [function for path in paths if covering_tests(path, files) for function in functions_in(path, files[path])]
 
 
 class _Search:
-    """Runs new attempts, validates candidates, and writes valid tasks."""
-
     def __init__(self, out: Path, grader: Grader, deadline_s: float, on_attempt: Callable[[Attempt], None]) -> None:
         self.journal = Journal(out / FILE, Attempt)
         self._out, self._grader, self._deadline_s, self._on_attempt = out, grader, deadline_s, on_attempt

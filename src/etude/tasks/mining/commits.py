@@ -1,11 +1,12 @@
-"""Make tasks from history: commits whose tests fail on the parent and pass with the commit (as in SWE-bench, Jimenez et
-al. 2024). A merge counts as one change from its first parent.
+"""Make tasks from history: commits whose tests fail on the parent and pass with the commit.
 
-The agent gets the files of the parent, without history. Hidden are the test files of the commit, the data that they
-read, their configuration, and the test names: all tests that fail before and pass after, and tests of the same files
-that pass both times. The solution is the code of the commit only. The tests run a second time with the other files of
-the commit replaced by a placeholder: a test must not depend on files that an agent can write as it likes, and a test
-that passes only once is flaky.
+A merge counts as one change from its first parent. The agent gets the files of the parent, without history. Hidden are
+the test files of the commit, the data that they read, their configuration, and the test names: all tests that fail
+before and pass after, and tests of the same files that pass both times. The solution is the code of the commit only.
+The tests run a second time with the other files of the commit replaced by a placeholder: a test must not depend on
+files that an agent can write as it likes, and a test that passes only once is flaky.
+
+As in SWE-bench (Jimenez et al. 2024).
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ TEST_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A task with its answer, before validation."""
+    """A task with its answer, before validation.
+
+    `num_failing` counts tests that fail before the change and pass after it, `num_passing` those that pass both times.
+    """
 
     task: Task
     answer: Answer
@@ -56,7 +60,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """The text files of a commit and of its parent, and the paths that changed."""
+    """The text files of a commit (`after`) and of its parent (`before`), path -> text, and the paths that changed.
+
+    Changed or new files are in `tests` (with their configuration), `code` (other Python) or `rest`."""
 
     before: dict[str, str]
     after: dict[str, str]
@@ -66,7 +72,7 @@ class Trees:
 
 
 def trees_of(repository: Repository, commit: Commit) -> Trees | str:
-    """The changes of a commit, or the reason why it cannot be a task."""
+    """Return the files of a commit and of its parent, or the reason why it cannot become a task."""
     if not commit.parents:
         return "is the first commit"
     old, new = repository.tree(commit.parents[0]), repository.tree(commit.id)
@@ -101,7 +107,10 @@ async def task_of_commit(
     image: Image | None = None,
     deadline_s: float = TEST_DEADLINE_S,
 ) -> Candidate | str:
-    """The task of a commit, or the reason why there is none. `deadline_s`: for each of the three runs of its tests."""
+    """Make a task from a commit, or return the reason why there is none.
+
+    `source` is the name of the task's source. The commit's tests run three times in machines with `image`, each time
+    for at most `deadline_s` seconds."""
     is_merge = len(commit.parents) > 1
     instruction = instruction_from(of_merge(commit.message) if is_merge else commit.message)
     if instruction is None and is_merge:
@@ -186,8 +195,10 @@ def whole_tree_task(
     image: Image | None,
     kept: Collection[str] = (),
 ) -> Task:
-    """Make a task from a complete repository. It exports all files outside of tests and all files that the reference
-    adds, except the files in `kept`, on which the tests depend."""
+    """Make a task from all files of a repository.
+
+    The agent can change all files outside of tests and all files that the reference changes, except `kept`, on which
+    tests depend."""
     exports = exports_outside_tests({*files, *answer.reference}, set(kept) - set(answer.reference))
     tests = answer.tests
     module = "pytest" if tests is not None and tests.runner is Runner.PYTEST else "unittest"
@@ -208,8 +219,10 @@ def whole_tree_task(
 
 
 def exports_outside_tests(paths: Collection[str], kept: Collection[str] = ()) -> tuple[str, ...]:
-    """The files and folders that an agent can change: folders without tests ("pkg/", in which it can also add files),
-    and single files in other folders. Files in `kept` and the configuration of tests are not among them.
+    """Return the files and folders of a repository that an agent can change, in the format of `Task.exports`.
+
+    They are folders without tests ("pkg/", to which the agent can also add files), and single files in other folders.
+    Files in `kept` and the configuration of tests are excluded.
 
     >>> exports_outside_tests(["setup.py", "pkg/a.py", "pkg/sub/b.py", "lib/c.py", "lib/test_c.py", "tox.ini"])
     ('lib/c.py', 'pkg/', 'setup.py')

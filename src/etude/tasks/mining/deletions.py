@@ -1,8 +1,7 @@
-"""Make tasks from tested code: delete the body of a function, so that its tests fail; the original is the solution (as
-in SWE-smith, Yang et al. 2025).
+"""Make tasks from tested code: delete the body of a function, so that its tests fail. The original is the solution.
 
 The docstring is kept as the specification. A function is used if it has enough statements, and if tests that passed
-fail without its body.
+fail without its body. As in SWE-smith (Yang et al. 2025).
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner
 from etude.seams import Runtime
 from etude.syntax import parse
-from etude.tasks.mining.commits import (
-    MAX_FAILING,
-    MAX_PASSING,
-    TEST_DEADLINE_S,
-    Candidate,
-    whole_tree_task,
-)
+from etude.tasks.mining.commits import MAX_FAILING, MAX_PASSING, TEST_DEADLINE_S, Candidate, whole_tree_task
 from etude.tasks.mining.testing import (
     TestResults,
     data_of_tests,
@@ -42,7 +35,9 @@ MAX_TEST_FILES = 5
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function or method whose body can be deleted."""
+    """A function or method whose body can be deleted.
+
+    `name` is qualified ("Stack.push"), and `without` is the text of its module without the body."""
 
     path: str
     name: str  # "Stack.push"
@@ -50,7 +45,9 @@ class Function:
 
 
 def functions_in(path: str, text: str) -> list[Function]:
-    """Functions and methods with at least three statements besides a docstring; [] if the text does not parse.
+    """Return the functions and methods of a module that have at least three statements besides a docstring.
+
+    Returns [] if the text is not valid Python.
 
     >>> [f.name for f in functions_in("a.py", "def f(n):\\n    a = n\\n    b = a\\n    return b\\n")]
     ['f']
@@ -95,7 +92,9 @@ def _without_body(text: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> st
 
 
 def covering_tests(path: str, files: Mapping[str, str]) -> list[str]:
-    """Test files that probably test a module: named after it, else importing it; at most five."""
+    """Return at most five test files of a tree that probably test the module at `path`.
+
+    They are those named after the module, or else those that import it."""
     stem = PurePosixPath(path).stem
     dotted = path.removesuffix(".py").removesuffix("/__init__").removeprefix("src/").replace("/", ".")
     word = re.compile(rf"\b{re.escape(dotted)}\b|\bfrom\s+\S+\s+import\s[^#\n]*\b{re.escape(stem)}\b")
@@ -105,7 +104,10 @@ def covering_tests(path: str, files: Mapping[str, str]) -> list[str]:
 
 
 class DeletionMiner:
-    """Finds deletion tasks in one tree. Tests of the original tree run once for each set of test files."""
+    """Makes deletion tasks from one tree of `files` (path -> text).
+
+    The tests of the original tree run once for each set of test files, and the results are reused. `source` is the name
+    of the tasks' source. Tests run in machines with `image`, each time for at most `deadline_s` seconds."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class DeletionMiner:
         self._intact: dict[tuple[str, ...], TestResults] = {}
 
     async def task_of(self, function: Function) -> Candidate | str:
-        """The task of writing this function, or the reason why there is none."""
+        """Make the task to write the body of a function again, or return the reason why there is none."""
         tests = covering_tests(function.path, self._files)
         if not tests:
             return "its module has no tests"
@@ -163,9 +165,7 @@ class DeletionMiner:
             first = await self._run(self._files, tests, runner)
             second = await self._run(self._files, tests, runner) if first.passed else first
             self._intact[key] = TestResults(
-                first.passed & second.passed,
-                first.reads | second.reads,
-                file_s=max(first.file_s, second.file_s),
+                first.passed & second.passed, first.reads | second.reads, file_s=max(first.file_s, second.file_s)
             )
         return self._intact[key]
 

@@ -1,7 +1,7 @@
-"""Read commits, trees and text files of a Git repository without a checkout. Hooks, filters and settings of the
-repository are not used, and none of its code runs.
+"""Read commits, trees and text files of a git repository without a checkout.
 
-Raises `NoSource` if there is no repository, and `TaskError` if git is not installed, fails or hangs.
+Hooks, filters and settings of the repository are not used, and none of its code runs. Raises `NoSource` if there is no
+repository, and `TaskError` if git is not installed, fails or hangs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FORMAT = "%H%n%P%n%B"  # entries are separated by NUL, which no message contain
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One commit. `parents` is empty for the first commit, and has at least two items for a merge."""
+    """One commit. `parents` is empty for the first commit, and has at least two ids for a merge."""
 
     id: str
     parents: tuple[str, ...]
@@ -53,7 +53,10 @@ class Commit:
 
 
 class Repository:
-    """Reads a repository: a working directory, a bare repository, or the clone of a bundle. Caches blobs."""
+    """A git repository on this host: a working directory, a bare repository, or the clone of a bundle.
+
+    Texts of files are cached. Raises `NoSource` if there is none at `path`; all methods raise `TaskError` if git fails.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -72,12 +75,13 @@ class Repository:
             raise NoSource(f"{self.path} is a folder inside a repository", f"{inside} in {root}", hint=f"give {root}")
 
     def resolve(self, name: str) -> str:
-        """The full id of a commit."""
+        """Return the full id of the commit that a name or short id stands for."""
         return self._git("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
 
     def commits(self, limit: int, head: str = "HEAD") -> list[Commit]:
-        """The newest `limit` commits from `head` along first parents, newest first: of merged branches only the merge
-        commit. So no change is in two of them."""
+        """Return the newest `limit` commits from `head`, newest first.
+
+        Of a merged branch only the merge commit is returned (git's first parents), so no change is in two of them."""
         out = self._git(
             "log", "-z", "--first-parent", f"--max-count={limit}", f"--format={_FORMAT}", self.resolve(head), "--"
         )
@@ -85,7 +89,7 @@ class Repository:
         return [Commit(id, tuple(parents.split()), message.strip()) for id, parents, message in rows]
 
     def merged(self, commit: Commit) -> str:
-        """The messages of the commits that a merge added, oldest first; at most `MAX_MERGED`."""
+        """Return the messages of the commits that a merge added, oldest first; at most `MAX_MERGED`."""
         outside = [f"^{commit.parents[0]}", *commit.parents[1:]]
         most = f"--max-count={MAX_MERGED}"
         return self._git("log", "--no-merges", "--reverse", most, "--format=%B", *outside, "--").decode(
@@ -93,8 +97,9 @@ class Repository:
         )
 
     def tree(self, commit: str) -> dict[str, str]:
-        """path -> blob id of every regular file of a commit. Links, submodules, and paths that are not UTF-8 are left
-        out."""
+        """Return the id of the blob of every regular file of a commit, by path.
+
+        Links, submodules and paths that are not UTF-8 are left out."""
         files: dict[str, str] = {}
         for row in self._git("ls-tree", "-r", "-z", "--full-tree", self.resolve(commit)).split(b"\0"):
             if row:
@@ -108,7 +113,9 @@ class Repository:
         return files
 
     def texts(self, tree: Mapping[str, str]) -> dict[str, str]:
-        """path -> text of the files of a tree. Files that are not UTF-8 or larger than 1 MiB are left out."""
+        """Return the text of each file of a tree (path -> blob id), by path.
+
+        Files that are not UTF-8 or larger than 1 MiB are left out."""
         if self._cached_bytes > MAX_CACHED_BYTES:
             self._texts.clear()
             self._cached_bytes = 0

@@ -24,7 +24,7 @@ _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 
 
 def instruction_from(message: str) -> str | None:
-    """The message as an instruction; None if it is too short.
+    """Turn a commit message into an instruction; return None if it is too short.
 
     >>> instruction_from("Fix rounding of halves (#12)\\n\\nAs 3fa9b21c did.\\n\\nSigned-off-by: A <a@b.c>")
     'Fix rounding of halves\\n\\nAs did.'
@@ -46,7 +46,7 @@ def instruction_from(message: str) -> str | None:
 
 
 def of_merge(message: str) -> str:
-    """The message of a merge without its "Merge ..." subject.
+    """Return the message of a merge without its "Merge ..." subject.
 
     >>> of_merge("Merge pull request #12 from a/b\\n\\nRound halves up")
     'Round halves up'

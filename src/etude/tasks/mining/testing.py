@@ -1,7 +1,7 @@
-"""Run the tests of a tree in machines: which tests pass, and which files they read. Also classify files as tests,
-helpers and data of tests.
+"""Run the tests of a repository in machines, to learn which tests pass and which files they read.
 
-This is for finding tasks only; solutions are graded by the grader.
+Also tell which files are tests, helpers of tests and data of tests. All this only finds tasks; solutions are graded by
+the grader.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAME_CHARS = 256
 
 
 def is_test(path: str) -> bool:
-    """Whether a file belongs to the tests of a repository, by its name or by the name of a folder.
+    """Return whether a file belongs to the tests of a repository, by its name or that of a folder.
 
     >>> is_test("json_testcases/a.json"), is_test("pkg/test_a.py"), is_test("pkg/attest.py"), is_test("contests/a.py")
     (True, True, False, False)
@@ -45,14 +45,16 @@ def is_test(path: str) -> bool:
 
 
 def holds_tests(path: str) -> bool:
-    """Whether a test runner collects tests from a file."""
+    """Return whether a test runner collects tests from a file, by its name."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py") or name == "tests.py")
 
 
 def runner_for(texts: Iterable[str]) -> Runner:
-    """Choose the test runner for test files, given by their texts: pytest if a file imports it or has tests that
-    unittest does not find (functions, classes without a base class), else unittest.
+    """Choose the test runner for test files, given by their texts.
+
+    It is pytest if a file imports pytest or has tests that unittest does not find (functions, classes without a base
+    class), else unittest.
 
     >>> runner_for(["import unittest\\nclass T(unittest.TestCase):\\n    def test_a(self): pass\\n"])
     <Runner.UNITTEST: 'unittest'>
@@ -79,7 +81,11 @@ def _needs_pytest(text: str) -> bool:
 
 @dataclass(frozen=True)
 class TestResults:
-    """The results of `run_tests`: the tests that passed, the files that they read, an error, and the duration."""
+    """The results of `run_tests`.
+
+    `passed` are names of tests. `reads` are pairs (reading file, file that it read), without modules. `problem` says
+    why the tests of a file could not be collected or did not finish. `file_s` are the seconds that the slowest file
+    took."""
 
     __test__ = False  # for pytest: not a test class
 
@@ -110,10 +116,8 @@ async def run_tests(
 ) -> TestResults:
     """Run the test files `paths`, each in its own machine that contains all `files` of a repository (path -> text).
 
-    `deadline_s`: for all test files together. A skipped test, an expected failure and a test that did not finish do not
-    count as passed. Raises `TaskError` if the machine does not have the runner, and `MachineError` if there is no
-    machine.
-    """
+    All test files together may take `deadline_s` seconds. A skipped test, an expected failure and a test that did not
+    finish do not count as passed. Raises `TaskError` if the machine does not have the runner, and `MachineError`."""
     raw = {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
     snapshot = await (runtime.prepare(raw) if image is None else runtime.prepare(raw, image=image))
     roots = source_roots(files)
@@ -180,8 +184,9 @@ def _row(line: bytes) -> list[str]:
 
 
 def source_roots(paths: Iterable[str]) -> tuple[str, ...]:
-    """Folders of a tree to add to the module search path: ``src``, if it contains packages or modules and is not a
-    package itself.
+    """Return the folders of a tree to add to the module search path.
+
+    This is ``src`` if it contains packages or modules and is not a package itself.
 
     >>> source_roots(["src/pkg/__init__.py", "tests/test_a.py"]), source_roots(["src/__init__.py", "src/a.py"])
     (('src',), ())
@@ -192,8 +197,9 @@ def source_roots(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Files that count as data of tests, from (reading file, file) pairs: files that tests read, and files that code
-    reads outside of its own package, since then a test passed their path.
+    """Return the files that are data of tests, from pairs (reading file, file that it read).
+
+    They are the files that tests read, and those that code reads outside of its own package.
 
     >>> sorted(data_of_tests([("test_a.py", "cases/a.json"), ("pkg/a.py", "pkg/a.csv"), ("pkg/a.py", "cases/b.json")]))
     ['cases/a.json', 'cases/b.json']
@@ -202,8 +208,10 @@ def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
 
 
 def data_named_by_tests(sources: Iterable[str], paths: Iterable[str]) -> frozenset[str]:
-    """Files that are probably data of tests: their name or folder occurs in a string of the sources of tests or
-    helpers. For trees whose tests were not run; otherwise use `data_of_tests`.
+    """Return the files of `paths` that are probably data of tests, for trees whose tests were not run.
+
+    Their name or folder occurs in a string of `sources`, the texts of tests and their helpers. If the tests were run,
+    use `data_of_tests`.
 
     >>> sorted(data_named_by_tests(["open(f'cases/{name}.json')"], ["cases/a.json", "pkg/b.json", "README.md"]))
     ['cases/a.json']
@@ -233,8 +241,10 @@ def _tails(path: str, *, inner: bool = False) -> set[str]:
 
 
 def helpers_of_tests(imports: Mapping[str, set[str]]) -> frozenset[str]:
-    """Modules in folders with tests that only tests import, directly or through another such module: probably helpers
-    that load test cases. Code that nothing else uses can be among them.
+    """Return the modules that are probably helpers of tests, such as loaders of test cases.
+
+    They are in folders with tests, and only tests import them, directly or through another such module. Code that
+    nothing else uses can be among them. `imports` is the result of `imports_in`.
 
     >>> files = {"a/test_a.py": "import load, calc", "a/load.py": "", "a/calc.py": "", "b.py": "import calc"}
     >>> sorted(helpers_of_tests(imports_in(files)))
@@ -257,7 +267,7 @@ def helpers_of_tests(imports: Mapping[str, set[str]]) -> frozenset[str]:
 
 
 def imports_in(files: Mapping[str, str]) -> dict[str, set[str]]:
-    """For each module, all words in its import statements: path -> words."""
+    """Return all words in the import statements of each Python file, by path. `files` maps paths to texts."""
     lines = ((path, _IMPORTS.findall(text)) for path, text in files.items() if path.endswith(".py"))
     return {path: {word for line in found for word in re.findall(r"\w+", line)} for path, found in lines}
 

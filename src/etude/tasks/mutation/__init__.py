@@ -1,8 +1,8 @@
-"""Mutants: small errors inserted into correct code, which the hidden tests of a task should detect.
+"""Mutants: copies of correct code with one small error, which the hidden tests of a task should detect.
 
-Mutants are edits of the text, so the diff of a survivor is one line that a human can judge. Mutants that compile to the
-same code are left out. Some of the others are still equivalent to the original, so look at the share of survivors, not
-at a single one.
+A mutant is an edit of the text, so the diff of one that passes the tests (a survivor) is one line that a human can
+judge. Mutants that compile to the same code are left out. Some of the others still behave like the original, so look at
+the share of survivors, not at a single one.
 
 >>> [m.kind for m in mutants("a.py", "def f(n):\\n    return n + 1\\n", num=2, seed="s")]
 ['arithmetic', 'constant']
@@ -22,21 +22,21 @@ __all__ = ["Mutant", "changed_lines", "mutants"]
 
 
 class Mutant:
-    """One mutant of a file: path, text, and the kind of edit."""
+    """A file with one small error: its `path`, its new `text`, and the `kind` of the edit."""
 
     def __init__(self, path: str, original: str, edit: Edit) -> None:
         self.path, self.kind, self._original = path, edit.kind, original
         self.text = applied(original, edit)
 
     def diff(self) -> str:
-        """A unified diff from the original, with one line of context."""
+        """Return a unified diff from the original to the mutant, with one line of context."""
         before, after = self._original.splitlines(keepends=True), self.text.splitlines(keepends=True)
         lines = difflib.unified_diff(before, after, self.path, f"{self.path} ({self.kind})", n=1)
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 
 def changed_lines(before: str, after: str) -> set[int]:
-    """The numbers, from 1, of lines of `after` that are not in `before`.
+    """Return the numbers, from 1, of the lines of `after` that are not in `before`.
 
     >>> changed_lines("a\\nb\\n", "a\\nx\\nb\\n")
     {2}
@@ -51,10 +51,10 @@ def changed_lines(before: str, after: str) -> set[int]:
 
 
 def mutants(path: str, text: str, *, num: int, seed: str, within: Collection[int] | None = None) -> list[Mutant]:
-    """At most `num` different mutants of a file, from each kind of edit in turn; deterministic in its arguments.
+    """Return at most `num` different mutants of a file, taking each kind of edit in turn.
 
-    `within`: line numbers from 1 in which an edit may begin (None: all). For text that is not valid Python the only
-    edit is to delete a line.
+    Valid Python in a file named "*.py" gets all kinds of edit; elsewhere the only edit is to delete a line. `within`
+    has the numbers, from 1, of lines in which an edit may begin (None: all). The same arguments give the same mutants.
     """
     edits = python_edits(text) if path.endswith(".py") else None
     chosen = line_deletions(text) if edits is None else edits

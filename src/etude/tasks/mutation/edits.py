@@ -1,4 +1,4 @@
-"""Edits of text, and mutants for any language: a line is deleted."""
+"""Edits of a text, and the mutants that exist for any language: one line is deleted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ _COMMENTS = ("#", "//", "/*", "*", "--", ";", "<!--")
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replace the characters [start, stop) of a text by `text`."""
+    """A replacement of the characters [start, stop) of a text by another text.
+
+    `kind` describes it, such as "comparison". `line` is the line of `start`, counted from 1."""
 
     kind: str  # "comparison", "deleted statement", ...
     line: int  # of `start`, from 1
@@ -19,7 +21,7 @@ class Edit:
 
 
 def applied(original: str, edit: Edit) -> str:
-    """The text after the edit.
+    """Return `original` after the edit.
 
     >>> applied("a < b", Edit("comparison", 1, 2, 3, "<="))
     'a <= b'
@@ -28,7 +30,7 @@ def applied(original: str, edit: Edit) -> str:
 
 
 def line_deletions(text: str) -> list[Edit]:
-    """One edit for each line that is neither blank nor starts like a comment.
+    """Return the edits that delete one line, for each line that is neither blank nor starts like a comment.
 
     >>> [e.line for e in line_deletions("# set up\\n\\necho 1\\n")]
     [3]

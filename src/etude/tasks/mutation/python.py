@@ -29,7 +29,9 @@ MAX_CHARS = 400_000
 
 
 def python_edits(text: str) -> list[Edit] | None:
-    """Every possible edit of a module, in no particular order. None if it does not parse or is too large."""
+    """Return every possible edit of a Python module, in no particular order.
+
+    Returns None if the text is not valid Python or is too large."""
     if len(text) > MAX_CHARS:
         return None
     try:
@@ -39,8 +41,9 @@ def python_edits(text: str) -> list[Edit] | None:
 
 
 def same_code(one: str, other: str) -> bool:
-    """Whether two modules compile to the same code, ignoring positions. Also True if `other` does not compile, since
-    such a mutant needs no test."""
+    """Return whether two Python modules compile to the same code, apart from positions.
+
+    Also True if `other` does not compile, since such a mutant needs no test."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -136,7 +139,7 @@ class _Finder:
             return
         first = between.index(tokens[0])
         last = between.rindex(tokens[-1]) + len(tokens[-1])
-        line = self._line_at(start + first)
+        line = self._text.count("\n", 0, start + first) + 1
         for other in known[operator]:
             yield Edit(kind, line, start + first, start + last, other)
 
@@ -167,20 +170,13 @@ class _Finder:
         prefix = self._lines[line - 1].encode()[:column]
         return self._starts[line - 1] + len(prefix.decode())
 
-    def _line_at(self, position: int) -> int:
-        return self._text.count("\n", 0, position) + 1
-
 
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+    return isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str)
 
 
 def _untested(tree: ast.Module) -> Iterator[int]:

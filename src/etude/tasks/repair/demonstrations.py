@@ -19,7 +19,7 @@ def _edit(module: str, place: int, body: Body) -> Call:
 
 
 def oracle(problem: Problem) -> Script:
-    """Test, read, repair, test, submit: always correct."""
+    """Yield the calls of an agent that knows the answer: test, read, repair, test, submit."""
     yield "test", {}
     yield "cat", {"path": f"{problem.module}.py"}
     yield _edit(problem.module, problem.place, problem.function.body)
@@ -28,7 +28,7 @@ def oracle(problem: Problem) -> Script:
 
 
 def random_agent(problem: Problem, rng: random.Random) -> Script:
-    """One valid edit: a random function gets a random body of its family."""
+    """Yield the calls of an agent that makes one valid edit at random: a random function gets a random body."""
     module = rng.choice(list(problem.modules))
     place = rng.randrange(len(problem.modules[module]))
     function = problem.modules[module][place]
@@ -37,19 +37,13 @@ def random_agent(problem: Problem, rng: random.Random) -> Script:
 
 
 def imperfect(
-    problem: Problem,
-    rng: random.Random,
-    *,
-    right_body: float = 0.6,
-    right_file: float = 0.7,
-    right_place: float = 0.5,
+    problem: Problem, rng: random.Random, *, right_body: float = 0.6, right_file: float = 0.7, right_place: float = 0.5
 ) -> Script:
-    """One or two edits. Each has the given probabilities for the right file (if the tests were run), the right function
-    and the right body.
+    """Yield the calls of an agent that makes one or two edits, which are often wrong.
 
-    With the defaults, 0.38 of 12,000 demonstrations succeed (three files with one function); 0.26 with
-    ``right_body=0.44``.
-    """
+    Each edit has the probability `right_file` for the right file (if the tests were run), `right_place` for the right
+    function in it, and `right_body` for the right body. With the defaults, 0.38 of 12,000 demonstrations succeed (three
+    files with one function); 0.26 with ``right_body=0.44``."""
     modules = list(problem.modules)
     if rng.random() < 0.6:
         yield "ls", {}

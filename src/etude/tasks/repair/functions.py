@@ -1,9 +1,9 @@
-"""Generate functions with a docstring and one expression, from which the repositories are built.
+"""Generate functions with a docstring and one expression, from which the repositories of "repair" are built.
 
-A `Template` is an expression over the operands A and B (or the constant K), with two phrases that describe it. A
-`Function` picks template, phrase, variables and constant. A `Body` is an expression that a function may return, right
-or wrong; its value is computed here without running any text. A model has to learn to write the expression for a
-docstring. This is tested on functions whose key was never shown (see `splits`).
+A `Template` is an expression with placeholders, and two phrases that describe it. A `Function` picks a template, a
+phrase, variable names and a constant. A `Body` is an expression that a function may return, right or wrong; its value
+is computed here without running any text. A model has to learn to write the expression for a docstring. This is tested
+on functions with docstrings that it has never seen (`splits`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from etude.tasks.splits import split_of
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """An expression with placeholders. `apply` computes its value from those of A and of B or K."""
+    """An expression over the placeholders A and B (two variables) or A and K (a variable and a constant).
+
+    `family` is the kind of its operands: "ab" two numbers, "ak" a number and a constant, "xs" a list, "s" a string.
+    `apply` computes the value from those of the operands. `phrases` describe it, with the same placeholders."""
 
     family: str  # "ab" two numbers, "ak" a number and a constant, "xs" a list, "s" a string
     expression: str
@@ -91,42 +94,25 @@ def _templates(*families: tuple[str, _Rows]) -> dict[str, tuple[Template, ...]]:
 
 TEMPLATES = _templates(("ab", _AB), ("ak", _AK), ("xs", _XS), ("s", _S))
 TRANSFER_TEMPLATES = _templates(
-    (
-        "ab",  # new words
-        (
-            ("A >= B", operator.ge, "is A at least B", "is A not below B"),
-            ("A <= B", operator.le, "is A at most B", "is A not above B"),
-        ),
-    ),
-    (
-        "ak",  # words of two variables, with a constant
-        (
-            ("max(A, K)", max, "larger of A and K", "maximum of A and K"),
-            ("min(A, K)", min, "smaller of A and K", "minimum of A and K"),
-            ("A == K", operator.eq, "is A equal to K", "are A and K the same"),
-            ("A != K", operator.ne, "is A different from K", "do A and K differ"),
-        ),
-    ),
-    (
-        "xs",  # two known words together
-        (
-            ("sorted(A)[::-1]", lambda xs: sorted(xs)[::-1], "A sorted and reversed", "A in order backwards"),
-            ("sorted(A)[0]", lambda xs: sorted(xs)[0], "first of A sorted", "head of A in order"),
-        ),
-    ),
-    (
-        "s",
-        (
-            ("A[::-1].upper()", lambda s: s[::-1].upper(), "A reversed in upper case", "A backwards as capitals"),
-            (
-                "A.strip().lower()",
-                lambda s: s.strip().lower(),
-                "A stripped in lower case",
-                "A stripped as small letters",
-            ),
-        ),
-    ),
-)
+    ("ab", (  # new words
+        ("A >= B", operator.ge, "is A at least B", "is A not below B"),
+        ("A <= B", operator.le, "is A at most B", "is A not above B"),
+    )),
+    ("ak", (  # words of two variables, with a constant
+        ("max(A, K)", max, "larger of A and K", "maximum of A and K"),
+        ("min(A, K)", min, "smaller of A and K", "minimum of A and K"),
+        ("A == K", operator.eq, "is A equal to K", "are A and K the same"),
+        ("A != K", operator.ne, "is A different from K", "do A and K differ"),
+    )),
+    ("xs", (  # two known words together
+        ("sorted(A)[::-1]", lambda xs: sorted(xs)[::-1], "A sorted and reversed", "A in order backwards"),
+        ("sorted(A)[0]", lambda xs: sorted(xs)[0], "first of A sorted", "head of A in order"),
+    )),
+    ("s", (
+        ("A[::-1].upper()", lambda s: s[::-1].upper(), "A reversed in upper case", "A backwards as capitals"),
+        ("A.strip().lower()", lambda s: s.strip().lower(), "A stripped in lower case", "A stripped as small letters"),
+    )),
+)  # fmt: skip
 """The templates of `Split.TRANSFER`. No training, validation or held-out function uses one of them."""
 FAMILY_WEIGHTS = {"ab": 0.3, "ak": 0.4, "xs": 0.15, "s": 0.15}
 VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -149,7 +135,7 @@ MISSING = Template("", "None", lambda *_: None, ("", ""))
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The expression that a function returns: a template, and operands for A and for B or K (names or a constant)."""
+    """An expression that a function returns: a template, and what stands for its placeholders (names or numbers)."""
 
     template: Template
     operands: tuple[str | int, ...]
@@ -159,14 +145,16 @@ class Body:
         return _fill(self.template.expression, self.operands)
 
     def value(self, variables: Sequence[str], args: Sequence[Any]) -> Any:
-        """The value of the body for these arguments, as plain JSON data."""
+        """Compute the value of the expression when `variables` have the values `args`."""
         scope = dict(zip(variables, args, strict=True))
         return self.template.apply(*[scope[o] if isinstance(o, str) else o for o in self.operands])
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of a generated repository.
+    """A function of a generated repository, with the right body.
+
+    `phrasing` (0 or 1) chooses the template's phrase that is the docstring. `constant` is 0 if the template has none.
 
     >>> f = Function("price", TEMPLATES["ak"][0], 0, ("n",), 3)
     >>> print(f.source(), end="")
@@ -189,7 +177,7 @@ class Function:
 
     @property
     def body(self) -> Body:
-        """The right body, which the docstring describes."""
+        """Correct body, the one that the docstring describes."""
         return Body(self.template, self.operands)
 
     @property
@@ -198,8 +186,9 @@ class Function:
 
     @property
     def key(self) -> str:
-        """The text by which the function's split is chosen: variables and docstring, which determine template, phrase
-        and constant."""
+        """Text by which the function's split is chosen: variables and docstring.
+
+        They determine the template, the phrase and the constant."""
         return f"({', '.join(self.variables)}) {self.docstring}"
 
     @property
@@ -207,17 +196,18 @@ class Function:
         return split_of_key(self.key)
 
     def source(self, body: Body | None = None) -> str:
-        """Three lines of Python, with the given body or the right one."""
+        """Return the function as three lines of Python, with `body` or else the right one."""
         text = (body or self.body).text
         return f'def {self.name}({", ".join(self.variables)}):\n    """{self.docstring}"""\n    return {text}\n'
 
     def wrong_operators(self) -> list[Body]:
-        """Bodies with the other expressions of the family over the same operands."""
+        """Return bodies with the other expressions of the template's family and the same operands."""
         return [Body(t, self.operands) for t in TEMPLATES[self.template.family] if t is not self.template]
 
     def wrong_operands(self) -> list[Body]:
-        """Bodies with one variable used twice, or with both swapped where that changes the value; none for a function
-        of one variable."""
+        """Return bodies with one variable used twice, or with both swapped if that changes the value.
+
+        A function of one variable has none."""
         if self.template.family != "ab":
             return []
         a, b = self.variables
@@ -225,7 +215,7 @@ class Function:
         return [*swapped, Body(self.template, (a, a))]
 
     def wrong_constants(self, rng: random.Random, n: int = 8) -> list[Body]:
-        """Bodies with up to n other constants, drawn at random; none where the template has no constant."""
+        """Return bodies with up to `n` other constants, drawn at random; none if the template has no constant."""
         if self.template.family != "ak":
             return []
         drawn = [rng.randint(2, 19) for _ in range(n)]
@@ -233,7 +223,7 @@ class Function:
 
 
 def random_function(rng: random.Random, name: str, split: Split) -> Function:
-    """Draw a function of a split as the repositories have them: constants 2 to 19, common variable names."""
+    """Draw a function of a split for a repository: constants from 2 to 19, common variable names."""
     templates = TRANSFER_TEMPLATES if split is Split.TRANSFER else TEMPLATES
     weights = [FAMILY_WEIGHTS[f] for f in templates]  # the same in all splits that share templates
     family = rng.choices(list(templates), weights)[0]
@@ -249,12 +239,10 @@ _ALL = tuple(t for family in TEMPLATES.values() for t in family)
 
 
 def wide_function(rng: random.Random, name: str) -> Function:
-    """Draw a training function for the corpus: all templates equally often, constants 2 to 99, half of the variables
-    with unusual names.
+    """Draw a training function for the mid-training corpus, from a wider range than the repositories use.
 
-    A model learns late in training to copy a constant or a name from the docstring to the expression, and RL depends on
-    it. So the corpus has a wider range of them than the repositories.
-    """
+    All templates are equally likely, constants are from 2 to 99, and half of the variables have unusual names. A model
+    learns late to copy a constant or a name from the docstring to the expression, and RL depends on it."""
     names = [n for n in FUNCTION_NAMES if n != name]
     while True:
         template = rng.choice(_ALL)
@@ -268,7 +256,9 @@ def wide_function(rng: random.Random, name: str) -> Function:
 
 
 def random_args(rng: random.Random, function: Function) -> list[Any]:
-    """Draw arguments for one call: small numbers, short lists, short words; for a constant, often values next to it."""
+    """Draw arguments for one call of a function: small numbers, short lists or short words.
+
+    If the function has a constant, the argument is often next to it."""
     match function.template.family:
         case "ab":
             first = rng.randint(1, 12)
@@ -284,7 +274,9 @@ def random_args(rng: random.Random, function: Function) -> list[Any]:
 
 
 def border_args(rng: random.Random, function: Function) -> list[list[Any]]:
-    """Arguments that separate similar functions: below, at and above the constant; smaller, equal and larger pairs."""
+    """Return arguments for several calls that distinguish similar functions.
+
+    They are below, at and above the constant, or pairs with the smaller first, the larger first, and equal."""
     match function.template.family:
         case "ab":
             low, high = sorted(rng.sample(range(1, 13), 2))
@@ -322,7 +314,7 @@ def _is_phrase(phrases: dict[tuple[int, int], list[str]], variables: str, docstr
 
 
 def split_of_key(key: str) -> Split:
-    """The split of a function by its key.
+    """Return the split of the function with this key.
 
     >>> split_of_key("(n) n plus 4"), split_of_key("(n) larger of n and 4")
     (<Split.HELDOUT: 'heldout'>, <Split.TRANSFER: 'transfer'>)

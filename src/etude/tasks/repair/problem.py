@@ -34,7 +34,7 @@ VISIBLE_FAILING = 2
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A wrong body and its kind: "operator", "operands", "constant", "call" or "missing"."""
+    """A wrong body, and its kind: "operator", "operands", "constant", "call" or "missing"."""
 
     kind: str
     body: Body
@@ -42,7 +42,10 @@ class Bug:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One task of the source, including its answer. It is never copied into a machine."""
+    """One task of "repair" with its answer. It is never copied into a machine.
+
+    `modules` maps module names to their functions, of three lines each. The bug is in function number `place` (from 0)
+    of `module`. `visible` and `hidden` are the test cases."""
 
     modules: dict[str, tuple[Function, ...]]  # module name -> its functions, three lines each
     module: str  # where the bug is
@@ -53,33 +56,35 @@ class Problem:
 
     @property
     def function(self) -> Function:
-        """The broken function, in its correct form."""
+        """Broken function, in its correct form."""
         return self.modules[self.module][self.place]
 
     @property
     def family(self) -> str:
-        """The label for reports: template family and kind of bug, "ak-constant"."""
+        """Label for reports: family of the template and kind of the bug, such as "ak-constant"."""
         return f"{self.function.template.family}-{self.bug.kind}"
 
     def files(self) -> dict[str, str]:
-        """The modules with the bug."""
+        """Return the modules with the bug, path -> text."""
         return {
             f"{name}.py": "".join(f.source(self.bug.body if f is self.function else None) for f in functions)
             for name, functions in self.modules.items()
         }
 
     def reference(self) -> dict[str, str]:
-        """The correct modules."""
+        """Return the correct modules, path -> text."""
         return {f"{name}.py": "".join(f.source() for f in functions) for name, functions in self.modules.items()}
 
 
 def line_of(place: int) -> int:
-    """The line number, from 1, of the body of a function in its module."""
+    """Return the line number, from 1, of the body of function number `place` (from 0) in its module."""
     return 3 * place + 3
 
 
 def make_problem(rng: random.Random, split: Split, *, files: int, functions_per_file: int) -> Problem:
-    """Generate a random problem in which at least two visible cases and one hidden case fail because of the bug."""
+    """Generate a random problem whose broken function is of `split`.
+
+    At least two visible cases and one hidden case fail because of the bug."""
     names = rng.sample(FUNCTION_NAMES, files * functions_per_file)
     modules = rng.sample(MODULE_NAMES, files)
     layout = {m: [random_function(rng, names.pop(), Split.TRAIN) for _ in range(functions_per_file)] for m in modules}
@@ -123,7 +128,6 @@ def _random_bug(rng: random.Random, function: Function) -> Bug:
 
 
 def _reveals(function: Function, bug: Bug, args: Sequence[Any]) -> bool:
-    """Whether the bug changes the type or value of the result of a call."""
     right = function.body.value(function.variables, args)
     wrong = bug.body.value(function.variables, args)
     return type(right) is not type(wrong) or bool(right != wrong)
@@ -134,7 +138,7 @@ def _cases(module: str, function: Function, calls: Sequence[list[Any]]) -> list[
 
 
 def task_of(problem: Problem, split: Split, index: int) -> Task:
-    """The task of a problem, without the answer."""
+    """Return the task of a problem, without the answer."""
     files = problem.files()
     tests = visible_tests((c.module, call_text(c.function, c.args), c.expected) for c in problem.visible)
     return Task(

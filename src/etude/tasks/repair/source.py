@@ -1,9 +1,9 @@
 """`RepairSource`: an infinite source of small generated repositories with one bug each.
 
-The content decides the split: for every seed, the same tenth of all (template, phrasing, variables, constant) is for
-validation, and another tenth is held out. The seed only decides the order. `Split.TRANSFER` has its own templates,
-which no other split uses. The `problem` of a task is its broken function: the same function in another repository is a
-variant of the same problem.
+The content decides the split. For every seed, the same tenth of all functions (template, phrase, variables, constant)
+is for validation, and another tenth is held out. The seed only decides the order. `Split.TRANSFER` has its own
+templates, which no other split uses. The field `problem` of a task is its broken function: the same function in another
+repository is a variant of the same problem.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.tasks.scripts import Demonstration, Script
 
 
 class RepairSource:
-    """A `TaskSource` of generated repositories: `files` modules of `functions_per_file` functions, and ``tests.py``.
+    """A `TaskSource` of generated repositories, each with `files` modules of `functions_per_file` functions.
 
     >>> source = RepairSource(seed=0)
     >>> task = source.task(Split.TRAIN, 7)
@@ -40,11 +40,11 @@ class RepairSource:
         self.seed, self.files, self.functions_per_file = seed, files, functions_per_file
 
     def size(self, split: Split) -> int | None:
-        """Always None: the source is infinite."""
+        """Return None, since the source is infinite."""
         return None
 
     def problem(self, split: Split, index: int) -> Problem:
-        """The problem of `task(split, index)`, with its answer. For demonstrations, the copy metric and graders."""
+        """Return the problem that `task(split, index)` is made from, including its answer."""
         if index < 0:
             raise TaskError(f"no task {index} in {split}", hint="indices start at 0")
         rng = random.Random(f"repair {self.seed} {split} {index}")
@@ -54,7 +54,7 @@ class RepairSource:
         return task_of(self.problem(split, index), split, index)
 
     def answer(self, task: Task) -> Answer:
-        """The answer, generated again from the task's position. Raises `TaskError` for a task of another source."""
+        """Generate the hidden answer again, from the position. Raises `TaskError` for a task of another source."""
         problem = self.problem(task.split, task.index)
         if task_of(problem, task.split, task.index) != task:
             raise TaskError(
@@ -65,18 +65,18 @@ class RepairSource:
         return Answer(reference=problem.reference(), cases=problem.hidden)
 
     def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
-        """A task and a script of valid but often wrong calls: a share `right` of its edits has the correct body."""
+        """Return a task with a script that edits validly but often wrongly; a share `right` of the edits is correct."""
         problem = self.problem(split, index)
         script = imperfect(problem, random.Random(f"demonstration {seed} {index}"), right_body=right)
         return Demonstration(task_of(problem, split, index), script)
 
     def baseline(self, task: Task, kind: str, *, seed: int) -> Script:
-        """A script: the oracle, or one random valid edit."""
+        """Return the oracle's script if `kind` is "oracle", else one that makes a random valid edit."""
         problem = self.problem(task.split, task.index)
         return oracle(problem) if kind == "oracle" else random_agent(problem, random.Random(seed))
 
     def copy_probe(self, index: int) -> tuple[Task, Script, str]:
-        """(training task, a script up to the correct edit, the last words of that edit)."""
+        """Return a training task, a script that ends with the correct edit, and the last words of that edit."""
         problem = self.problem(Split.TRAIN, index)
         return task_of(problem, Split.TRAIN, index), _to_the_edit(problem), f" return {problem.function.body.text}"
 

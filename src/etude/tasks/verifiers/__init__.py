@@ -1,8 +1,8 @@
 """`VerifiersSource`: the rows of a `verifiers` environment as tasks, graded by the rubric of the environment.
 
-The `verifiers` package runs in a child process with its own interpreter. The child receives the text that the agent
-wrote to ``answer.txt`` and returns a number. Only environments whose reward depends on that text are supported: those
-that need the agent's container, a conversation or an LLM judge are refused with an error. If the child fails, the
+The `verifiers` package runs in a child process with its own Python interpreter. The child receives the text that the
+agent wrote to ``answer.txt`` and returns a number. Only environments whose reward depends on that text are supported:
+those that need the agent's container, a conversation or an LLM judge are refused with an error. If the child fails, the
 result is a `TaskError`, or `Invalid` for a rollout, but never a reward of 0.
 """
 
@@ -20,7 +20,7 @@ from etude.errors import NoSource, TaskError
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust
 from etude.seams import Grader, TaskSource
-from etude.tasks.splits import split_of
+from etude.tasks.splits import row_at, split_of
 from etude.tasks.verifiers.process import Child
 
 __all__ = ["VerifiersGrader", "VerifiersSource", "grader_for"]
@@ -33,11 +33,11 @@ _SUFFIX = f"\n\nWrite your answer, and nothing else, into the file {FILE}."
 
 
 class VerifiersSource:
-    """A `TaskSource` over one environment. `python`: the interpreter that has `verifiers` and the environment.
+    """A `TaskSource` over the rows of one `verifiers` environment.
 
-    The hash of a row's data decides the split; in an infinite environment, the hash of the row's number. Raises
-    `NoSource` if the environment cannot be opened.
-    """
+    `python` is the interpreter that has `verifiers` and the environment. `settings` configure the environment, `env`
+    are the environment variables of the child process. A hash of a row's data decides its split, or of its number if
+    the environment is infinite. Raises `NoSource` if the environment cannot be opened."""
 
     name = "verifiers"
 
@@ -76,8 +76,10 @@ class VerifiersSource:
         return self._task(split, index, self._row(self.number(split, index)))
 
     def answer(self, task: Task) -> Answer:
-        """The reference is the answer of the row; empty if the row has none, and then the task cannot be validated. The
-        rubric stays in the child process."""
+        """Return the answer of the row as the reference solution; the rubric stays in the child process.
+
+        The reference is empty if the row has no answer; such a task cannot be validated. Raises `TaskError` for another
+        source's task."""
         row = self._row(self.number(task.split, task.index))
         if task != self._task(task.split, task.index, row):
             raise TaskError(
@@ -88,18 +90,18 @@ class VerifiersSource:
         return Answer(reference={FILE: str(row["answer"])})
 
     def number(self, split: Split, index: int) -> int:
-        """The number of a task's row in the environment. Raises `TaskError` past the end."""
+        """Return the number, in the environment, of the row of a task. Raises `TaskError` past the end."""
         row = self._rows[split]
         while self.size(split) is None and 0 <= index >= len(row):
             self._rows[split_of(f"{self.environment} {self._seen}")].append(self._seen)
             self._seen += 1
-        if not 0 <= index < len(row):
-            facts = f"{self.environment} has {len(row)} in that split"
-            raise TaskError(f"no task {index} in {split}", facts, hint="indices start at 0")
-        return row[index]
+        return row_at(row, split, index, self.environment)
 
     def score(self, number: int, completion: str, *, deadline_s: float = SCORE_S) -> tuple[float, dict[str, float]]:
-        """The reward and the metrics of the environment for a completion of a row. Raises `TaskError`."""
+        """Return the reward and the metrics that the environment gives for an answer to a row.
+
+        `number` is the row's number, `completion` the text of the answer. Raises `TaskError` if the environment fails
+        or takes longer than `deadline_s` seconds."""
         result = self._child.ask({"do": "score", "index": number, "completion": completion}, deadline_s=deadline_s)
         try:
             metrics = {str(k): float(v) for k, v in result["metrics"].items() if v is not None}
@@ -108,11 +110,11 @@ class VerifiersSource:
             raise TaskError(f"{self.environment} returned no reward", repr(error), hint="check its rubric") from None
 
     def grader(self) -> VerifiersGrader:
-        """The grader of these tasks."""
+        """Return the grader of these tasks, which uses the environment's rubric."""
         return VerifiersGrader(self)
 
     def close(self) -> None:
-        """Stop the child process. Can be called more than once."""
+        """Stop the child process. Can be repeated."""
         self._child.close()
 
     def _row(self, number: int) -> dict[str, Any]:
@@ -176,12 +178,12 @@ def _graded(reward: float, metrics: Mapping[str, float], reason: str) -> Graded:
 
 
 def grader_for(source: TaskSource, default: Grader) -> Grader:
-    """The grader for the tasks of a source: its own if it has one, else `default`."""
+    """Return the grader for the tasks of a source: its own if it has one, else `default`."""
     return source.grader() if isinstance(source, VerifiersSource) else default
 
 
 def interpreter() -> str:
-    """The interpreter in the environment variable ETUDE_VERIFIERS_PYTHON. Raises `NoSource` if it is not set."""
+    """Return the interpreter named by the variable ETUDE_VERIFIERS_PYTHON. Raises `NoSource` if it is not set."""
     python = os.environ.get(PYTHON, "")
     if not python:
         hint = f"create a venv, install verifiers and the environment in it, and set {PYTHON}=VENV/bin/python"

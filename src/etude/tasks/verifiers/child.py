@@ -22,7 +22,7 @@ MAX_ROWS = 200_000
 
 
 class Environment:
-    """The taskset of an environment, read row by row."""
+    """The rows of one `verifiers` environment, loaded in order when they are needed."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         import verifiers
@@ -91,7 +91,7 @@ class Environment:
 
 
 def needs(task: Any) -> str:
-    """What the scoring of a task needs besides the text of the answer; "" if nothing."""
+    """Return what the scoring of a task needs besides the text of the answer; "" if nothing."""
     if task.NEEDS_CONTAINER:
         return "a container"
     for kind in ("reward", "metric"):
@@ -103,7 +103,7 @@ def needs(task: Any) -> str:
 
 
 async def handle(request: dict[str, Any], opened: list[Environment]) -> Any:
-    """The result of a request. `opened` has the open environment, if any."""
+    """Answer one request. `opened` is a list with the open environment, or empty before the request "open"."""
     if request["do"] == "open":
         opened[:] = [Environment(request["environment"], request["settings"])]
         return opened[0].description()

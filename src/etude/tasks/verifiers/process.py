@@ -24,7 +24,10 @@ _STDERR_BYTES = 2_000
 
 
 class Child:
-    """Runs `argv` as a child process. `opening`: the first request after each start. Thread-safe."""
+    """A child process running `argv`, which answers requests; several threads can use it.
+
+    `opening` is the first request after each start; its response may take `opening_s` seconds. `env` are the variables
+    of the child (None: those of this process)."""
 
     def __init__(
         self,
@@ -44,22 +47,23 @@ class Child:
         self.opened: Any = None
 
     def ask(self, request: Mapping[str, Any], *, deadline_s: float) -> Any:
-        """Send a request and return the result. Raises `TaskError` if the child returns an error, fails, or reaches the
-        deadline."""
+        """Send a request and return the child's result; starts the child if it is not running.
+
+        Raises `TaskError` if the child returns an error, fails, or takes longer than `deadline_s` seconds."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             return self._exchange(request, deadline_s)
 
     def open(self) -> Any:
-        """The result of the opening request. Starts the child if it is not running."""
+        """Return the child's response to the opening request; starts the child if it is not running."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             return self.opened
 
     def close(self) -> None:
-        """Stop the child. Can be called more than once; a later request starts a new child."""
+        """Stop the child. Can be repeated; a later request starts a new child."""
         with self._lock:
             self._kill()
 

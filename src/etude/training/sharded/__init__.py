@@ -5,8 +5,7 @@ anything that sets torch's environment variables starts the ranks. In a run, the
 starts the others (`loop.ranks`).
 
     group = ShardedProcessGroup(join(config))
-    learner = TorchLearner(config, channel=group.channel(store), group=group)
-"""
+    learner = TorchLearner(config, channel=group.channel(store), group=group)"""
 
 from etude.training.sharded.mesh import Mesh, join
 from etude.training.sharded.process_group import ShardedProcessGroup

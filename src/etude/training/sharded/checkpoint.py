@@ -1,8 +1,7 @@
 """Optimiser state as a torch distributed checkpoint: each rank writes its rows, any number of ranks reads them.
 
 Entries are named by parameter and stored as parts of a `DTensor`, so ranks of another mesh, and single processes, find
-their rows.
-"""
+their rows."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ COUNT = "num_steps"
 def _described(
     state: Mapping[str, torch.Tensor], optimizer: AdamW, specs: Mapping[str, ShardSpec]
 ) -> dict[str, torch.Tensor]:
-    """A state's vectors by parameter, each as a part of the full one."""
+    """Return a state's vectors by parameter, each as a part of the full one."""
     found = {COUNT: state[COUNT]}
     for key in ("master", "first", "second"):
         for name, own in optimizer.by_parameter(state[key], adamw_only=key == "second").items():
@@ -37,13 +36,17 @@ def _described(
 
 
 def save(path: Path, optimizer: AdamW, specs: Mapping[str, ShardSpec], group: distributed.ProcessGroup) -> None:
-    """Write the state. Collective."""
+    """Write the optimiser state of all ranks into the directory `path`. A collective call.
+
+    `specs`: which rows of each parameter this rank has."""
     writer = FileSystemWriter(path, sync_files=True)
     save_shards(_described(optimizer.state(), optimizer, specs), storage_writer=writer, process_group=group)
 
 
 def restore_from_single(path: Path, optimizer: AdamW, specs: Mapping[str, ShardSpec]) -> None:
-    """Restore this rank's rows of the state that a single process saved. Raises `CheckpointError`."""
+    """Restore this rank's rows of the optimiser state that a single process saved.
+
+    `specs`: which rows of each parameter this rank has. Raises `CheckpointError` when the state does not fit."""
     shapes = {name: torch.Size(spec.shape) for name, spec in specs.items()}
     where, begin, size = layout(shapes, optimizer.excluded)
     found = {key: vector.clone() for key, vector in optimizer.state().items()}
@@ -70,8 +73,10 @@ def restore(
     specs: Mapping[str, ShardSpec] = NOTHING,
     group: distributed.ProcessGroup | None = None,
 ) -> None:
-    """Restore a state, whichever ranks wrote it. Collective; without `specs`, for a single process. Raises
-    `CheckpointError`."""
+    """Restore the optimiser state in `path`, whichever ranks wrote it. A collective call.
+
+    `specs`: which rows of each parameter this rank has; empty for a single process. Raises `CheckpointError` when the
+    state is damaged or does not fit."""
     loaded = {key: torch.zeros_like(vector) for key, vector in optimizer.state().items()}
     try:
         with warnings.catch_warnings():  # reading in a single process is intended

@@ -1,5 +1,4 @@
-"""Context parallelism: each rank has a part of a text's tokens, and attends to the keys and values of all tokens
-before.
+"""Context parallelism: each rank has a part of a text's tokens, and attends to keys and values of all tokens before.
 
 A text is cut into twice as many pieces as there are ranks, and each rank takes one from the front and one from the back
 (Llama 3, arXiv 2407.21783, §3.3.2). With causal attention the last piece attends to all others and the first to none,
@@ -7,8 +6,7 @@ so this balances the work. Keys and values are all-gathered layer by layer (for 
 their gradients are summed on the way back. Pieces are multiples of `CHUNK` where the text is long enough: then exact
 operators see the same key windows as on a single rank, and a token has the same bits.
 
-Shapes: N tokens of this rank, H query heads, G key/value heads, A key width, B value width, T tokens of a text.
-"""
+Shapes: N tokens of this rank, H query heads, G key/value heads, A key width, B value width, T tokens of a text."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from etude.training.sharded.mesh import Mesh
 
 
 def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
-    """The token ranges of a text that a rank has, front and back.
+    """Return the two token ranges of a text that a rank has: one from the front, one from the back.
 
     >>> [token_ranges(1024, rank, 2) for rank in range(2)]
     [[range(0, 256), range(768, 1024)], [range(256, 512), range(512, 768)]]
@@ -39,7 +37,7 @@ def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
 
 
 def rank_tokens(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
-    """A rank's tokens in packed texts: indices, int64, ascending."""
+    """Return the indices of a rank's tokens in packed texts of these lengths, int64, ascending."""
     found, start = [], 0
     for length in lengths:
         found += [start + i for piece in token_ranges(length, rank, ranks) for i in piece]
@@ -48,7 +46,7 @@ def rank_tokens(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
 
 
 def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
-    """A rank's part of a batch. If it would leave some rank without tokens, the first rank has all."""
+    """Return a rank's part of a batch. If it would leave some rank without tokens, the first rank has all."""
     if ranks == 1 or rows.num_tokens == 0:
         return rows
     parts = [rank_tokens(rows.lengths, one, ranks) for one in range(ranks)]
@@ -58,7 +56,7 @@ def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
 
 
 class ContextParallelCache:
-    """`Cache` of packed texts of which this rank has a part. Every layer gathers once, forward and backward."""
+    """A `Cache` of packed texts of which this rank has a part. Every layer gathers once, forward and backward."""
 
     compressed = True  # latents are smaller than keys and values
 

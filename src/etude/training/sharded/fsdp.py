@@ -4,8 +4,7 @@
 by layer before computing, and reduce-scatters gradients after. Experts are full matrices on their expert-parallel rank,
 and cut over the other mesh dimension.
 
-In exact mode, sums over ranks are trees in the order of shares (`TreeReduceScatter`); in native mode, the library's.
-"""
+In exact mode, sums over ranks are trees in the order of shares (`TreeReduceScatter`); in native mode, the library's."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ from etude.training.sharded.mesh import Mesh
 
 
 class TreeReduceScatter:
-    """A reduce-scatter that sums in a binary tree in the order of ranks. Has FSDP2's interface for custom
-    reduce-scatters."""
+    """A reduce-scatter that sums in a binary tree in the order of ranks.
+
+    It has FSDP2's interface for custom reduce-scatters."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -57,8 +57,8 @@ class TreeReduceScatter:
 class ShardSpec:
     """This rank's rows [start, stop) of a parameter of the full model.
 
-    `copied`: all ranks of the FSDP mesh have the same rows.
-    """
+    `shape`: of the full parameter. `mesh`: the ranks that share it. `expert`: whether it belongs to experts. `copied`:
+    all ranks of the FSDP mesh have the same rows."""
 
     shape: tuple[int, ...]
     start: int
@@ -73,7 +73,7 @@ class ShardSpec:
         return slice(self.start, self.stop)
 
     def distributed(self, own: torch.Tensor) -> DTensor:
-        """This rank's rows as a `DTensor`."""
+        """Return this rank's rows as a `DTensor`."""
         strides = torch.empty(self.shape, device="meta").stride()
         places: list[Placement] = [Shard(0)] * self.mesh.ndim
         if self.copied:
@@ -85,7 +85,7 @@ class ShardSpec:
 
 
 def chunk_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows of a rank, as in `torch.chunk`: later ranks may have fewer, or none.
+    """Return (start, stop) of the rows of a rank, as in `torch.chunk`: later ranks may have fewer, or none.
 
     >>> [chunk_bounds(5, rank, 4) for rank in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -95,7 +95,7 @@ def chunk_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
-    """The shard of each parameter. Call before `apply_fsdp`."""
+    """Return this rank's rows of each parameter. Call it before `apply_fsdp`."""
     stacked = {
         f"{name}.{part}" for name, m in model.named_modules() if isinstance(m, Stack) for part in ("gate_up", "down")
     }
@@ -114,7 +114,9 @@ def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A Hugging Face tensor as a slice of a full parameter, flattened."""
+    """A tensor with a Hugging Face name, as a slice of a full parameter that is flattened.
+
+    `start`: its first number in the flattened parameter. `shape`: of the tensor."""
 
     name: str
     start: int
@@ -122,12 +124,12 @@ class TensorSlice:
 
     @property
     def stop(self) -> int:
-        """End of the slice in the flattened parameter."""
+        """The end of the slice in the flattened parameter."""
         return self.start + math.prod(self.shape)
 
 
 def tensor_slices(model: Transformer, specs: Mapping[str, ShardSpec], mesh: Mesh) -> dict[str, list[TensorSlice]]:
-    """The Hugging Face tensors in each parameter. Call before `apply_fsdp`."""
+    """Return the Hugging Face tensors in each parameter. Call it before `apply_fsdp`."""
     storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
     of = {id(storage): name for name, storage in storages.items()}
     found: dict[str, list[TensorSlice]] = {name: [] for name in specs}
@@ -142,10 +144,9 @@ def tensor_slices(model: Transformer, specs: Mapping[str, ShardSpec], mesh: Mesh
 
 
 def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
-    """The model of a checkpoint directory on the meta device, with this rank's experts.
+    """Return the model of a checkpoint directory on the meta device, with this rank's experts.
 
-    Raises `CheckpointError`, and `ConfigError` for an adapter's directory.
-    """
+    Raises `CheckpointError`, and `ConfigError` for an adapter's directory."""
     if (path / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"{path} on several ranks", "it is an adapter", hint="export the merged model, and start from that"
@@ -159,7 +160,10 @@ def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
 def load_shards(
     model: Transformer, path: Path, specs: Mapping[str, ShardSpec], named: Mapping[str, list[TensorSlice]], mesh: Mesh
 ) -> None:
-    """Allocate the memory of a sharded model and read this rank's rows into it. Raises `CheckpointError`."""
+    """Allocate the memory of a sharded model and read this rank's rows into it.
+
+    `specs`, `named`: the results of `shard_specs` and `tensor_slices`. Raises `CheckpointError` as `load_model` does.
+    """
     tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
     model.to_empty(device=mesh.device)
     model.cos, model.sin = tables
@@ -170,7 +174,7 @@ def load_shards(
 
 
 def _rows(spec: ShardSpec, named: Sequence[TensorSlice], own: torch.Tensor) -> Iterator[RowRange]:
-    """The rows of each tensor in a parameter that this rank has."""
+    """Yield the rows of each tensor in a parameter that this rank has."""
     first = spec.start * math.prod(spec.shape[1:])
     for one in named:
         start, stop = max(one.start, first), min(one.stop, first + len(own))
@@ -183,8 +187,8 @@ def _rows(spec: ShardSpec, named: Sequence[TensorSlice], own: torch.Tensor) -> I
 def apply_fsdp(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.dtype | None) -> None:
     """Shard a model in place with FSDP2.
 
-    `gathered`: the dtype in which weights are gathered and computed (None: their own). Gradients are summed in float32.
-    """
+    `exact`: sum gradients in a tree in the order of ranks. `gathered`: the dtype in which weights are gathered and
+    computed (None: their own). Gradients are summed in float32."""
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def wrap(module: nn.Module, over: DeviceMesh) -> None:

@@ -2,8 +2,7 @@
 
 Publishing needs full tensors (digests, and deltas against versions with another sharding), and so do saving in Hugging
 Face's format and Muon. Each dense parameter is assigned to one rank, so that all ranks get about as many numbers. Rows
-travel once, in one all-to-all, and no rank holds the full model. Experts are full tensors on their rank already.
-"""
+travel once, in one all-to-all, and no rank has the full model. Experts are full tensors on their rank already."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from etude.training.sharded.mesh import Mesh
 
 
 class FullTensors:
-    """The `ShardExchange` of a sharded model."""
+    """The `ShardExchange` of a sharded model. `owner`: the rank that gets each dense parameter."""
 
     def __init__(self, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         self._specs, self._mesh = specs, mesh
@@ -29,7 +28,9 @@ class FullTensors:
             load[lightest] += torch.Size(specs[name].shape).numel()
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Full parameters from rows. Collective, with the same names on each rank."""
+        """Return the full parameters that this rank gets from all ranks' rows.
+
+        A collective call, with the same names on each rank."""
         mesh, by_owner = self._mesh, self._by_owner(rows)
         sent = [torch.cat([*(rows[n].flatten() for n in names), _empty(rows)]) for names in by_owner]
         mine = by_owner[mesh.rank]
@@ -45,7 +46,9 @@ class FullTensors:
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Rows from full parameters. Collective. `like`: the argument of `gather`."""
+        """Return this rank's rows of the full parameters that all ranks have. `like`: the argument of `gather`.
+
+        A collective call."""
         mesh, by_owner = self._mesh, self._by_owner(like)
         mine = by_owner[mesh.rank]
         sent = []
@@ -85,5 +88,4 @@ class FullTensors:
 
 
 def _empty(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """An empty tensor of the same dtype, for concatenation."""
     return next(iter(rows.values())).new_empty(0)

@@ -3,8 +3,7 @@
 Base and merged matrices are sharded like a model with all weights trained. A and B of dense matrices are replicated on
 all ranks, those of experts on the ranks with these experts: a few per cent of the memory. Each rank merges its rows,
 with the same bits as in the full matrix. Gradients are summed over ranks in the same tree as in one process, so all
-replicas take equal steps. One of the replicas is published and saved.
-"""
+replicas take equal steps. One of the replicas is published and saved."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from etude.errors import CheckpointError, EtudeError
 from etude.models.adapter_files import load_adapter, write_adapter
 from etude.models.checkpoint import iter_weights
 from etude.models.headers import HINT_DAMAGED
-from etude.models.lora import Adapters, round_parameters, weights_digest
+from etude.models.lora import Adapters, local_part, round_parameters, weights_digest
 from etude.models.transformer import Transformer
 from etude.numerics.lora import LoraOperators
 from etude.records.adapter import PUBLISHED
 from etude.training.config import LiveWeights
 from etude.training.exports import encode_tensors, stored_dtype
-from etude.training.optimizer import AdamW, local_part
+from etude.training.optimizer import AdamW
 from etude.training.process_group import ShareAccumulator
 from etude.training.sharded.fsdp import ShardSpec, TensorSlice, TreeReduceScatter
 from etude.training.sharded.mesh import Mesh
@@ -43,7 +42,9 @@ SILENT_BYTES = 16 << 30
 
 
 class ShardedLora(ShardedWeights):
-    """The adapters of a sharded model: a `trainable.Trainable`. Constructed before FSDP2 shards the model."""
+    """The LoRA adapters of a sharded model: what its learner trains (a `trainable.Trainable`).
+
+    Construct it before FSDP2 shards the model."""
 
     def __init__(
         self,
@@ -55,7 +56,10 @@ class ShardedLora(ShardedWeights):
         base: Path,
         request: LoadRequest,
     ) -> None:
-        """Collective. Raises `CheckpointError`."""
+        """Create the adapters on all ranks, with their initial or saved values. A collective call.
+
+        `specs`, `named`: the results of `shard_specs` and `tensor_slices`. `base`: the directory of the base model.
+        Raises `CheckpointError` when adapter and base do not fit."""
         super().__init__(model, group, specs, named, weights, base)
         mesh, kind = group.mesh, stored_dtype(weights)
         self._rows = {name: _within(spec, model.get_parameter(name).shape[0], mesh) for name, spec in specs.items()}
@@ -76,7 +80,6 @@ class ShardedLora(ShardedWeights):
         self.adapters.share(self._rows)
 
     def _fill(self, request: LoadRequest, tensors: Mapping[str, torch.Tensor], group: ShardedProcessGroup) -> None:
-        """Set A and B to their initial or saved values."""
         if not request.resumed:
             return self.adapters.draw(request.seed)
         known = {name for names in group.all_gather(list(self.adapters.views)) for name in names}
@@ -91,7 +94,7 @@ class ShardedLora(ShardedWeights):
         return None
 
     def _copies(self) -> dict[str, ShardSpec]:
-        """This rank's parts of A and B, by the optimiser's names."""
+        """Return this rank's parts of A and B, by the optimiser's names."""
         mesh, found = self._group.mesh, {}
         parts = iter(self.adapters.trained.named_parameters(prefix="trained"))
         for parameter in self.adapters.names:
@@ -124,12 +127,12 @@ class ShardedLora(ShardedWeights):
         return found
 
     def base(self) -> dict[str, Tensor]:
-        """The full tensors of the base that this rank publishes. Collective."""
-        rows = {name: local_part(p).detach() for name, p in self.model.named_parameters()} | self.adapters.bases
+        """Return the full tensors of the base that this rank publishes. A collective call."""
+        rows = {name: local_part(p) for name, p in self.model.named_parameters()} | self.adapters.bases
         return self._coded(self._full_tensors(rows))
 
     def write(self, folder: Path) -> None:
-        """Write a peft directory, on rank 0. Collective."""
+        """Write a peft directory, on rank 0. A collective call."""
         group, kind = self._group, stored_dtype(self._weights)
         mine = {name: view.to(kind).cpu() for name, view in self.views().items() if name in self._mine}
         there = group.gather_to_first(mine)
@@ -140,10 +143,9 @@ class ShardedLora(ShardedWeights):
 
 
 def _digest(base: Path, kind: torch.dtype, group: ShardedProcessGroup) -> str:
-    """The digest of the base, computed by rank 0. Raises `CheckpointError`.
+    """Return the digest of the base, computed by rank 0. Raises `CheckpointError`.
 
-    For a large base this takes longer than a collective may, so rank 0 reports progress now and then.
-    """
+    For a large base this takes longer than a collective may, so rank 0 reports progress now and then."""
     digest: str | EtudeError | None = None
     if group.rank == 0:
         try:
@@ -169,18 +171,17 @@ def _watched(base: Path, group: ShardedProcessGroup) -> Iterator[tuple[str, torc
 
 
 class RankAccumulator(ShareAccumulator):
-    """Sums the gradients of replicated LoRA matrices over ranks, once per row of the batch, in the summation order of a
-    single process (`ShareAccumulator`).
+    """Sums the gradients of replicated LoRA matrices over ranks, once per row of the batch.
 
-    Matrices of expert layers are summed over the ranks that have the same experts, all others over all ranks.
-    """
+    The order of summation is that of a single process (`ShareAccumulator`). Matrices of expert layers are summed over
+    the ranks that have the same experts, all others over all ranks."""
 
     def __init__(self, optimizer: AdamW, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         super().__init__(optimizer.grad)
         self._named, self._specs, self._mesh = optimizer.by_parameter(optimizer.grad), specs, mesh
 
     def add_share(self) -> None:
-        """Gradients are added in `finish_row`."""
+        """Do nothing: gradients are added in `finish_row`."""
 
     def finish_row(self) -> None:
         everybody = self._mesh.dense.get_group()
@@ -204,6 +205,6 @@ def _add(tensors: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> No
 
 
 def _within(spec: ShardSpec, held: int, mesh: Mesh) -> slice:
-    """This rank's rows of a parameter, relative to the rows that it has before FSDP2 shards it."""
+    """Return this rank's rows of a parameter, relative to the rows that it has before FSDP2 shards it."""
     first = held * mesh.expert.rank if spec.expert else 0
     return slice(spec.start - first, spec.stop - first)

@@ -10,8 +10,7 @@ All three consist of the same ranks, so no parameter and no token is stored twic
 gloo beside it for control messages.
 
 Collectives are not authenticated, and torch's object collectives are pickles: whoever reaches the ports of gloo or NCCL
-can run code in a rank. The ranks need their own network (docs/guides/sharded-learner.md).
-"""
+can run code in a rank. The ranks need their own network (docs/guides/sharded-learner.md)."""
 
 from __future__ import annotations
 
@@ -43,37 +42,45 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place in every mesh."""
+    """One rank's place in every mesh of a learner. `join` makes it.
+
+    - `dense`: all ranks. `experts`: [expert_parallel, ranks / expert_parallel]. `expert_fsdp`: this rank's column of
+      `experts`.
+    - `expert`: this rank's row of `experts`, for the model's collectives.
+    - `context`: the `context_size` ranks that share each text, of which this is number `context_rank`.
+    - `control`: a group of all ranks on CPUs. `publishing`: the same, for another thread.
+    - `store`: a key-value store, hosted by rank 0.
+    - `hosts`: the address of each rank's machine."""
 
     rank: int
     size: int
     device: torch.device
     deadline_s: float
-    dense: DeviceMesh  # [ranks]
-    experts: DeviceMesh  # [expert_parallel, ranks / expert_parallel]
-    expert_fsdp: DeviceMesh  # this rank's column of it
-    expert: Parallel  # this rank's row of it
+    dense: DeviceMesh
+    experts: DeviceMesh
+    expert_fsdp: DeviceMesh
+    expert: Parallel
     context: distributed.ProcessGroup
     context_rank: int
     context_size: int
-    control: distributed.ProcessGroup  # of all ranks, on CPUs
-    publishing: distributed.ProcessGroup  # the same, for another thread
-    store: Store  # hosted by rank 0
-    hosts: tuple[str, ...]  # the address of each rank's machine
+    control: distributed.ProcessGroup
+    publishing: distributed.ProcessGroup
+    store: Store
+    hosts: tuple[str, ...]
 
     def describe_rank(self, rank: int) -> str:
-        """A rank's number, with its host where there are several hosts."""
+        """Return a rank's number as text, with its host where there are several hosts."""
         return f"{rank} (on {self.hosts[rank]})" if len(set(self.hosts)) > 1 else str(rank)
 
 
 def join(
     config: LearnerConfig, *, store: TCPStore | None = None, rank: int = 0, deadline_s: float = DEADLINE_S
 ) -> Mesh:
-    """Meet the other ranks of `config.ranks`, and create the meshes. Collective.
+    """Meet the other ranks of `config.ranks`, and create the meshes. A collective call.
 
     Ranks meet at a store of `host_store` and `connect_store`, as this `rank`; or by the environment variables of
-    torchrun; or in an already initialised default group. Raises `ConfigError` where the number of ranks does not match.
-    """
+    torchrun; or in an already initialised default group. `deadline_s`: of each collective. Raises `ConfigError` where
+    the number of ranks does not match."""
     met, first = distributed.is_initialized(), os.environ.get("MASTER_ADDR", LOOPBACK) if store is None else store.host
     if met:
         rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -138,8 +145,9 @@ def _expert(degree: int, rank: int, group: distributed.ProcessGroup, deadline_s:
 
 
 def _device(name: str, rank: int) -> tuple[torch.device, str]:
-    """This rank's device, and the backend for it. On one machine, torchrun's LOCAL_RANK or the rank numbers the
-    GPUs."""
+    """Return this rank's device, and the backend for it.
+
+    On one machine, torchrun's LOCAL_RANK or the rank numbers the GPUs."""
     device = device_for(name)
     if device.type == "cpu":
         return device, "gloo"
@@ -152,8 +160,7 @@ def host_store(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
     """Open a torch `TCPStore` on a free port, to which other ranks connect by `connect_store`.
 
     `host`: the address of this machine to bind; "": all addresses. `deadline_s`: timeout of its operations, in seconds.
-    Raises `OSError` if the address cannot be bound.
-    """
+    Raises `OSError` if the address cannot be bound."""
     bound = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port, deadline = bound.getsockname()[1], timedelta(seconds=deadline_s)
     return TCPStore(
@@ -162,13 +169,15 @@ def host_store(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
 
 
 def connect_store(host: str, port: int, deadline_s: float = DEADLINE_S) -> TCPStore:
-    """Connect to the torch `TCPStore` that `host_store` opened, on this machine or another one. `deadline_s`: timeout
-    of the connection and of operations, in seconds. Raises `RuntimeError` if the connection fails."""
+    """Connect to the torch `TCPStore` that `host_store` opened, on this machine or another one.
+
+    `deadline_s`: timeout of the connection and of operations, in seconds. Raises `RuntimeError` if the connection
+    fails."""
     return TCPStore(host, port, None, False, timedelta(seconds=deadline_s), wait_for_workers=False)
 
 
 def _store(rank: int, host: str, control: distributed.ProcessGroup, deadline_s: float) -> Store:
-    """etude's own store on rank 0: torch's has no public name, and torchrun's outlives the ranks."""
+    """Return etude's own store on rank 0: torch's has no public name, and torchrun's outlives the ranks."""
     mine = host_store(LOOPBACK if host in (LOOPBACK, "localhost") else "", deadline_s) if rank == 0 else None
     where = [mine.port if mine is not None else None]
     distributed.broadcast_object_list(where, src=0, group=control)
@@ -178,7 +187,7 @@ def _store(rank: int, host: str, control: distributed.ProcessGroup, deadline_s: 
 
 
 def route_to(host: str) -> tuple[str, str]:
-    """(address, network interface) of this machine from which it reaches a host; "" where unknown.
+    """Return (address, network interface) of this machine from which it reaches a host; "" where unknown.
 
     >>> route_to("127.0.0.1")
     ('127.0.0.1', 'lo')

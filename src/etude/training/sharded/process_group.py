@@ -1,4 +1,4 @@
-"""`ProcessGroup` over torch.distributed."""
+"""`ProcessGroup` over torch.distributed: the ranks of a sharded learner."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class RankMissing(RankLost):
 
 
 class ShardedProcessGroup:
-    """One rank of a learner. Has no state of a model but how it is sharded."""
+    """One rank of a sharded learner: the `ProcessGroup` over the ranks of a `Mesh`.
+
+    Of a model it stores only how it is sharded."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
@@ -56,7 +58,9 @@ class ShardedProcessGroup:
         self._full_tensors: FullTensors | None = None
 
     def channel(self, store: BlobStore, **settings: Any) -> ShardedChannel:
-        """The channel to which these ranks publish, each its own tensors. `store`: this rank's own connection."""
+        """Return the channel to which these ranks publish, each its own tensors.
+
+        `store`: this rank's own connection. `settings`: those of `ShardedChannel`."""
         return ShardedChannel(store, PublishExchange(self), **settings)
 
     def device(self, name: str) -> torch.device:
@@ -130,7 +134,7 @@ class ShardedProcessGroup:
         return math.sqrt(rounded_sum(self.all_gather(exact_sum(torch.cat(mine)) if mine else 0)))
 
     def _counts(self, spec: ShardSpec) -> bool:
-        """Whether this rank counts its rows of a parameter, which other ranks may have, too."""
+        """Return whether this rank counts its rows of a parameter, which other ranks may have, too."""
         return not spec.copied or (self.mesh.expert_fsdp.get_local_rank() if spec.expert else self.rank) == 0
 
     def all_gather(self, one: T) -> list[T]:
@@ -140,7 +144,7 @@ class ShardedProcessGroup:
         return found
 
     def gather_to_first(self, one: T) -> list[T]:
-        """The values of all ranks, in order of rank, on rank 0; empty on the others."""
+        """Return the values of all ranks, in order of rank, on rank 0; an empty list on the others."""
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self.collective("weights"):
             distributed.gather_object(one, found, dst=0, group=self.mesh.control)
@@ -242,7 +246,7 @@ class ShardedProcessGroup:
 
 
 class PublishExchange:
-    """Communication of ranks for publishing. It runs in its own thread, so it has its own process group."""
+    """Communication of the ranks for publishing. It runs in its own thread, so it has its own process group."""
 
     def __init__(self, group: ShardedProcessGroup) -> None:
         self._group, self._mesh, self.rank = group, group.mesh, group.rank

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from etude.models.checkpoint import save_tensors, write_config_files, write_index
+from etude.models.lora import local_part
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_biases
 from etude.training.config import LiveWeights
 from etude.training.exports import encode, stored_dtype
-from etude.training.optimizer import local_part
 from etude.training.sharded.fsdp import ShardSpec, TensorSlice
 from etude.weights.tensors import Tensor
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class ShardedWeights:
-    """All weights of a sharded model: a `trainable.Trainable`. Constructed before FSDP2 shards the model."""
+    """All weights of a sharded model: what its learner trains (a `trainable.Trainable`).
+
+    Construct it before FSDP2 shards the model. `specs`, `named`: the results of `shard_specs` and `tensor_slices`.
+    `weights`: the precision in which they are published. `assets`: a directory whose tokeniser files are copied into
+    checkpoints."""
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class ShardedWeights:
         self.named = named
 
     def filled(self) -> None:
-        """Called when FSDP2 has sharded the model and the weights are loaded."""
+        """Finish the construction, after FSDP2 has sharded the model and the weights are loaded."""
 
     @property
     def _others(self) -> dict[str, torch.Tensor]:
@@ -54,15 +58,15 @@ class ShardedWeights:
         return self.model
 
     def views(self) -> Mapping[str, torch.Tensor]:
-        """This rank's rows of each parameter."""
+        """Return this rank's rows of each parameter."""
         self.model.reshard()  # type: ignore[operator]  # FSDP2 may still hold gathered weights
-        return {name: local_part(p).detach() for name, p in self.model.named_parameters()}
+        return {name: local_part(p) for name, p in self.model.named_parameters()}
 
     def sync_model(self) -> None:
-        """The optimiser has written the shards: nothing to do."""
+        """Do nothing: the optimiser has written the shards."""
 
     def exported(self) -> dict[str, Tensor]:
-        """The full tensors that this rank publishes. Collective."""
+        """Return the full tensors that this rank publishes. A collective call."""
         return self._coded(self._full_tensors(self.views()))
 
     def _coded(self, full_tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
@@ -74,11 +78,11 @@ class ShardedWeights:
         }
 
     def base(self) -> dict[str, Tensor] | None:
-        """None: all weights are published."""
+        """Return None: all weights are published."""
         return None
 
     def write(self, folder: Path) -> None:
-        """Write a Hugging Face directory, with one weights file per rank. Collective."""
+        """Write a Hugging Face directory, with one weights file per rank. A collective call."""
         group = self._group
         tensors = self._full_tensors(self.views()) | {name: one.clone() for name, one in self._others.items()}
         file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
@@ -92,8 +96,9 @@ class ShardedWeights:
                 write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
 
     def _full_tensors(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The full tensors that this rank gets, from all ranks' rows, by Hugging Face names and in the stored dtype.
-        Collective."""
+        """Return the full tensors that this rank gets from all ranks' rows, by Hugging Face names. A collective call.
+
+        They are in the stored dtype."""
         found, kind = {}, stored_dtype(self._weights)
         rows = {name: own.to(kind) for name, own in views.items()}
         for parameter, full in self._group.gather(rows).items():

@@ -1,10 +1,10 @@
-"""Decides when to write a full snapshot (anchor). There is no setting: the rule counts bytes and minimises the worse of
-two ratios.
+"""Decides when to write a full snapshot (an *anchor*) beside a delta.
 
-Let S be the size of a snapshot, and D the size of everything between two snapshots that a late reader fetches. A reader
-fetches up to S + D where S would be enough: (S + D) / S of the minimum. A store keeps S + D where D would be enough: (S
-+ D) / D. The larger of the two ratios is smallest at D = S, where it is 2. So an anchor is due as soon as D exceeds S.
-The rule does not need to know how many readers are late: it is optimal for the worst case (ski rental).
+There is no setting: the rule minimises the worse of two ratios. Let S be the size of a snapshot, and D the size of
+everything after the last snapshot, which a late reader fetches too. A reader fetches up to S + D where S would be
+enough: (S + D) / S of the minimum. A store keeps S + D where D would be enough: (S + D) / D. The larger of the two
+ratios is smallest at D = S, where it is 2. So an anchor is due as soon as D exceeds S. The rule does not need to know
+how many readers are late: it is optimal for the worst case (ski rental).
 
 A delta costs a late reader three things: its objects; its manifest; and one pass over the whole model, since decoding
 compares and writes at memory speed. A core applies at 6 GB/s or more, and links between regions have 0.1 GB/s or less,
@@ -29,29 +29,39 @@ PASSES_PER_FETCH = 64
 
 @dataclass(frozen=True)
 class CatchUpCost:
-    """The cost of fetching the latest version for a late reader, beyond a snapshot. All in bytes."""
+    """What a late reader fetches for the newest version: the last full snapshot (*anchor*), and what follows.
 
-    anchor_bytes: int = 0  # of the last anchor
-    since: int = 0  # cost of the versions after that anchor
+    `anchor_bytes`: size of that anchor. `since`: cost of the versions after it, in bytes. A pass over the model in
+    memory is counted as bytes too (`PASSES_PER_FETCH`).
+    """
+
+    anchor_bytes: int = 0
+    since: int = 0
 
     def with_delta(self, delta_bytes: int, table_bytes: int, snapshot_bytes: int) -> CatchUpCost:
-        """The cost after one more delta."""
+        """Return the cost after one more version that is stored as a delta.
+
+        `delta_bytes`: size of its delta. `table_bytes`: size of its manifest's list of tensors. `snapshot_bytes`: size
+        of the whole model, uncompressed.
+        """
         return replace(self, since=self.since + delta_bytes + table_bytes + snapshot_bytes // PASSES_PER_FETCH)
 
     def with_version(self, manifest: Manifest) -> CatchUpCost:
-        """The cost after one more published version."""
+        """Return the cost after one more published version, which has no anchor."""
         delta_bytes = manifest.delta.num_bytes if manifest.delta else 0
         return self.with_delta(delta_bytes, table_bytes(manifest), manifest.snapshot_bytes)
 
     @property
     def is_due(self) -> bool:
-        """Whether an anchor is due."""
+        """Whether an anchor should be written: what follows the last anchor costs more than that anchor."""
         return self.since > self.anchor_bytes
 
 
 def catch_up_cost(store: BlobStore, at: Manifest) -> CatchUpCost:
-    """The cost for late readers of version `at`, counted from the last anchor. If there is no anchor, the next one is
-    due."""
+    """Compute the catch-up cost of version `at`, by reading the manifests back to the last anchor.
+
+    If no anchor is found, `anchor_bytes` is 0.
+    """
     behind: list[Manifest] = []
     while (anchor := plans.snapshot(store, at)) is None and at.base is not None:
         behind.append(at)
@@ -66,5 +76,5 @@ def catch_up_cost(store: BlobStore, at: Manifest) -> CatchUpCost:
 
 
 def table_bytes(manifest: Manifest) -> int:
-    """The size of a manifest, without the few bytes that do not grow with the model."""
+    """Return the size in bytes of a manifest's list of tensors, which is nearly all of a large model's manifest."""
     return len(msgspec.json.encode(manifest.tensors))

@@ -1,8 +1,9 @@
-"""Branches and rollbacks: named pointers to versions that are moved by hand.
+"""Branches and rollbacks: pointers to versions that are moved by hand.
 
-The channel's own pointer belongs to its writer. A branch ("stable", "canary") is an additional pointer: engines that
-follow it stay at its version. Moving a pointer by hand raises its generation, which tells readers that a move to an
-older version is intended. A writer whose pointer was moved by hand gets an error at its next publish.
+A pointer is a small stored object that names a version. The channel's own pointer belongs to its writer and names the
+newest version. A branch ("stable", "canary") is an additional pointer: engines that follow it stay at its version.
+Moving a pointer by hand raises its generation, which tells readers that a move to an older version is intended. A
+writer whose pointer was moved by hand gets an error at its next publish.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _MAX_TRIES = 3
 
 
 def point(store: BlobStore, name: str, version: Version, *, branch: str = "", signer: Signer | None = None) -> Pointer:
-    """Set a branch to a stored version; without `branch`, set the channel's own pointer (a rollback). Returns the new
-    pointer.
+    """Point a branch at a stored version of channel `name`, and return the new pointer.
 
-    Creates the branch if it does not exist. Raises `WeightsError` for a version that cannot be rebuilt, for a pointer
-    signed with another key than `signer`'s, and if somebody else moved the pointer at the same time; then it is where
-    they put it.
+    With `branch` empty, move the channel's own pointer: a rollback. Otherwise the branch is created if it does not
+    exist. `signer` signs the new pointer; None leaves it unsigned.
+
+    Raises `WeightsError` if the version cannot be rebuilt, if the old pointer is signed with another key, or if
+    somebody else moves the pointer at the same time. In the last case it stays where they put it.
     """
     key = history.pointer_key(name, branch)
     ref, manifest = _stored(store, name, version)
@@ -56,20 +58,23 @@ def point(store: BlobStore, name: str, version: Version, *, branch: str = "", si
 
 
 def drop(store: BlobStore, name: str, branch: str) -> None:
-    """Delete a branch. Its versions stay until garbage collection. No error if the branch does not exist."""
+    """Delete a branch of channel `name`. Does nothing if it does not exist; `WeightsError` if `branch` is empty.
+
+    Its versions stay in the store until garbage collection.
+    """
     if not branch:
         raise WeightsError("a channel's own pointer cannot be deleted", hint="name a branch")
     store.delete(history.pointer_key(name, branch))
 
 
 def list_branches(store: BlobStore, name: str) -> dict[str, Pointer]:
-    """All branches of a channel, with their pointers."""
+    """Return the branches of channel `name`: branch name -> the pointer, which names the version of the branch."""
     own = history.pointer_key(name)
     return {key.rpartition("/")[2]: pointer for key, pointer in history.pointers(store, name).items() if key != own}
 
 
 def _stored(store: BlobStore, name: str, version: Version) -> tuple[Ref, Manifest]:
-    """The manifest of a version, after checking that all objects needed to rebuild it exist."""
+    """Return the manifest of a version, after checking that all objects needed to rebuild it exist."""
     for ref, manifest in history.stored(store, name, version):
         plan = plans.Search(store, manifest).cheapest(None)
         if plan is not None and all(_is_there(store, item) for hop in plan.hops for item in _keys(hop)):

@@ -56,8 +56,12 @@ _MAX_SWEEPS = 3
 
 @dataclass(frozen=True)
 class WriterState:
-    """The version that was published last, from which the next delta is computed. `pointer`: the bytes that the next
-    compare-and-swap expects."""
+    """The version that was published last, from which the next delta is computed.
+
+    `pointer`: the stored bytes of the channel's pointer, which the next compare-and-swap expects; None if there is no
+    pointer. `ref`: the reference to the version's manifest. `tensors`: its tensors by name; None if they could not be
+    rebuilt. `cost`: what a late reader fetches. `serial`, `generation`: those of the manifest and of the pointer.
+    """
 
     pointer: bytes | None = None
     ref: Ref | None = None
@@ -68,13 +72,14 @@ class WriterState:
 
 
 class Channel:
-    """Publishes versions of one set of tensors to a store. A channel has one writer: a second one fails at its first
-    commit. Not thread-safe.
+    """The writer of a channel: publishes versions of one set of tensors to a store. Not thread-safe.
 
-    `name`: 1 to 64 characters of a-z, 0-9, _ and -. `incarnation`: 8 hex characters, random by default; it is part of
-    each version's name, so that a restarted writer never reuses a name. `signer`: signs pointers and manifests.
-    `anchors`: whether to write anchors when they are due (a `Compactor` can add them instead). Raises `WeightsError`
-    for a name or incarnation that is not allowed.
+    A channel has one writer: a second one fails at its first commit.
+
+    `name`: 1 to 64 characters of a-z, 0-9, _ and -. `incarnation`: 8 hex characters, random by default; they are part
+    of each version's name, so that a restarted writer never reuses a name. `signer`: signs what is published; None:
+    nothing is signed. `anchors`: whether to write a full snapshot (anchor) when one is due; a `Compactor` can add them
+    instead. Raises `WeightsError` for a name or incarnation that is not allowed.
 
     >>> from etude.stores import MemoryStore
     >>> channel = Channel(MemoryStore(), incarnation="0a1b2c3d")
@@ -116,12 +121,12 @@ class Channel:
         after: Callable[[str], None] | None = None,
         owned: bool = False,
     ) -> Published:
-        """Publish a version. When this returns, readers can fetch it. Returns the version and its sizes.
+        """Publish a version and return its name and sizes. Readers can fetch it when this returns.
 
-        `tensors`: all tensors of the version by name; they are copied, unless `owned` is True: then the caller must not
+        `tensors`: all tensors of the version by name. They are copied, unless `owned` is True; then the caller must not
         modify them afterwards. `step`: the training step. `parent`: the version that these weights were trained from;
         None for the first. `rollout_ids`: the rollouts that the step was trained on, for the audit; may be empty.
-        `after` is called with "objects", "manifest" and "pointer" when each is durable.
+        `after` is called with "objects", "manifest" and "pointer", each time when that part is durable.
 
         Raises `WeightsError` if another writer moved the pointer or signed it with another key, and `StoreError` if the
         store fails. Then nothing is published and the call can be repeated. If the store gave no answer at the commit
@@ -141,7 +146,6 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Published:
-        """Publish the version that `entries` describe. `kept` is passed to `_write`, and kept for the next delta."""
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
             head = self._state = self._current_state()
@@ -164,10 +168,10 @@ class Channel:
         )
 
     def fetch(self, version: Version | None = None, *, public_key: bytes | None = None) -> dict[str, Tensor]:
-        """Fetch and verify the tensors of a version, by default the newest. Does not change the state of this writer.
+        """Fetch and verify the tensors of a version, by default the newest, and return them by name.
 
-        `public_key`: accept as the newest only a pointer signed by this key. Raises `WeightsError` if there is no such
-        version or it cannot be rebuilt.
+        Does not change the state of this writer. `public_key`: without `version`, accept only a pointer signed by this
+        key (32 bytes). Raises `WeightsError` if there is no such version or it cannot be rebuilt.
         """
         pointer = history.head(self._store, self._name, public_key=public_key) if version is None else None
         manifest = history.load(self._store, pointer.head) if pointer else None
@@ -210,11 +214,10 @@ class Channel:
         return WriterState(data, pointer.head, tensors, cost, at.serial, pointer.generation)
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
-        """The tensors that the next delta is computed from."""
         return plans.rebuild(self._store, at)
 
     def _current_state(self) -> WriterState:
-        """The state that the next version builds on, updated from the store."""
+        """Return the state that the next version builds on, updated from the store."""
         if self._unknown_commit is not None:
             if read_pointer_bytes(self._store, self._key) == self._unknown_commit.pointer:
                 self._state = self._unknown_commit  # the commit succeeded; only its answer was lost
@@ -233,7 +236,6 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Manifest:
-        """Write the version's objects; returns its manifest."""
         nonce = secrets.token_hex(16)
         ways, facts = self._write(head, kept, entries, nonce)
         done("objects")
@@ -254,7 +256,6 @@ class Channel:
     def _write(
         self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], PublishMetrics]:
-        """Encode and write the objects of the version: its delta, and an anchor if one is due."""
         new = list(tensors.values())
         old = [head.tensors.get(name) for name in tensors] if head.tensors is not None else [None] * len(new)
         ways: list[Way] = []
@@ -300,8 +301,7 @@ class Channel:
         return outcome is not Outcome.SWEPT
 
     def _ref(self, version: Version, head: WriterState) -> Ref:
-        """The reference to a version that was published, or at least written, in this channel. If its manifest is
-        damaged, the reference is taken from manifests that name it, so that a copy of the manifest can be put back."""
+        """Return the reference to a version of this channel; if its manifest is damaged, from others that name it."""
         if head.ref and head.ref.version == version:
             return head.ref
         named: Ref | None = None
@@ -319,14 +319,16 @@ class Channel:
 
 
 def _ahead_of(head: WriterState, known: Sequence[tuple[Ref, Manifest]]) -> WriterState:
-    """A state whose next version is newer than everything in `known`, so that no reader takes it for a move back."""
+    """Return a state whose next version is newer than all in `known`, so that no reader takes it for a move back."""
     generation = max([head.generation, *(manifest.generation for _, manifest in known)]) + 1
     return replace(head, generation=generation, serial=max((manifest.serial for _, manifest in known), default=0))
 
 
 def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, signer: Signer | None = None) -> None:
-    """Publish tensors unless the channel's head has the same content already (and is signed, if there is a signer).
-    Raises as `Channel.publish`."""
+    """Publish tensors as step 0, unless the newest version of channel `name` has the same content already.
+
+    If there is a signer and the newest version is not signed, it is published again. Raises as `Channel.publish` does.
+    """
     pointer = history.head(store, name)
     unsigned = signer is not None and pointer is not None and not pointer.signature
     if pointer is None or unsigned or pointer.head.version.digest != table_digest(table(tensors)):
@@ -334,7 +336,6 @@ def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, 
 
 
 def _where(store: BlobStore, key: str) -> str:
-    """The version that a pointer names, as text for an error."""
     try:
         data = read_pointer_bytes(store, key)
         return f"it names {read_pointer(data).head.version}" if data is not None else "it is missing"
@@ -357,8 +358,10 @@ def _published(manifest: Manifest) -> Published:
 
 
 def changed_share(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
-    """Share of all elements whose bits differ between `new` and `old` (same order). If `old[i]` is None or has another
-    dtype or shape, all elements of `new[i]` count as changed."""
+    """Return the share (0 to 1) of all elements whose bits differ between `new[i]` and `old[i]`, over all i.
+
+    If `old[i]` is None or has another dtype or shape, all elements of `new[i]` count as changed.
+    """
     changed = sum(
         int(np.count_nonzero(b.codes != a.codes)) if b is not None and b.spec == a.spec else a.codes.size
         for a, b in zip(new, old, strict=True)

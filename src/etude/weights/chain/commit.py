@@ -1,5 +1,7 @@
-"""Moves a pointer by compare-and-swap and classifies the outcome: success, a lost answer, another writer, a damaged
-pointer, or garbage collection."""
+"""Moves a channel's pointer by compare-and-swap and classifies the outcome.
+
+The outcomes are success, a lost answer, another writer, a damaged pointer, and garbage collection in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,33 @@ from etude.weights.chain.manifest import MAX_POINTER_BYTES, Damaged, Pointer, re
 
 
 class CommitUnknown(StoreError):
-    """The store gave no answer and could not be read afterwards, so it is not known whether the pointer moved."""
+    """Raised if the store did not answer a compare-and-swap and could not be read afterwards.
+
+    It is then not known whether the pointer, which names the newest version, has moved.
+    """
 
 
 class Outcome(enum.Enum):
-    """The outcome of a compare-and-swap."""
+    """The outcome of moving a pointer by compare-and-swap.
+
+    WON: the pointer moved. HEALED: it moved, over a pointer that was lost or damaged in the meantime. SWEPT: it did not
+    move, since garbage was collected in the meantime; objects written for this commit may be deleted. LOST: it did not
+    move, since another writer moved it.
+    """
 
     WON = "won"
-    HEALED = "healed"  # it succeeded, over a pointer that was lost or damaged in the meantime
-    SWEPT = "swept"  # garbage was collected in the meantime: objects written for this commit may be deleted
-    LOST = "lost"  # another writer moved the pointer
+    HEALED = "healed"
+    SWEPT = "swept"
+    LOST = "lost"
 
 
 def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -> Outcome:
-    """Move a pointer from the bytes `expected` to the bytes `pointer`. If the answer of the store is lost, the pointer
-    is read back: its nonce tells whose it is. Raises `StoreError` if the store failed and nothing moved; then the call
-    can be repeated."""
+    """Move the pointer at `key` from the bytes `expected` (None: no pointer yet) to the bytes `pointer`.
+
+    If the store fails to answer, the pointer is read back: its random nonce tells whether it is this writer's. Raises
+    `StoreError` if the store failed and the pointer did not move; then the call can be repeated. Raises `CommitUnknown`
+    if the pointer could not be read back either.
+    """
     lost: StoreError | None = None
     try:
         if store.compare_and_swap(key, expected, pointer):
@@ -53,7 +66,10 @@ def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -
 
 
 def read_pointer_bytes(store: BlobStore, key: str) -> bytes | None:
-    """The bytes of a pointer (at most one byte above the limit); None if there is no pointer."""
+    """Return the stored bytes of the pointer (the record of the newest version) at `key`; None if there is none.
+
+    At most `MAX_POINTER_BYTES + 1` bytes are returned.
+    """
     try:
         return store.get(key, 0, MAX_POINTER_BYTES + 1)
     except KeyError:
@@ -61,7 +77,11 @@ def read_pointer_bytes(store: BlobStore, key: str) -> bytes | None:
 
 
 def swept_since(before: bytes | None, now: bytes | None) -> bool:
-    """Whether a pointer still names the same version, and garbage collection has raised its sweep count."""
+    """Return whether garbage collection, and nothing else, rewrote a pointer since it had the bytes `before`.
+
+    `now`: its bytes now. None stands for a missing pointer. Garbage collection raises the `sweep` count of the pointer,
+    and leaves the version that it names.
+    """
     try:
         a, b = (read_pointer(data) if data is not None else None for data in (before, now))
     except WeightsError:
@@ -74,8 +94,10 @@ def _without_sweep(pointer: Pointer) -> Pointer:
 
 
 def is_missing_or_damaged(data: bytes | None) -> bool:
-    """Whether a pointer is missing or unreadable. A pointer of another format is neither: it belongs to another version
-    of etude."""
+    """Return whether a pointer (the record of the newest version), given as its bytes, is missing (None) or unreadable.
+
+    A pointer of another format is neither: another version of etude wrote it.
+    """
     if data is None:
         return True
     try:

@@ -1,12 +1,10 @@
-"""Composes deltas over several versions beside the writer, so that a late reader fetches fewer bytes than along the
-chain.
+"""Writes deltas over several versions at once, so that a late reader fetches fewer bytes than version by version.
 
-A weight that changed in several steps is stored once in a composed delta. Sixteen chained deltas take 1.31 bits per
-weight; one composed delta over the same sixteen versions takes .55 (AdamW, 1e-6). A compactor follows the channel,
-preferably near the store. It keeps one full version in memory and, for each of the last steps, the codes that the step
-overwrote (`undo_record`): never a second snapshot, since it restores a base group by group. It writes the composed
-deltas beside the version (`manifest.later_key`). Readers need not trust it: the digests in the target's manifest verify
-the result.
+A weight that changed in several steps is stored once in such a *composed* delta. Sixteen single deltas take 1.31 bits
+per weight; one composed delta over the same sixteen versions takes .55 (AdamW, 1e-6). A compactor runs beside the
+writer, preferably near the store. It keeps one full version in memory and, for each of the last steps, the codes that
+the step overwrote (`undo_record`): never a second snapshot. It stores a list of its deltas beside the version
+(`manifest.later_key`). Readers need not trust it: the digests in the target's manifest verify the result.
 
 A tensor that a step replaced in full, or changed so densely that a list would be longer, is stored in full in every
 composed delta over that step.
@@ -37,11 +35,11 @@ SPANS = (4, 16)
 
 
 class Compactor:
-    """Follows a channel and adds composed deltas to its head. One per channel is enough; more would repeat the same
-    work. Not thread-safe.
+    """Follows a channel of weights and adds deltas over several steps to its newest version. Not thread-safe.
 
-    `spans`: the numbers of steps, each at least 2. `anchors`: also add a snapshot when one is due, for a writer that
-    writes none (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
+    With them a late reader fetches fewer bytes. One per channel is enough; more would repeat the same work. `spans`:
+    how many steps each added delta covers, all at least 2. `anchors`: also add a full snapshot when one is due, for a
+    writer that writes none (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
     """
 
     def __init__(
@@ -57,12 +55,16 @@ class Compactor:
 
     @property
     def undo_bytes(self) -> int:
-        """Memory used by the undo records of the last steps, in bytes."""
+        """Memory used by the records of overwritten codes, in bytes."""
         return sum(undo.num_bytes for _, undo in self._steps)
 
     def step(self) -> tuple[Way, ...] | None:
-        """Move to the head and add ways to it. Returns the added ways; None if the head was reached already or there is
-        no version. Raises `WeightsError`, `StoreError`; the next call continues from there."""
+        """Fetch the newest version, and store deltas over several steps that lead to it. Return what was stored.
+
+        Return None if there is no newer version than at the last call. The result is empty if no added delta would be
+        smaller than the existing ones. After a `WeightsError` or `StoreError` the next call continues where this one
+        stopped.
+        """
         pointer = history.head(self._store, self._name)
         if pointer is None or pointer.head == self._at:
             return None
@@ -77,7 +79,7 @@ class Compactor:
         return self._add(manifests[-1][1])
 
     def _after_held(self, head: Ref) -> list[tuple[Ref, Manifest]]:
-        """The versions after the held one, up to the head. At the start: as many as the longest span needs."""
+        """Return the versions after the held one, up to the head. At the start: as many as the longest span needs."""
         found: list[tuple[Ref, Manifest]] = []
         ref: Ref | None = head
         while ref is not None and ref != self._at and len(found) <= self._spans[-1]:
@@ -92,7 +94,6 @@ class Compactor:
         self._at, self._tensors = None, {}
 
     def _take(self, ref: Ref, manifest: Manifest) -> None:
-        """Move to the next version and keep what it overwrote."""
         held = self._at.version if self._at else None
         tensors = plans.fetch_version(self._store, manifest, held, self._tensors).tensors
         if self._at is not None:
@@ -102,7 +103,6 @@ class Compactor:
         self._at, self._tensors = ref, tensors
 
     def _add(self, manifest: Manifest) -> tuple[Way, ...]:
-        """Write the ways to a version that are smaller than the existing ones."""
         if plans.later_ways(self._store, manifest):
             return ()
         nonce = secrets.token_hex(4)
@@ -123,7 +123,7 @@ class Compactor:
         return ()
 
     def _compose(self, manifest: Manifest, span: int, nonce: str) -> Way | None:
-        """The composed delta over `span` steps; None if the single steps together are smaller."""
+        """Return the composed delta over `span` steps; None if the single steps together are smaller."""
         steps = list(self._steps)[-span:]
         base = steps[0][0].base
         chained = sum(step.delta.num_bytes if step.delta else step.ways[0].num_bytes for step, _ in steps)
@@ -139,7 +139,7 @@ class Compactor:
 
 
 def _undone(name: str, tensor: Tensor, undos: Sequence[UndoRecord]) -> Tensor | None:
-    """A tensor as it was before these steps; None if one of them replaced it in full."""
+    """Return a tensor as it was before these steps; None if one of them replaced it in full."""
     if any(name in undo.removed for undo in undos):
         return None
     if not any(name in undo.changed for undo in undos):

@@ -1,7 +1,7 @@
 """Finds damage in a channel and reports what it costs and how to repair it. Reads everything and changes nothing.
 
-A version is sound if any way to build it gives its digests. So a lost delta beside an intact anchor is a notice, not a
-problem. If a version cannot be rebuilt, the cause is reported once, with the file to put back, and each version that
+A version is sound if any way to build it gives its digests. So a lost delta beside an intact snapshot is a notice, not
+a problem. If a version cannot be rebuilt, the cause is reported once, with the file to put back, and each version that
 builds on it in one line. Objects that garbage collection deleted are not reported.
 """
 
@@ -30,7 +30,11 @@ HINT_POINTER = "`etude weights repair RUN|STORE` sets it to the newest version t
 
 @dataclass(frozen=True)
 class Finding:
-    """One damaged version, manifest or pointer. `version` is None for the pointer of the channel or of a branch."""
+    """One damaged version, manifest or pointer of a channel, with a text for the user.
+
+    `version` is None for the pointer of the channel or of a branch. `what`: what is damaged. `facts`: details, perhaps
+    empty. `hint`: what to do about it.
+    """
 
     version: Version | None
     what: str
@@ -43,27 +47,34 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of `verify`. If there are no problems, every version that was not garbage-collected can be rebuilt
-    exactly."""
+    """The result of `verify`. If `found` is empty, every version that was not garbage-collected can be rebuilt exactly.
+
+    `object_bytes`: size of all stored objects. `found`: versions, manifests and pointers that are lost. `notices`: lost
+    objects of versions that can still be rebuilt from others. `num_collected`: versions whose objects garbage
+    collection deleted; their manifests are kept. `orphans`: keys that no version refers to, left by killed publishes;
+    harmless. `newest`: the version that the channel's pointer names; None if the pointer is missing or damaged.
+    """
 
     num_versions: int
     num_objects: int
     object_bytes: int
-    found: tuple[Finding, ...]  # lost versions, manifests or pointers
-    notices: tuple[Finding, ...]  # lost or damaged ways to versions that can be rebuilt in another way
-    num_collected: int  # versions whose objects garbage collection deleted; their manifests are kept
-    orphans: tuple[str, ...]  # keys that no version refers to, left by killed publishes; harmless
-    newest: Version | None  # the version of the channel's pointer; None if that is missing or damaged
+    found: tuple[Finding, ...]
+    notices: tuple[Finding, ...]
+    num_collected: int
+    orphans: tuple[str, ...]
+    newest: Version | None
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The findings as sentences."""
+        """The findings in `found` as sentences."""
         return tuple(map(str, self.found))
 
     @property
     def affected(self) -> str:
-        """Text that lists the affected versions and says whether the newest is one of them; "" if only a pointer is
-        affected."""
+        """Text that lists the affected versions and says whether the newest is one of them.
+
+        Empty if only a pointer is affected.
+        """
         versions = list(dict.fromkeys(str(one.version) for one in self.found if one.version is not None))
         if not versions:
             return ""
@@ -92,7 +103,6 @@ class _RecentVersions:
         self.ref, self.tensors = ref, tensors
 
     def at(self, ref: Ref) -> Mapping[str, Tensor] | None:
-        """The tensors of one of the recent versions; None for any other version."""
         tensors = self.tensors
         if ref == self.ref:
             return tensors
@@ -104,7 +114,10 @@ class _RecentVersions:
 
 
 def verify(store: BlobStore, name: str = "policy") -> Check:
-    """Read every manifest and object of a channel, and rebuild every version in every way. Raises `StoreError`."""
+    """Read every manifest and object of channel `name`, and rebuild every version in every way that is stored.
+
+    Damage is in the result. Raises only `StoreError`, if the store fails.
+    """
     found: list[Finding] = []
     notices: list[Finding] = []
     newest = _newest(store, name)
@@ -145,7 +158,7 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
 
 
 def _newest(store: BlobStore, name: str) -> Version | None:
-    """The version that the channel's pointer names; None if the pointer is missing or damaged (reported elsewhere)."""
+    """Return the version that the channel's pointer names; None if it is missing or damaged (reported elsewhere)."""
     with suppress(WeightsError):
         pointer = history.head(store, name)
         return pointer.head.version if pointer else None
@@ -155,8 +168,7 @@ def _newest(store: BlobStore, name: str) -> Version | None:
 def _prove(
     store: BlobStore, manifest: Manifest, ways: tuple[Way, ...], lost: set[str], recent: _RecentVersions
 ) -> tuple[dict[str, Tensor] | None, list[tuple[Way, EtudeError]]]:
-    """Rebuild a version in every way. Returns its tensors (None if no way works), and the ways that fail with their
-    errors."""
+    """Rebuild a version in every way. Return its tensors (None if no way works), and the ways that fail."""
     made: dict[str, Tensor] | None = None
     failed: list[tuple[Way, EtudeError]] = []
     for way in ways:
@@ -179,7 +191,7 @@ class _BaseMissing(WeightsError):
 
 
 def _other_headers(store: BlobStore, manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> list[Finding]:
-    """Findings on damaged object headers in ways that work: only readers of a part of an object need the header."""
+    """Return findings on damaged object headers in ways that work: only readers of a part need the header."""
     found = []
     broken = [way for way, _ in failed]
     for item in (item for way in manifest.ways if way not in broken for item in way.objects):
@@ -193,7 +205,7 @@ def _other_headers(store: BlobStore, manifest: Manifest, failed: list[tuple[Way,
 
 
 def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> Finding:
-    """The finding for a version that cannot be rebuilt, with the cause that can be repaired, if there is one."""
+    """Return the finding for a version that cannot be rebuilt, with the cause that can be repaired, if there is one."""
     error = next((e for _, e in failed if not isinstance(e, _BaseMissing)), failed[0][1])
     hint = error.hint
     if isinstance(error, _BaseMissing):
@@ -204,7 +216,6 @@ def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> Finding:
 
 
 def _notice(manifest: Manifest, way: Way, error: EtudeError, is_later: bool) -> Finding:
-    """The notice for a way that fails while another way to the same version works."""
     kind = "an added way" if is_later else "its delta" if way.base else "its anchor"
     origin = f" from {way.base.version}" if way.base else ""
     return Finding(
@@ -216,15 +227,14 @@ def _notice(manifest: Manifest, way: Way, error: EtudeError, is_later: bool) -> 
 
 
 def _was_collected(way: Way, error: EtudeError, taken: set[str], collected: set[str]) -> bool:
-    """Whether a way fails because garbage collection deleted its objects or those of its base."""
+    """Return whether a way fails because garbage collection deleted its objects or those of its base."""
     if isinstance(error, _BaseMissing):
         return way.base is not None and way.base.key in collected
     return isinstance(error, plans.ObjectLost) and error.facts in taken
 
 
 def _reachable(store: BlobStore, name: str, found: list[Finding]) -> tuple[list[tuple[Ref, Manifest]], set[str]]:
-    """The manifests that are reachable from every pointer by base and parent references, bases before versions that
-    build on them; and all keys that they name. A manifest that cannot be read is added to `found`."""
+    """Return the manifests that every pointer leads to, bases first, and their keys; unreadable ones go to `found`."""
     roots = _roots(store, name, found)
     known: dict[str, tuple[Ref, Manifest]] = {}
     seen: set[str] = set()

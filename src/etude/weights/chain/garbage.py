@@ -1,9 +1,9 @@
 """Garbage collection: deletes objects that no kept version needs. Safe for concurrent readers and writers, kills, and
 clock jumps.
 
-Kept: everything that is needed to rebuild the head of every pointer, and every version that was a head within `keep_s`,
-from an anchor on. Manifests of older versions are kept too, since lineage and audit read them; their objects are
-deleted. Three rules make it safe:
+Kept is everything that is needed to rebuild the version of every pointer (its *head*), and every version that was a
+head within `keep_s` seconds. Manifests of older versions are kept too, since history and audit read them; their objects
+are deleted. Three rules make it safe:
 
 - *A record before deletion.* Superseded or unreachable keys are deleted only if a record at least `keep_s` old says
   that they were so then (`garbage_records`). A reader that has read a pointer since then finds everything it needs. If
@@ -35,41 +35,54 @@ from etude.weights.chain.signing import Signer, check_signer, write_signed
 
 @dataclass(frozen=True)
 class Collected:
-    """The result of a collection."""
+    """The result of one garbage collection, in counts.
 
-    num_deleted: int  # keys
-    num_kept: int  # versions that can be rebuilt
-    num_old: int  # versions of which only the manifest is left
-    num_unreachable: int  # unreachable keys that are not deleted: too new, or the pointer cannot be fenced
-    needs_key: bool  # the pointer is signed and no key was given, so unreachable keys are not deleted
+    `num_deleted`: deleted keys. `num_kept`: versions that can be rebuilt. `num_old`: versions of which only the
+    manifest is left. `num_unreachable`: keys that no pointer leads to but that are not deleted yet. `needs_key`: the
+    pointer is signed and no signer was given, so unreachable keys are never deleted.
+    """
+
+    num_deleted: int
+    num_kept: int
+    num_old: int
+    num_unreachable: int
+    needs_key: bool
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The keys that a store has of a channel, and which of them are needed."""
+    """All store keys of one channel, and which of them are needed. `mark` creates it.
 
-    kept: dict[str, Manifest]  # by key: versions that must stay rebuildable
-    old: dict[str, Manifest]  # reachable from a pointer, but superseded long ago
-    unreachable: frozenset[str]  # keys that no pointer or record leads to
-    stored: frozenset[str]  # all keys of this channel
-    keys: dict[str, tuple[str, ...]]  # by stem: the keys of a version's objects and later ways
+    `kept`: manifests of versions that must stay rebuildable, by key. `old`: the manifests of superseded versions, by
+    key. `unreachable`: keys that no pointer or record leads to. `stored`: all keys of the channel. `keys`: the keys of
+    each version's objects, by `Manifest.stem`.
+    """
+
+    kept: dict[str, Manifest]
+    old: dict[str, Manifest]
+    unreachable: frozenset[str]
+    stored: frozenset[str]
+    keys: dict[str, tuple[str, ...]]
 
     @property
     def superseded(self) -> frozenset[str]:
-        """Keys of old versions' objects that no kept version needs."""
+        """The stored keys of old versions' objects that no kept version needs, so that they can be deleted."""
         mine = self.needed_by(self.old.values()) - self.needed_by(self.kept.values())
         return self.stored & mine
 
     def needed_by(self, manifests: Iterable[Manifest]) -> set[str]:
+        """Return the keys of all objects of these manifests."""
         return {key for manifest in manifests for key in self.keys[manifest.stem]}
 
 
 def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: Signer | None = None) -> Collected:
-    """Delete what has not been needed since before `now` - `keep_s`, and is not needed now. Call it regularly: the
-    first call only writes a record. Times are in seconds. `signer`: needed to delete what killed publishes left in a
-    channel whose pointer is signed.
+    """Delete what channel `name` has not needed since `keep_s` seconds before `now` (Unix time), and does not need now.
 
-    Raises `WeightsError` if a pointer or a kept manifest cannot be read, or was signed with another key: then nothing
+    Call it regularly: each call writes a record of what is needed, and only records that are `keep_s` old allow
+    deletion. So the first call deletes nothing. `signer`: needed to delete what killed publishes left in a channel
+    whose pointer is signed.
+
+    Raises `WeightsError` if a pointer or a kept manifest cannot be read, or was signed with another key. Then nothing
     is deleted.
     """
     records = garbage_records.read_sweep_records(store, name)
@@ -104,8 +117,11 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
 
 
 def mark(store: BlobStore, name: str, records: Collection[garbage_records.SweepRecord]) -> Marks:
-    """Determine what is needed, from the sweep records (oldest first) and the pointers. Without records:
-    everything that a pointer leads to."""
+    """Determine which stored keys of channel `name` are needed.
+
+    Those are needed that its pointers lead to, and those that `records` of earlier collections (oldest first) lead to.
+    Without records, everything that a pointer leads to is needed.
+    """
     pointers = history.pointers(store, name)
     roots = [pointer.head for pointer in pointers.values()]
     roots += [ref for record in records for ref in record.heads.values()]
@@ -135,7 +151,7 @@ def mark(store: BlobStore, name: str, records: Collection[garbage_records.SweepR
 
 
 def _closure(store: BlobStore, roots: Iterable[Ref]) -> tuple[dict[str, Manifest], bool]:
-    """Every manifest that is reachable from the roots by base and parent; and whether all of them could be read."""
+    """Return every manifest that the roots lead to by base and parent, and whether all of them could be read."""
     known: dict[str, Manifest] = {}
     waiting, seen, is_whole = list(roots), set[str](), True
     while waiting:
@@ -183,7 +199,7 @@ def _delete(
     now: float,
     signer: Signer | None,
 ) -> frozenset[str]:
-    """Announce, fence, mark again, delete. Returns the deleted keys."""
+    """Announce, fence, mark again, delete. Return the deleted keys."""
     announcement = garbage_records.announce_deletion(store, name, now, superseded | unreachable)
     if unreachable and not _fence(store, name, signer):
         unreachable = frozenset()
@@ -197,7 +213,7 @@ def _delete(
 
 
 def _fence(store: BlobStore, name: str, signer: Signer | None) -> bool:
-    """Make the commit of every publish that began before now fail. Returns whether that worked."""
+    """Make the commit of every publish that began before now fail. Return whether that worked."""
     key = history.pointer_key(name)
     data = read_pointer_bytes(store, key)
     if data is None:
@@ -210,5 +226,5 @@ def _fence(store: BlobStore, name: str, signer: Signer | None) -> bool:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """Sort key for deletion: a key that refers to others is deleted before them."""
+    """Return a sort key for deletion: a key that refers to others is deleted before them."""
     return ("later", "manifests", "objects").index(key.split("/")[0]), key

@@ -1,8 +1,8 @@
 """Records that garbage collection keeps in the store: what it saw, what it is about to delete, what it deleted.
 
 A blob store does not report ages. So each collection writes a record, with the time of its clock, of the version of
-every pointer and of the keys that were unreachable. Keys that such a record lists as superseded or unreachable have
-been so at least since then.
+every pointer and of the keys that were unreachable. Keys that such a record lists have been superseded or unreachable
+at least since then.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ T = TypeVar("T", bound="SweepRecord | DeletionRecord")
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a channel at one time."""
+    """What one garbage collection saw: the version of each pointer of the channel, and the keys that nothing led to.
+
+    `time_s`: Unix time by the collector's clock. `heads`: pointer's key -> reference to its version. `adrift`:
+    unreachable keys, of a running publish or left by a killed one.
+    """
 
     format: int
-    time_s: float  # of the collector's clock
-    heads: dict[str, Ref]  # the version of each pointer, by the pointer's key
-    adrift: tuple[str, ...]  # unreachable keys: of a running publish, or left by a killed one
+    time_s: float
+    heads: dict[str, Ref]
+    adrift: tuple[str, ...]
 
 
 class DeletionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys that a collection is about to delete, or has deleted."""
+    """Keys that a garbage collection is about to delete, or has deleted. `time_s`: Unix time."""
 
     format: int
     time_s: float
@@ -42,30 +46,36 @@ class DeletionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_sweep_record(store: BlobStore, name: str, seen: SweepRecord) -> None:
-    """Write the record of a sweep."""
+    """Store the record of one garbage collection in channel `name`, under a new key."""
     store.put(_key(name, "seen", seen.time_s), msgspec.json.encode(seen))
 
 
 def read_sweep_records(store: BlobStore, name: str) -> list[tuple[str, SweepRecord]]:
-    """All sweep records with their keys, the oldest first. Unreadable records are ignored."""
+    """Return the records of earlier garbage collections with their store keys, the oldest first.
+
+    Unreadable records are ignored.
+    """
     records = _records(store, name, "seen", SweepRecord)
     return sorted(((key, seen) for key, seen in records), key=lambda one: one[1].time_s)
 
 
 def announce_deletion(store: BlobStore, name: str, time_s: float, keys: Iterable[str]) -> str:
-    """Write down which keys are about to be deleted. Returns the key of the record."""
+    """Store a record of the keys that are about to be deleted. Return the key of the record. `time_s`: Unix time."""
     key = _key(name, "doomed", time_s)
     store.put(key, msgspec.json.encode(DeletionRecord(format=FORMAT, time_s=time_s, keys=tuple(sorted(keys)))))
     return key
 
 
 def pending_deletions(store: BlobStore, name: str) -> list[tuple[str, DeletionRecord]]:
-    """All announced deletions with the keys of their records: of running collections, and of killed ones."""
+    """Return all announced deletions, of running and of killed collections, with the keys of their records."""
     return list(_records(store, name, "doomed", DeletionRecord))
 
 
 def record_deleted(store: BlobStore, name: str, time_s: float, keys: Iterable[str]) -> None:
-    """Write down which keys were deleted, so that `fsck` does not report them as lost."""
+    """Store a record of the keys that garbage collection deleted, so that `fsck` does not report them as lost.
+
+    `time_s`: Unix time. Stores nothing if there are no keys.
+    """
     taken = tuple(sorted(keys))
     if taken:
         store.put(
@@ -74,13 +84,13 @@ def record_deleted(store: BlobStore, name: str, time_s: float, keys: Iterable[st
 
 
 def deleted_keys(store: BlobStore, name: str) -> set[str]:
-    """Keys that collections have deleted or are about to delete."""
+    """Return the keys that garbage collections have deleted or are about to delete."""
     taken = {key for _, doomed in _records(store, name, "taken", DeletionRecord) for key in doomed.keys}
     return taken | pending_keys(store, name)
 
 
 def pending_keys(store: BlobStore, name: str) -> set[str]:
-    """Keys that running collections are about to delete."""
+    """Return the keys that running garbage collections are about to delete."""
     return {key for _, doomed in pending_deletions(store, name) for key in doomed.keys}
 
 

@@ -1,8 +1,9 @@
 """Reads a channel: its pointers, its chain, its lineage.
 
-There are two orders. The *chain* is the order of publishing: each delta applies to the version before. The *lineage* is
-the order of training: each version was trained from its parent. They differ after a restart from an older checkpoint.
-Reads only; every manifest is verified by the SHA-256 in the reference that led to it.
+There are two orders of versions. The *chain* is the order of publishing: each delta applies to the version published
+before, its *base*. The *lineage* is the order of training: each version was trained from its *parent*. They differ
+after a restart from an older checkpoint. Reads only; every manifest is verified by the SHA-256 in the reference that
+led to it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ _HINT_MANIFEST = (
 
 
 def pointer_key(name: str, branch: str = "") -> str:
-    """The key of a channel's pointer, or of the pointer of a branch. Raises `WeightsError` for a branch name that is
-    not allowed."""
+    """Return the store key of the pointer (the record of the newest version) of channel `name`, or of a branch.
+
+    Raises `WeightsError` for a branch name that is not allowed.
+    """
     if branch and not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", branch):
         raise WeightsError(f"branch name {branch!r} is not allowed", hint="use a-z, 0-9, _ and -")
     return f"branches/{name}/{branch}" if branch else f"pointers/{name}"
 
 
 def head(store: BlobStore, name: str, branch: str = "", *, public_key: bytes | None = None) -> Pointer | None:
-    """Read the pointer of a channel or of a branch; None before the first publish. One small read.
+    """Read the pointer of channel `name`, or of one of its branches: the small record that names the newest version.
 
-    `public_key`: accept only a pointer signed by this key (32 bytes). Raises `WeightsError`, `StoreError`.
+    Return None before the first publish. `public_key`: accept only a pointer signed by this key (32 bytes). Raises
+    `WeightsError` for a damaged pointer or a wrong signature, and `StoreError`.
     """
     key = pointer_key(name, branch)
     try:
@@ -61,7 +65,10 @@ def head(store: BlobStore, name: str, branch: str = "", *, public_key: bytes | N
 
 
 def pointers(store: BlobStore, name: str) -> dict[str, Pointer]:
-    """All pointers of a channel, its own and its branches', by key. Raises `WeightsError`."""
+    """Read all pointers of channel `name`, by store key: its own, to the newest version, and those of its branches.
+
+    Raises `WeightsError` if one is damaged.
+    """
     own = head(store, name)
     found = {pointer_key(name): own} if own else {}
     for key in store.list(f"branches/{name}/"):
@@ -72,7 +79,10 @@ def pointers(store: BlobStore, name: str) -> dict[str, Pointer]:
 
 
 def load(store: BlobStore, ref: Ref) -> Manifest:
-    """Read the manifest that a reference names. Raises `WeightsError` if it is missing or its SHA-256 differs."""
+    """Read the manifest (the description of a version) that a reference names.
+
+    Raises `WeightsError` if it is missing or its SHA-256 differs.
+    """
     try:
         data = store.get(ref.key, 0, MAX_MANIFEST_BYTES + 1)
     except KeyError:
@@ -86,34 +96,47 @@ def load(store: BlobStore, ref: Ref) -> Manifest:
 
 
 def find(store: BlobStore, name: str, version: Version) -> Manifest | None:
-    """The manifest of a version; None if there is none. Finds versions that the head does not lead to, too. The
-    version's digest verifies its list of tensors, nothing else."""
+    """Find the manifest (the description) of a version of channel `name` among all stored ones; None if there is none.
+
+    It is also found if no pointer leads to it. Only its list of tensors is verified, by the digest in `version`.
+    """
     return next((manifest for _, manifest in stored(store, name, version)), None)
 
 
 def lineage(store: BlobStore, name: str) -> list[Manifest]:
-    """The manifests of the versions that the head of a channel was trained through, the first one first. A rollout
-    counts as "trained" if one of them lists it. Raises `WeightsError`."""
+    """Return the manifests of channel `name` from the first version to the newest, each trained from the one before.
+
+    Versions that the newest was not trained from are not in the list. Raises `WeightsError` if a manifest cannot be
+    read.
+    """
     return _walk(store, name, lambda manifest: manifest.parent)
 
 
 def chain(store: BlobStore, name: str) -> list[Manifest]:
-    """The manifests of every version up to the head of a channel, in order of publishing, the first anchor first.
-    Raises `WeightsError`."""
+    """Return the manifests of channel `name` up to the newest version, each published after the one before.
+
+    The delta of each version applies to the one before it. After a restart from an older checkpoint, this order differs
+    from the order of training (`lineage`). Raises `WeightsError` if a manifest cannot be read.
+    """
     return _walk(store, name, lambda manifest: manifest.base)
 
 
 def readable(store: BlobStore, name: str, *, trained: bool = True) -> tuple[list[Manifest], Ref | None]:
-    """Like `lineage` (or `chain`, with `trained` False), as far back from the head as manifests are readable, the
-    oldest first. Also returns the reference of the lost or damaged manifest at which it ends; None at the root."""
+    """Return the readable end of `lineage` (with `trained` False, of `chain`), the oldest first.
+
+    The list goes back from the newest version until a manifest is lost or damaged. The second result is the reference
+    to that manifest; None if every manifest was readable.
+    """
     found = [*backward(store, name, trained=trained)]
     ref = found.pop() if found and isinstance(found[-1], Ref) else None
     return [one for one in reversed(found) if isinstance(one, Manifest)], ref if isinstance(ref, Ref) else None
 
 
 def backward(store: BlobStore, name: str, *, trained: bool = True) -> Iterator[Manifest | Ref]:
-    """Yield the manifests of `lineage` (or of `chain`, with `trained` False) from the head back, one at a time. If it
-    ends at a lost or damaged manifest, its reference is yielded last."""
+    """Yield the manifests of `lineage` (with `trained` False, of `chain`) one at a time, the newest first.
+
+    At a lost or damaged manifest, yield the reference to it instead, and end.
+    """
     pointer = head(store, name)
     ref = pointer.head if pointer else None
     while ref is not None:
@@ -127,8 +150,11 @@ def backward(store: BlobStore, name: str, *, trained: bool = True) -> Iterator[M
 
 
 def stored(store: BlobStore, name: str, version: Version | None = None) -> Iterator[tuple[Ref, Manifest]]:
-    """Yield every readable manifest of a channel, or of one version, with its reference; committed or not, sorted by
-    key. Skips damaged manifests and those of other channels."""
+    """Yield every readable manifest of channel `name`, or of one version, with its reference, sorted by key.
+
+    Manifests of publishes that were never committed are among them. Damaged ones and those of other channels are
+    skipped.
+    """
     for key in store.list(f"manifests/{name}/" + (f"{version}-" if version else "")):
         with suppress(WeightsError, KeyError):
             data = store.get(key, 0, MAX_MANIFEST_BYTES + 1)
@@ -138,14 +164,16 @@ def stored(store: BlobStore, name: str, version: Version | None = None) -> Itera
 
 
 def committed(store: BlobStore, name: str) -> list[tuple[Ref, Manifest]]:
-    """The readable manifests that another manifest builds on or was trained from, by key. These were certainly
-    published, whatever happened to the pointer. The head is not among them: only the pointer shows that it was
-    committed."""
+    """Return the stored manifests that were certainly published, with their references, sorted by key.
+
+    They are those that another manifest builds on or was trained from. The newest version is not among them: only the
+    pointer shows that it was published.
+    """
     return built_on([*stored(store, name)])
 
 
 def built_on(manifests: Sequence[tuple[Ref, Manifest]]) -> list[tuple[Ref, Manifest]]:
-    """The manifests that another of the given ones builds on or was trained from."""
+    """Return those of the given manifests that another of them builds on or was trained from."""
     named = {ref.key for _, manifest in manifests for ref in (manifest.parent, manifest.base) if ref}
     return [(ref, manifest) for ref, manifest in manifests if ref.key in named]
 
@@ -161,11 +189,11 @@ def _walk(store: BlobStore, name: str, before: Callable[[Manifest], Ref | None])
 
 
 class LineageSteps:
-    """Iterates over (step, rollout ids) of each version of a lineage, the newest first. Each loop reads the store
-    again, one manifest at a time. `down_to`: the step at which it ends (exclusive).
+    """An iterable over (step, rollout ids) of the versions in the training history of the newest, the newest first.
 
-    If a manifest is lost or damaged, the iteration ends there and `damaged` is set to its reference. What was trained
-    up to its step, `unread_up_to()`, must then be known from elsewhere.
+    Each loop reads the store again, one manifest at a time. `down_to`: the step before which it ends (exclusive). If a
+    manifest is lost or damaged, the loop ends there and `damaged` is set to its reference. The rollouts up to its step
+    must then be known from elsewhere.
     """
 
     def __init__(self, store: BlobStore, name: str = "policy", *, down_to: int = -1) -> None:
@@ -173,7 +201,7 @@ class LineageSteps:
         self.damaged: Ref | None = None
 
     def unread_up_to(self) -> int:
-        """The step of the damaged manifest at which the last loop ended; 0 if it read everything."""
+        """Return the step of the damaged manifest at which the last loop ended; 0 if it read everything."""
         return 0 if self.damaged is None else self.damaged.version.step
 
     def __iter__(self) -> Iterator[tuple[int, tuple[str, ...]]]:

@@ -1,5 +1,4 @@
-"""The data of `etude weights log`, `diff` and `verify`; and the repair of a lost pointer of a channel whose writer has
-ended. Prints nothing."""
+"""The data of `etude weights log`, `diff` and `verify`, and the repair of a lost pointer. Prints nothing."""
 
 from __future__ import annotations
 
@@ -37,36 +36,46 @@ __all__ = [
 
 
 class NoVersion(WeightsError, InputError):
-    """A text that matches no version of a channel, or several."""
+    """Raised for a text that matches no version of a channel, or several."""
 
 
 @dataclass(frozen=True)
 class LogRow:
-    """One published version, as `etude weights log` lists it."""
+    """One published version, as `etude weights log` lists it.
+
+    `kind`: ANCHOR only if there is no delta. `in_lineage`: False if the newest weights do not descend from this
+    version. `object_bytes`: what an engine with the previous version fetches. `anchor_bytes`: size of the full
+    snapshot; 0 if there is none. `later_bytes`: sizes of the deltas over several versions that lead here.
+    `snapshot_bytes`: size of all tensors, uncompressed. `num_whole`: tensors that the delta stores in full, since they
+    are new or have another dtype or shape. `bound_bytes`, `changed_share`: measured at the publish, as in
+    `PublishMetrics`.
+    """
 
     version: Version
     parent: Version | None
-    kind: Kind  # of `object_bytes`: ANCHOR only if there is no delta
-    in_lineage: bool  # False: it was trained, but the current weights do not descend from it
-    object_bytes: int  # what an engine with the previous version fetches
-    anchor_bytes: int  # of the snapshot, alone or beside the delta; 0: there is none
-    later_bytes: tuple[int, ...]  # of composed deltas that lead to this version
+    kind: Kind
+    in_lineage: bool
+    object_bytes: int
+    anchor_bytes: int
+    later_bytes: tuple[int, ...]
     manifest_bytes: int
     snapshot_bytes: int
-    num_whole: int  # tensors that the delta stores in full: new, or of another dtype or shape
+    num_whole: int
     bound_bytes: float
     changed_share: float
     rollout_ids: tuple[str, ...]
 
     @property
     def ratio(self) -> float:
-        """Compression ratio: snapshot bytes over object bytes."""
+        """Compression ratio: `snapshot_bytes` over `object_bytes`."""
         return self.snapshot_bytes / max(1, self.object_bytes)
 
     @property
     def share_of_bound(self) -> float | None:
-        """The bound over object bytes: 1.0 is the size of a coder that uses only old exponents; 0.0: nothing changed.
-        None if the delta stores a tensor in full, since the bound does not apply to it."""
+        """`bound_bytes` over `object_bytes`: 1.0 is the size that a coder reaches that knows only the old exponents.
+
+        0.0 if nothing changed. None if the delta stores a tensor in full, since the bound does not apply to it.
+        """
         if self.kind is Kind.ANCHOR or self.num_whole:
             return None
         return self.bound_bytes / max(1, self.object_bytes)
@@ -74,18 +83,21 @@ class LogRow:
 
 @dataclass(frozen=True)
 class DiffRow:
-    """How one tensor differs between two versions."""
+    """How one tensor differs between two versions.
+
+    `max_step`: the largest change of an element, in ULP (steps between neighbouring floats). None if one of the
+    versions has no such tensor, or it has another dtype or shape.
+    """
 
     name: str
     dtype: str
     num_elements: int
     num_changed: int
-    max_step: int | None  # the largest change in ULP; None if one side has no such tensor
+    max_step: int | None
 
 
 def require_channel(store: BlobStore, name: str) -> None:
-    """Check that a channel has a version. Raises `InputError` if it has none: its name is misspelt, or nothing was
-    published yet."""
+    """Raise `InputError` if channel `name` has no version: its name is misspelt, or nothing was published yet."""
     if history.head(store, name) is None and not history.committed(store, name):
         others = sorted(key.removeprefix("pointers/") for key in store.list("pointers/"))
         if others:
@@ -96,8 +108,11 @@ def require_channel(store: BlobStore, name: str) -> None:
 
 
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
-    """All versions of the chain, in order of publishing. Versions behind a damaged manifest are missing (`broken_at`
-    reports it). Raises `WeightsError` if there is no usable pointer."""
+    """Return one row for each version of channel `name`, in order of publishing.
+
+    Versions before a damaged manifest are missing; `broken_at` reports it. Raises `WeightsError` if there is no usable
+    pointer.
+    """
     trained = {manifest.version for manifest in history.readable(store, name)[0]}
     require_pointer(store, name)
     chain, _ = history.readable(store, name, trained=False)
@@ -109,7 +124,7 @@ def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
 
 
 def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
-    """The error of the manifest at which the lineage ends before its root; None if the lineage is complete."""
+    """Return the error at which reading the history of training backwards ends; None if all is readable."""
     _, ref = history.readable(store, name)
     if ref is None:
         return None
@@ -121,8 +136,10 @@ def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
 
 
 def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | None = None) -> None:
-    """Check that a channel with published versions has a pointer. Raises `WeightsError` if it has none; for signed
-    versions the hint asks for the key. `signer` is rejected if another key signed the versions."""
+    """Raise `WeightsError` if versions of channel `name` were published but the pointer to the newest is missing.
+
+    For signed versions the hint asks for the key. Raises too if `signer` has another key than the one that signed them.
+    """
     if history.head(store, name) is not None:
         return
     published = history.committed(store, name)
@@ -139,12 +156,13 @@ def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | Non
 def repair(
     store: BlobStore, name: str = "policy", published: Sequence[str] = (), *, signer: Signer | None = None
 ) -> Version | None:
-    """Set a lost or damaged pointer to the newest version that was certainly committed and can be rebuilt. Returns that
-    version; None if the pointer was intact. Only for a channel whose writer has ended: a running writer repairs it by
+    """Set a lost or damaged pointer to the newest version that was certainly published, and return that version.
+
+    Return None if the pointer was intact. Only for a channel whose writer has ended: a running writer repairs it by
     itself.
 
-    `published`: versions that the events of a run report as published, the newest last. Without them, the newest
-    version that another manifest builds on is taken, since a manifest alone could be of a publish that was killed
+    `published`: names of versions that the events of a run report as published, the newest last. Without them, the
+    newest version that another manifest builds on is taken: a manifest alone could be of a publish that was killed
     before its commit. `signer`: for a channel whose versions are signed; only versions signed by its key are taken.
     Raises `WeightsError` without that key, and if no version is suitable.
     """
@@ -188,7 +206,10 @@ def repair(
 
 
 def later_than(store: BlobStore, version: Version, name: str = "policy") -> list[Version]:
-    """The stored versions that build on `version`: after a repair, those that may have been published."""
+    """Return the stored versions whose delta applies to `version`.
+
+    After a repair that chose `version`, these may have been published too.
+    """
     stored = [manifest for _, manifest in history.stored(store, name)]
     return [manifest.version for manifest in stored if manifest.base is not None and manifest.base.version == version]
 
@@ -196,9 +217,9 @@ def later_than(store: BlobStore, version: Version, name: str = "policy") -> list
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     """Find a version of a channel by its step ("3", "v000003") or by a longer prefix of its name.
 
-    Searches the lineage of the head first, then the rest of its chain, then all stored manifests (after a rollback,
-    some are ahead of the head). Raises `NoVersion` with the nearest names, or with all that match; `WeightsError` if
-    damage hides older versions.
+    The versions that the newest was trained through come first, then the others before it, then all stored manifests:
+    after a rollback, some are newer than the pointer's version. Raises `NoVersion` with the nearest names, or with all
+    that match; `WeightsError` if damage hides older versions.
     """
     trained, _ = history.readable(store, name)
     require_pointer(store, name)
@@ -222,7 +243,7 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
 
 
 def names_version(text: str) -> bool:
-    """Whether a text has the form of a version's name that `find` accepts.
+    """Return whether a text has the form of a version's name that `find` accepts.
 
     >>> [names_version(text) for text in ("3", "v000003", "v000003-0a1b", "step-3", "out/3")]
     [True, True, True, False, False]
@@ -231,7 +252,7 @@ def names_version(text: str) -> bool:
 
 
 def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) -> Manifest | None:
-    """The version whose name begins with `prefix`; None if there is none. Raises `NoVersion` for several."""
+    """Return the version whose name begins with `prefix`; None if there is none. Raises `NoVersion` for several."""
     fitting = {str(m.version): m for m in manifests if str(m.version).startswith(prefix)}
     if len(fitting) > 1:
         raise NoVersion(
@@ -243,7 +264,11 @@ def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) 
 
 
 def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
-    """Compare two versions, given as for `find`, tensor by tensor, sorted by name. Raises `WeightsError`."""
+    """Compare two versions of channel `name` and return one row per tensor, sorted by tensor name.
+
+    `a`, `b`: the older and the newer version, as texts for `find`. A tensor that only one of them has is listed with
+    all its elements changed.
+    """
     old, new = (plans.rebuild(store, find(store, version, name)) for version in (a, b))
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
 

@@ -38,18 +38,21 @@ _HEX8, _HEX32, _HEX64 = (re.compile(f"[0-9a-f]{{{count}}}") for count in (8, 32,
 
 
 class Damaged(WeightsError):
-    """Bytes that are not a valid record of any version of etude."""
+    """Raised for bytes that are not a valid record of any version of etude."""
 
 
 class Kind(enum.StrEnum):
-    """Whether a version can be rebuilt without another version."""
+    """Whether a version can be rebuilt without another version.
 
-    ANCHOR = "anchor"  # it has a full snapshot, perhaps also a delta
-    DELTA = "delta"  # it can only be rebuilt from its base
+    ANCHOR: it has a full snapshot, perhaps also a delta. DELTA: it can only be rebuilt from the version before.
+    """
+
+    ANCHOR = "anchor"
+    DELTA = "delta"
 
 
 class Ref(msgspec.Struct, frozen=True):
-    """A reference to a manifest: its version, key and SHA-256."""
+    """A reference to a manifest: its version, its store key, and the SHA-256 (hex) of its bytes."""
 
     version: Version
     key: str
@@ -57,11 +60,11 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An immutable delta object in the store. It covers the next `num_tensors` entries of the manifest's table
-    (`docs/formats/delta.md`).
+    """A stored file with encoded tensors, as a manifest lists it. The file never changes.
 
-    Its header contains digests of everything after it, and the manifest contains the digest of the header. So a reader
-    of a part of the object can verify that part alone.
+    The objects of a way contain the tensors of the manifest's list in order, each the next `num_tensors` of them.
+    `num_bytes` and `sha256` (hex) are of the complete file, `header_bytes` and `header_sha256` of its header. The
+    header contains digests of everything after it. So a reader of a part of the file can verify that part alone.
     """
 
     key: str
@@ -73,8 +76,7 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way to build a version: the objects of a delta from the version `base`, or of a full snapshot if `base` is
-    None."""
+    """One way to build a version: the objects of a delta from version `base`; of a full snapshot if it is None."""
 
     base: Ref | None
     objects: tuple[StoredObject, ...]
@@ -86,13 +88,17 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of a version, in the table of its manifest."""
+    """One tensor of a version, as its manifest lists it.
+
+    `sha256`: its `tensor_digest`. `checksum`: a faster 128-bit sum (`delta.checksums`), 32 hex characters; empty if it
+    was written before checksums were introduced.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sha256: str  # `tensor_digest`
-    checksum: str = ""  # `checksums.checksum`, 32 hex; empty: written before checksums were introduced
+    sha256: str
+    checksum: str = ""
 
     @property
     def spec(self) -> Spec:
@@ -100,57 +106,67 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class PublishMetrics(msgspec.Struct, frozen=True):
-    """Measurements of the writer, for reports. Readers do not depend on them."""
+    """Measurements of the writer at one publish, for reports. Readers do not depend on them.
 
-    bound_bytes: float  # `bound_bytes` of the delta; the size of the snapshot if there is no delta
-    changed_share: float  # share of elements that differ from the base; 1.0 if there is no base
+    `bound_bytes`: estimate of the smallest size that a delta of this change can have; the size of the snapshot if there
+    is no delta. `changed_share`: share of elements that differ from the base; 1.0 if there is no base.
+    """
+
+    bound_bytes: float
+    changed_share: float
     encode_s: float
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of one published version: its tensors with their digests, and the ways to build it. Written by
-    `Channel.publish`.
+    """The description of one published version: its tensors with their digests, and the ways to build it.
 
-    `parent` is the version that these weights were trained from (None: the first). It is not always the base of the
-    delta: after a restart from an older checkpoint, the delta still applies to the version published last.
+    `Channel.publish` writes it. `parent` is the version that these weights were trained from (None: the first). It is
+    not always the version that the delta applies to (`base`): after a restart from an older checkpoint, the delta still
+    applies to the version published last.
+
+    `ways`: the delta from the version published before comes first; at most one is a full snapshot (anchor). `tensors`:
+    sorted by name; in a sharded version, shard after shard. `rollout_ids`: all rollouts that the step was trained on.
+    `nonce`: 32 random hex characters. `serial`: that of the base plus 1; 0 in old manifests. `generation`: that of the
+    channel's pointer when the manifest was written. `signature`: Ed25519 over `manifest_text`, 128 hex characters;
+    empty if not signed. It must stay the last field.
     """
 
     format: int
     channel: str
     version: Version
     parent: Ref | None
-    ways: tuple[Way, ...]  # the delta from the version published before comes first; at most one anchor
-    tensors: tuple[TensorEntry, ...]  # sorted by name; in a sharded version: shard after shard
-    rollout_ids: tuple[str, ...]  # all rollouts that the step was trained on
+    ways: tuple[Way, ...]
+    tensors: tuple[TensorEntry, ...]
+    rollout_ids: tuple[str, ...]
     facts: PublishMetrics
-    nonce: str  # 32 random hex characters
-    serial: int = 0  # that of the base plus 1; 0: written before serials were introduced
-    generation: int = 0  # that of the pointer when this was written
-    signature: str = ""  # Ed25519 over `manifest_text`, 128 hex characters; empty: not signed. The last field
+    nonce: str
+    serial: int = 0
+    generation: int = 0
+    signature: str = ""
 
     @property
     def stem(self) -> str:
-        """The part of a key that all files stored for this manifest have in common."""
+        """The part that all store keys of this version have in common: its name and 8 random characters."""
         return f"{self.version}-{self.nonce[:8]}"
 
     @property
     def kind(self) -> Kind:
-        """ANCHOR if the version can be rebuilt alone, else DELTA."""
+        """ANCHOR if the version can be rebuilt without another version, else DELTA."""
         return Kind.DELTA if self.anchor is None else Kind.ANCHOR
 
     @property
     def anchor(self) -> Way | None:
-        """The way without a base: a full snapshot; None if there is none."""
+        """The full snapshot; None if there is none."""
         return next((way for way in self.ways if way.base is None), None)
 
     @property
     def delta(self) -> Way | None:
-        """The way from the version published before; None if there is none."""
+        """The delta from the version published before; None if there is none."""
         return next((way for way in self.ways if way.base is not None), None)
 
     @property
     def base(self) -> Ref | None:
-        """The version published before, that the delta applies to."""
+        """The version published before, which the delta applies to; None if there is no delta."""
         return self.delta.base if self.delta else None
 
     @property
@@ -160,25 +176,30 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pointer(msgspec.Struct, frozen=True, kw_only=True):
-    """The pointer of a channel or a branch: names its newest version. Moving it is the commit.
+    """The small stored record that names the newest version of a channel or a branch.
 
-    Readers accept a pointer only if the pair (generation, serial of the head) has not decreased. A publish raises the
-    serial. The generation is raised only to move a pointer back on purpose, or to restore a lost pointer.
+    Rewriting it is the commit of a publish.
+
+    `head`: the reference to the manifest of that version. `nonce`: that of the manifest; if the store's answer is lost,
+    the writer sees by it whether its own write succeeded. Readers accept a pointer only if the pair (`generation`,
+    serial of the head) has not decreased. A publish raises the serial. The generation is raised only to move a pointer
+    back on purpose, or to restore a lost pointer. `sweep`: raised by garbage collection, so that a publish that began
+    before cannot commit. `signature`: Ed25519 over `signed_text`, 128 hex characters; empty if not signed.
     """
 
     format: int
     head: Ref
-    nonce: str  # that of the head manifest: after a lost answer, the writer sees whether its move succeeded
+    nonce: str
     generation: int = 0
-    sweep: int = 0  # raised by garbage collection, so that a publish that began before cannot commit
-    signature: str = ""  # Ed25519 over `signed_text`, 128 hex characters; empty: not signed
+    sweep: int = 0
+    signature: str = ""
 
 
 class LaterWays(msgspec.Struct, frozen=True, kw_only=True):
-    """Additional ways to build a version, written after it was published: composed deltas over several versions,
-    perhaps an anchor.
+    """The record of additional ways (deltas or a snapshot) to build a version, written after it was published.
 
-    Nothing refers to this record. The result of each way is verified by the digests in the manifest of the version.
+    A `Compactor` writes it. Nothing refers to this record. The result of each way is verified by the digests in the
+    manifest of the version.
     """
 
     format: int
@@ -188,7 +209,10 @@ class LaterWays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
-    """Create the manifest's table for a set of tensors. Raises `WeightsError` for a name that is not allowed."""
+    """Return the manifest's list of tensors for a set of tensors by name, sorted by name, with their digests.
+
+    Raises `WeightsError` for a tensor name that is not allowed.
+    """
     for name in tensors:
         if not _allowed_name(name):
             raise WeightsError(f"tensor name {name[:80]!r} is not allowed", hint="1 to 512 bytes of UTF-8, no NUL")
@@ -198,20 +222,23 @@ def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
 
 
 def table_digest(entries: Sequence[TensorEntry]) -> str:
-    """The content digest of a table: `Version.digest`."""
+    """Return the digest of a version, given its manifest's list of tensors: the `content_digest` of these."""
     return content_digest({entry.name: entry.sha256 for entry in entries})
 
 
 def write_manifest(manifest: Manifest) -> tuple[Ref, bytes]:
-    """Encode a manifest. Returns the reference to it, and its bytes."""
+    """Encode a manifest as JSON. Return the reference to it, and its bytes. Nothing is stored."""
     data = msgspec.json.encode(manifest)
     key = f"manifests/{manifest.channel}/{manifest.stem}.json"
     return Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), data
 
 
 def manifest_text(data: bytes) -> tuple[bytes, str]:
-    """The text that the signature of a manifest covers (all bytes before the signature field, which is the last one),
-    and the signature. Both empty if there is none."""
+    """Return the bytes that the signature of an encoded manifest covers, and the signature (hex).
+
+    Both are empty if it is not signed. The covered bytes are a format line and everything before the signature field,
+    which is the last one.
+    """
     at = data.rfind(_SIGNATURE, -256)
     if at < 0 or not data.endswith(b'"}'):
         return b"", ""
@@ -229,18 +256,19 @@ def read_manifest(data: bytes) -> Manifest:
 
 
 def write_pointer(pointer: Pointer) -> bytes:
+    """Encode a pointer as JSON. Nothing is stored."""
     return msgspec.json.encode(pointer)
 
 
 def signed_text(key: str, pointer: Pointer) -> bytes:
-    """The text that the signature of a pointer covers: its key and all of its fields."""
+    """Return the bytes that the signature of a pointer covers: the store key `key` and all fields of the pointer."""
     head = pointer.head
     lines = (f"etude pointer {FORMAT}", key, head.version, head.key, head.sha256, pointer.nonce)
     return "\n".join(map(str, (*lines, pointer.generation, pointer.sweep))).encode()
 
 
 def read_pointer(data: bytes) -> Pointer:
-    """Decode a pointer from untrusted bytes. Raises `WeightsError`."""
+    """Decode a pointer from untrusted bytes. Raises `Damaged`, or `WeightsError` for another format."""
     pointer = _read("pointer", data, Pointer, MAX_POINTER_BYTES)
     try:
         _check_ref(pointer.head)
@@ -251,11 +279,15 @@ def read_pointer(data: bytes) -> Pointer:
 
 
 def later_key(manifest: Manifest) -> str:
+    """Return the store key of the `LaterWays` of a version: deltas that were added after its publish."""
     return f"later/{manifest.channel}/{manifest.stem}.json"
 
 
 def read_later(data: bytes, manifest: Manifest) -> LaterWays:
-    """Decode the later ways to the version of `manifest` from untrusted bytes. Raises `WeightsError`."""
+    """Decode the `LaterWays` (deltas added later) of the version of `manifest` from untrusted bytes.
+
+    Raises `WeightsError` unless they are valid and of that version.
+    """
     later = _read("list of later ways", data, LaterWays, MAX_LATER_BYTES)
     try:
         _require(later.version == manifest.version, f"it is of {later.version}, not of {manifest.version}")

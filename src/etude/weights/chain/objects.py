@@ -1,8 +1,7 @@
 """Encodes tensors into stored objects, in groups, under keys that no other publish uses.
 
 A key is the SHA-256 of the content and eight characters that are random per publish. Two publishes never share an
-object, so garbage collection for one cannot delete an object that the other is about to use. Knows nothing of
-manifests.
+object, so garbage collection for one cannot delete an object that the other is about to use.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ def put_objects(
     new: Sequence[Tensor],
     old: Callable[[int, int], Sequence[Tensor | None]],
 ) -> tuple[tuple[StoredObject, ...], float]:
-    """Encode tensors in groups and store each group as an object. Returns the objects, and the encoding time in
-    seconds.
+    """Encode tensors of channel `name` in groups, and store each group as an object.
 
-    `old(start, stop)` returns the base tensors of `new[start:stop]` (None: no base). It is called group by group, so
-    they need not all be in memory at once.
+    Return the objects in order, and the encoding time in seconds. `old(start, stop)` returns the tensors that
+    `new[start:stop]` are encoded against; None in its result means that a tensor is stored in full. It is called group
+    by group, so these tensors need not all be in memory at once. The first 8 characters of `nonce` end each key.
     """
     objects: list[StoredObject] = []
     encode_s = 0.0
@@ -50,5 +49,5 @@ def put_objects(
 
 
 def objects_prefix(name: str) -> str:
-    """The key prefix of a channel's objects."""
+    """Return the prefix that the store keys of all encoded tensors of channel `name` have."""
     return f"objects/{name}/"

@@ -3,7 +3,7 @@
 A lost pointer takes its signature with it. Whoever sets it again must not turn a signed channel into an unsigned one,
 whose readers would accept nothing afterwards. And they must not sign arbitrary manifests, since anyone with write
 access to a store can put manifests there. So manifests are signed like pointers, and a key covers the manifests that it
-signed and those that they refer to by digest. Knows nothing of which of them were committed.
+signed and those that they refer to by digest.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ _HINT_KEY = "give the signer's private key: --key FILE; if it is lost, publish u
 
 @dataclass(frozen=True)
 class OwnedManifests:
-    """The manifests that the next pointer of a channel may name or follow."""
+    """The manifests of a channel that a signing key covers. A new pointer may name one of them. From `owned_manifests`.
 
-    versions: tuple[tuple[Ref, Manifest], ...]  # sorted by key
-    mixed: str  # text about manifests that the key does not cover; empty if there are none
+    `versions`: sorted by key. `mixed`: a text about manifests that the key does not cover; empty if there are none.
+    """
+
+    versions: tuple[tuple[Ref, Manifest], ...]
+    mixed: str
 
 
 def owned_manifests(store: BlobStore, name: str, signer: Signer | None) -> OwnedManifests:
-    """The readable manifests of a channel that the key of `signer` covers; all of them if none is signed.
+    """Return the readable manifests of a channel that the key of `signer` signed, and those that these refer to.
 
-    Raises `WeightsError` if some are signed and `signer` is None or has another key.
+    If no manifest of the channel is signed, all are returned. Raises `WeightsError` if some are signed and `signer` is
+    None or has another key.
     """
     whole = [*history.stored(store, name)]
     signed = [one for one in whole if one[1].signature]
@@ -58,8 +62,11 @@ def owned_manifests(store: BlobStore, name: str, signer: Signer | None) -> Owned
 
 
 def check_owner(store: BlobStore, name: str, key: str, old: Pointer | None, signer: Signer | None) -> None:
-    """Check that `signer` may move the pointer at `key`, which was `old`. A pointer that does not exist yet belongs to
-    the owner of the channel. Raises `WeightsError`."""
+    """Raise `WeightsError` unless the owner of `signer` may replace the pointer that is stored under `key`.
+
+    `old`: that pointer; None if it does not exist yet, and then it belongs to the owner of channel `name`. `signer`
+    None: the caller has no key, and may replace only an unsigned pointer.
+    """
     if old is not None:
         check_signer(key, old, signer)
         return
@@ -79,7 +86,7 @@ def _is_by(signer: Signer, store: BlobStore, ref: Ref) -> bool:
 
 
 def _vouched(whole: list[tuple[Ref, Manifest]], mine: set[str]) -> set[str]:
-    """The keys of the signed manifests, and of all that they refer to by digest."""
+    """Return the keys of the signed manifests, and of all that they refer to by digest."""
     by_key = {ref.key: (ref, manifest) for ref, manifest in whole}
     vouched, waiting = set[str](), [ref for ref, _ in whole if ref.key in mine]
     while waiting:
@@ -93,7 +100,6 @@ def _vouched(whole: list[tuple[Ref, Manifest]], mine: set[str]) -> set[str]:
 
 
 def _count_text(total: int, *, signed: int = 0, mine: int = 0, others: int = 0) -> str:
-    """Text: how many manifests of a channel are signed, and by whom."""
     groups = ((signed, "signed"), (mine, "signed with this key"), (others, "signed with another"))
     parts = [f"{count} {'is' if count == 1 else 'are'} {how}" for count, how in groups if count]
     unsigned = total - signed - mine - others

@@ -1,11 +1,10 @@
-"""Finds and runs the cheapest plan to fetch a version: over deltas and composed deltas, from the held version or from
-an anchor.
+"""Finds and runs the cheapest plan to fetch a version, from the version that the caller holds or from a full snapshot.
 
-Versions are the nodes of a graph. Each way (a delta, a composed delta or an anchor) is an edge whose length is its
-bytes. Dijkstra's algorithm searches backwards from the target and reads only the manifests that it needs: a follower
-that is one version behind reads only the target's. A composed delta is never larger than the deltas it was composed of.
-So if a way starts at the held version, no other way from there is searched. A way that is lost or damaged is excluded,
-and the search continues without it.
+Versions are the nodes of a graph. Each way (a delta, a delta over several versions, or a snapshot) is an edge whose
+length is its bytes. Dijkstra's algorithm searches backwards from the target and reads only the manifests that it needs:
+a follower that is one version behind reads only the target's. A composed delta is never larger than the deltas it was
+composed of. So if a way starts at the held version, no other way from there is searched. A way that is lost or damaged
+is excluded, and the search continues without it.
 
 Every object is verified by its SHA-256 in the manifest, or in the list of later ways, that names it. If manifests name
 all objects of a plan, this verifies the target too, and each tensor is only compared with its checksum, to detect
@@ -54,12 +53,12 @@ _HINT_OBJECT = "restore that file; without a copy, the next publish writes a new
 
 
 class ObjectLost(WeightsError):
-    """An object is missing, or its bytes are not the published ones."""
+    """Raised if an object is missing, or its bytes are not the published ones. `facts` is its store key."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a plan: a way, and the manifest of the version it leads to."""
+    """One step of a plan: the delta or snapshot to fetch (`way`), and the manifest of the version that it leads to."""
 
     manifest: Manifest
     way: Way
@@ -67,7 +66,10 @@ class Hop:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hops to take one after another, from version `start` (None: from an anchor) to the version of the last hop."""
+    """The deltas to fetch one after another, from version `start` to the version of the last hop.
+
+    `start` is None if the first hop is a full snapshot.
+    """
 
     start: Version | None
     hops: tuple[Hop, ...]
@@ -79,13 +81,16 @@ class Plan:
 
     @property
     def objects_in_manifests(self) -> bool:
-        """Whether manifests name all objects of the plan, so that none comes from a list of later ways."""
+        """Whether manifests name all objects of the plan; False if `LaterWays` name some, which are less trusted."""
         return all(hop.way in hop.manifest.ways for hop in self.hops)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The tensors that a way led to, by name; and, if requested, the lists of changes of those tensors."""
+    """The tensors of a version by name, decoded from a delta or snapshot.
+
+    `lists`: if requested, the changed elements of each tensor that changed, relative to the tensors before.
+    """
 
     tensors: dict[str, Tensor]
     lists: dict[str, Changes] = field(default_factory=dict)
@@ -93,11 +98,15 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A version's verified tensors, and how they were fetched."""
+    """The verified tensors of a version, and how they were fetched.
 
-    decoded: Decoded  # its lists are relative to the tensors that were held
-    fetched_bytes: int  # of the plan that worked
-    failures: tuple[str, ...]  # why the plans tried before it failed
+    The lists of changes in `decoded` are relative to the tensors that the caller held. `fetched_bytes`: size of what
+    was fetched, without failed attempts. `failures`: the errors of these.
+    """
+
+    decoded: Decoded
+    fetched_bytes: int
+    failures: tuple[str, ...]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -105,7 +114,10 @@ class Rebuilt:
 
 
 class Search:
-    """Searches plans to one target. Manifests that were read are cached."""
+    """Finds the cheapest plan (the deltas to fetch) that leads to the version of `target`.
+
+    Manifests that were read are cached.
+    """
 
     def __init__(self, store: BlobStore, target: Manifest) -> None:
         self._store, self._target = store, target
@@ -113,13 +125,13 @@ class Search:
         self._excluded: set[Way] = set()
 
     def exclude(self, way: Way) -> None:
-        """Exclude a way from all later plans."""
+        """Exclude a delta or snapshot (`way`) from all later plans."""
         self._excluded.add(way)
 
     def cheapest(self, held: Version | None) -> Plan | None:
-        """The plan with the fewest bytes, from `held` or from an anchor; None if there is none.
+        """Return the plan with the fewest bytes, from version `held` or from a full snapshot; None if there is none.
 
-        Without a held version, the search ends at the nearest anchors: older ones are assumed to be no smaller.
+        Without a held version, the search ends at the nearest snapshots: older ones are assumed to be no smaller.
         """
         order = itertools.count()  # breaks ties between equal lengths
         waiting: list[tuple[int, int, Ref | None, tuple[Hop, ...]]] = [(0, next(order), None, ())]
@@ -139,7 +151,10 @@ class Search:
         return None
 
     def _into(self, at: Ref | None, held: Version | None) -> list[Hop]:
-        """The usable ways to a version (`at` None: the target). If some start at `held`: only these and the anchor."""
+        """Return the usable ways to a version (`at` None: the target).
+
+        If some start at `held`, only these and the anchor are returned.
+        """
         key = at.key if at else ""
         if at is not None and key not in self._manifests:
             self._manifests[key] = None
@@ -160,7 +175,10 @@ class Search:
 
 
 def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
-    """The ways to a version that were added after it was published; empty if there is no readable list of them."""
+    """Return the deltas and snapshots of a version that were added after its publish.
+
+    Empty if there is no readable list of them.
+    """
     try:
         return read_later(store.get(later_key(manifest), 0, MAX_LATER_BYTES + 1), manifest).ways
     except (KeyError, EtudeError):
@@ -168,7 +186,7 @@ def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
 
 
 def snapshot(store: BlobStore, manifest: Manifest) -> Way | None:
-    """The anchor of a version, from its manifest or added later; None if there is none."""
+    """Return the full snapshot of a version, from its manifest or added later; None if it has only deltas."""
     return manifest.anchor or next((way for way in later_ways(store, manifest) if way.base is None), None)
 
 
@@ -179,11 +197,11 @@ def fetch_version(
     tensors: Tensors | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> Rebuilt:
-    """Fetch and verify the tensors of `target` by the cheapest plan that works: from version `held` with its `tensors`,
-    or from an anchor.
+    """Fetch and verify the tensors of version `target` with the fewest bytes.
 
-    `check` is called with each manifest of the plan before its objects are fetched; it can raise to refuse it. Raises
-    `WeightsError` with the reason why each plan failed.
+    After a failure, the next cheapest way is tried. A way starts from version `held` with its `tensors`, or from a full
+    snapshot. `check` is called with each manifest on the way before its objects are fetched; it can raise to refuse it.
+    If no way works, raises `WeightsError` with the reasons.
     """
 
     def start(plan: Plan) -> Decoded:
@@ -205,12 +223,12 @@ def try_plans(
     start: Callable[[Plan], Made],
     step: Callable[[Plan, Hop, Made], Made],
 ) -> tuple[Made, int, tuple[str, ...]]:
-    """Run the cheapest plan that works. Returns the result of its last step, the bytes of the plan, and the errors of
-    the plans that failed before it.
+    """Build version `target` by the plan (deltas to fetch) with the fewest bytes; after a failure, by the next.
 
+    Return the result of the last step, the bytes of the plan, and the errors of the plans that failed before it.
     `start(plan)` creates the initial state. `step(plan, hop, state)` fetches the objects of one hop (`fetch_objects`)
-    and returns the new state; at the last hop it raises `TensorMismatch` if the tensors are not the published ones.
-    Raises `WeightsError` with the reason why each plan failed.
+    and returns the new state. At the last hop it raises `TensorMismatch` if the tensors are not the published ones. If
+    every plan fails, raises `WeightsError` with the reasons.
     """
     search, failures = Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
@@ -242,44 +260,61 @@ def try_plans(
 
 
 def rebuild(store: BlobStore, target: Manifest) -> dict[str, Tensor]:
-    """Fetch and verify a version's tensors by the cheapest plan from an anchor. Raises `WeightsError` with the reason
-    why each plan failed."""
+    """Fetch and verify the tensors of a version, by name, starting from a full snapshot.
+
+    The way with the fewest bytes is tried first. If no way works, raises `WeightsError` with the reasons.
+    """
     return fetch_version(store, target).tensors
 
 
 class TensorMismatch(WeightsError):
-    """The digest or checksum of a tensor is not the published one."""
+    """Raised if the digest or checksum of a rebuilt tensor is not the published one."""
 
 
 class Proof(enum.Enum):
-    """What a rebuilt tensor is compared with."""
+    """What a rebuilt tensor is compared with.
 
-    CHECKSUM = "checksum"  # its checksum (SHA-256 if it has none): enough if all fetched bytes are verified
-    DIGEST = "digest"  # its SHA-256, and its checksum if it has one
+    CHECKSUM: its checksum (SHA-256 if it has none); enough if all fetched bytes are verified. DIGEST: its SHA-256, and
+    its checksum if it has one.
+    """
+
+    CHECKSUM = "checksum"
+    DIGEST = "digest"
 
 
 def required_proof(plan: Plan) -> Proof:
-    """The comparison that the tensors of a plan need."""
+    """Return what the tensors that a plan builds must be compared with: their checksums, or also their SHA-256.
+
+    Checksums are enough if manifests name all objects of the plan.
+    """
     return Proof.CHECKSUM if plan.objects_in_manifests else Proof.DIGEST
 
 
 def verify_tensors(manifest: Manifest, tensors: Tensors, proof: Proof = Proof.DIGEST) -> dict[str, Tensor]:
-    """Compare every tensor with its entry in the manifest. Returns the tensors. Raises `TensorMismatch`."""
+    """Compare every tensor of a version with its entry in the manifest, and return the tensors.
+
+    Raises `TensorMismatch` if one differs.
+    """
     for entry in manifest.tensors:
         verify_tensor(manifest, entry, tensors[entry.name], proof)
     return dict(tensors)
 
 
 def verify_tensor(manifest: Manifest, entry: TensorEntry, tensor: Tensor, proof: Proof) -> None:
-    """Compare one tensor with its entry in the manifest. Raises `TensorMismatch` if they differ."""
+    """Compare one tensor with its entry in the manifest. Raises `TensorMismatch` if they differ.
+
+    `proof`: compare only checksums, or SHA-256 too.
+    """
     verify_lazily(manifest, entry, proof, lambda: tensor_digest(tensor), lambda: checksum(tensor.codes))
 
 
 def verify_lazily(
     manifest: Manifest, entry: TensorEntry, proof: Proof, digest: Callable[[], str], sums: Callable[[], str]
 ) -> None:
-    """Like `verify_tensor`, with functions that compute the tensor's digest and checksum. They are called only if
-    needed."""
+    """Compare a tensor with its entry in the manifest, as `verify_tensor` does. Raises `TensorMismatch`.
+
+    `digest` and `sums` compute the tensor's SHA-256 and checksum. They are called only if needed.
+    """
     wrong = "checksum" if entry.checksum and sums() != entry.checksum else ""
     if not wrong and (proof is Proof.DIGEST or not entry.checksum) and digest() != entry.sha256:
         wrong = "digest"
@@ -299,10 +334,11 @@ def fetch_way(
     proof: Proof | None = None,
     listing: bool = False,
 ) -> Decoded:
-    """Fetch and decode one way: from the tensors `base` of its base version to all tensors of the version of
-    `manifest`. If `proof` is given, each tensor is compared with the manifest. Raises `WeightsError`, `StoreError`.
+    """Fetch and decode a delta or snapshot (`way`) of the version of `manifest`. Return all tensors of that version.
 
-    `listing`: also return lists of the changes, which need memory in proportion to the changes.
+    `base`: the tensors of the way's base version by name; unused for a snapshot. If `proof` is given, each tensor is
+    compared with the manifest. `listing`: also return lists of the changed elements; they need memory in proportion to
+    the changes. Raises `WeightsError`, `StoreError`.
     """
     made = Decoded({})
     for data, covered in fetch_objects(store, manifest, way):
@@ -323,8 +359,11 @@ def fetch_way(
 
 
 def fetch_objects(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:
-    """Yield each object of a way, verified by its SHA-256, with the table entries that it covers. The next objects are
-    fetched while the caller works on one. Raises `WeightsError`, `StoreError`."""
+    """Yield each stored object of a delta or snapshot (`way`), with the manifest's entries of the tensors in it.
+
+    Each is verified by its SHA-256. The next objects are fetched while the caller works on one. Raises `ObjectLost`,
+    `StoreError`.
+    """
     entries = iter(manifest.tensors)
     for item, fetch in _prefetch(store, way.objects):
         try:
@@ -337,8 +376,10 @@ def fetch_objects(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tu
 
 
 def fetch_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> bytes:
-    """Fetch the header of one object in one request and verify it by its digest, for callers that then read a part of
-    the object. Raises `WeightsError`, `StoreError`."""
+    """Fetch the header of one stored object in one request, verify it by its SHA-256, and return it.
+
+    For readers that then fetch only a part of the object. Raises `ObjectLost`, `StoreError`.
+    """
     try:
         data = store.get(item.key, 0, item.header_bytes)
     except KeyError:
@@ -351,8 +392,7 @@ def fetch_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> by
 
 
 def _prefetch(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:
-    """Yield each object with a function that waits for its bytes. Up to `AHEAD` further objects are fetched meanwhile.
-    One byte more than expected is requested, to detect objects that are too long."""
+    """Yield each object with a function that waits for its bytes, one more than expected, to detect longer objects."""
 
     def get(item: StoredObject) -> bytes:
         return store.get(item.key, 0, item.num_bytes + 1)

@@ -26,7 +26,7 @@ Buffers = dict[str, Codes]
 
 
 class Writer(Protocol):
-    """The interface of channels that versions are published to: `Channel`, `ShardedChannel`."""
+    """A channel that versions are published to: `Channel` or `ShardedChannel`."""
 
     def publish(
         self,
@@ -37,16 +37,17 @@ class Writer(Protocol):
         rollout_ids: Sequence[str],
         owned: bool = False,
     ) -> Published:
-        """See `Channel.publish`."""
+        """Publish a version and return its name and sizes. The arguments are those of `Channel.publish`."""
         ...
 
 
 class Publisher:
-    """Publishes through a channel in the background. Nothing else may use the channel meanwhile. Not thread-safe. A
-    context manager: closes at the end of the block.
+    """Publishes versions in a background thread, so that a trainer waits only until its weights are copied.
+
+    A context manager: the block's end calls `close`. Nothing else may use the channel meanwhile. Not thread-safe.
 
     `parent`: the version that the first offer was trained from; each later one was trained from the one before.
-    `deadline_s`: how long a call waits, in seconds, for the previous publish while this process makes no progress
+    `deadline_s`: how many seconds a call waits for the previous publish while this process makes no progress
     (`etude.progress`).
 
     >>> from etude.stores import MemoryStore
@@ -74,11 +75,11 @@ class Publisher:
         self.close()
 
     def offer(self, tensors: Mapping[str, Tensor], *, step: int, rollout_ids: Sequence[str]) -> None:
-        """Start to publish a version in the background. The tensors are copied before this returns.
+        """Copy the tensors and start to publish them in the background as the version of step `step`.
 
-        Waits for the previous publish first. Raises its error (its rollouts are then in no version), or
+        Waits for the previous publish first. Raises that publish's error (its rollouts are then in no version), or
         `DeadlineExceeded` if it has not ended in time. In both cases this version is not published and the call can be
-        repeated.
+        repeated. `rollout_ids`: the rollouts that the step was trained on.
         """
         if self._closed:
             raise WeightsError(f"step {step} cannot be published: the publisher is closed", hint="make a new Publisher")
@@ -92,7 +93,10 @@ class Publisher:
         self._outstanding = step, buffers, future
 
     def wait(self) -> Published | None:
-        """Wait until no publish is running. Returns the last one; None before the first. Raises as `offer` does."""
+        """Wait until no publish is running. Return the last published version and its sizes; None before the first.
+
+        Raises the error of the publish, or `DeadlineExceeded` if it has not ended in time; then wait again.
+        """
         outstanding = self._outstanding  # read once: another thread may call this too
         if outstanding is None:
             return self._published
@@ -126,7 +130,7 @@ class Publisher:
                     raise
 
     def close(self) -> None:
-        """Wait for the running publish and end the thread. Idempotent. Raises as `wait` does."""
+        """Wait for the running publish and end the thread. May be called twice. Raises as `wait` does."""
         self._closed = True
         try:
             self.wait()

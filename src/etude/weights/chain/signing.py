@@ -23,8 +23,9 @@ _HINT_KEY = "give the signer's private key: --key FILE, or stores.signing_key of
 
 
 class Signer:
-    """Signs with an Ed25519 private key (32 bytes, from `new_key`). Raises `WeightsError` without the library
-    `cryptography`.
+    """Signs with an Ed25519 private key (32 bytes, from `new_key`).
+
+    Raises `WeightsError` without the library `cryptography`, or for a key of another length.
 
     >>> signer = Signer(bytes(32))
     >>> verify_signature(signer.public_key, b"text", signer.sign(b"text"))
@@ -40,13 +41,16 @@ class Signer:
         """The public key (32 bytes) with which followers check signatures."""
 
     def sign(self, text: bytes) -> str:
-        """Sign a text. Returns 128 hex characters."""
+        """Sign a text. Return the signature as 128 hex characters."""
         return bytes(self._key.sign(text)).hex()
 
 
 def read_signer(path: Path | None) -> Signer | None:
-    """Create a signer from a key file that `etude weights key FILE` wrote; None if `path` is None. Raises `InputError`,
-    which never quotes the content of the file, and `WeightsError` without the library."""
+    """Create a signer from a key file that `etude weights key FILE` wrote; None if `path` is None.
+
+    Raises `InputError`, which never quotes the content of the file, and `WeightsError` without the library
+    `cryptography`.
+    """
     if path is None:
         return None
     try:
@@ -62,7 +66,7 @@ def read_signer(path: Path | None) -> Signer | None:
 
 
 def new_key() -> bytes:
-    """Generate a private key: 32 random bytes. Raises `WeightsError` without the library."""
+    """Generate an Ed25519 private key: 32 random bytes. Raises `WeightsError` without the library `cryptography`."""
     return bytes(_ed25519().Ed25519PrivateKey.generate().private_bytes_raw())
 
 
@@ -72,8 +76,11 @@ def require_library() -> None:
 
 
 def verify_signature(public_key: bytes, text: bytes, signature: str) -> bool:
-    """Whether `signature` (hex) is a valid signature of the text by the owner of `public_key` (32 bytes). False for
-    text that is not a signature. Raises `WeightsError` for a key of the wrong length, or without the library."""
+    """Return whether `signature` (hex) is a valid Ed25519 signature of `text` by the owner of `public_key` (32 bytes).
+
+    A string of another form is not valid. Raises `WeightsError` for a key of the wrong length, or without the library
+    `cryptography`.
+    """
     _check_length(public_key, "public")
     from_bytes = _ed25519().Ed25519PublicKey.from_public_bytes
     if not re.fullmatch("[0-9a-f]{128}", signature):
@@ -86,7 +93,7 @@ def verify_signature(public_key: bytes, text: bytes, signature: str) -> bool:
 
 
 def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
-    """Encode a pointer that is stored under `key`; signed if there is a signer."""
+    """Encode a pointer as the bytes to store under `key`, signed unless `signer` is None. Nothing is stored."""
     if signer is None:
         return write_pointer(pointer)
     signature = signer.sign(signed_text(key, pointer))
@@ -94,7 +101,7 @@ def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
 
 
 def sign_manifest(manifest: Manifest, signer: Signer | None) -> Manifest:
-    """The manifest with a signature if there is a signer, else unchanged."""
+    """Return the manifest with a signature; unchanged if `signer` is None."""
     if signer is None:
         return manifest
     text, _ = manifest_text(write_manifest(manifest)[1])
@@ -102,14 +109,17 @@ def sign_manifest(manifest: Manifest, signer: Signer | None) -> Manifest:
 
 
 def is_signed_by(public_key: bytes, data: bytes) -> bool:
-    """Whether the owner of `public_key` signed the manifest with these bytes."""
+    """Return whether the owner of `public_key` (32 bytes) signed the manifest that `data` encodes."""
     text, signature = manifest_text(data)
     return verify_signature(public_key, text, signature)
 
 
 def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
-    """Check that `signer` may replace a pointer. Raises `WeightsError` if the pointer is signed with another key, since
-    readers that check signatures would reject the new one."""
+    """Raise `WeightsError` unless `signer` may replace `pointer`, which is stored under `key`.
+
+    An unsigned pointer may be replaced by anyone. A signed one only with the same key, since readers that check
+    signatures would reject the new one.
+    """
     if not pointer.signature:
         return
     named = f"it names {pointer.head.version}"

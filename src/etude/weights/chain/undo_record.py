@@ -1,4 +1,4 @@
-"""Undo records: the overwritten codes that lead tensors one version back.
+"""Records of the overwritten codes, which lead tensors one version back.
 
 A delta can only be decoded from the old version to the new one. So a follower that may have to go back keeps the codes
 that a step overwrote, with their positions. A tensor is kept in full if the list would be longer or its shape changed.
@@ -21,20 +21,24 @@ Changes = Mapping[str, tuple[npt.NDArray[Any], Codes]]
 
 @dataclass(frozen=True)
 class UndoRecord:
-    """Leads from the tensors after a step to those before it."""
+    """What is needed to compute the tensors before a step from those after it.
 
-    changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]  # positions, and the old codes there
-    replaced: Mapping[str, Tensor]  # old tensors that are kept whole
-    removed: tuple[str, ...]  # names of tensors that the step added
+    `changed`: for each changed tensor, the flat positions and the old codes there. `replaced`: old tensors that are
+    kept whole. `removed`: names of tensors that the step added, so that going back removes them.
+    """
+
+    changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]
+    replaced: Mapping[str, Tensor]
+    removed: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the record needs, in bytes."""
+        """Memory that the record uses, in bytes."""
         lists = sum(where.nbytes + codes.nbytes for where, codes in self.changed.values())
         return lists + sum(tensor.num_bytes for tensor in self.replaced.values())
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the tensors before the step from those after it. Unchanged tensors are the same objects."""
+        """Return the tensors before the step, given those after it. Unchanged tensors are the same objects."""
         before = {name: tensor for name, tensor in tensors.items() if name not in self.removed}
         for name, (where, codes) in self.changed.items():
             written = before[name].codes.copy()
@@ -44,8 +48,10 @@ class UndoRecord:
 
 
 def make_undo_record(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Changes) -> UndoRecord:
-    """Create the record that leads from `new` back to `old`. `changed`: the first result of `compare_tensors(old,
-    new)`."""
+    """Create the record that leads from the tensors `new` back to `old`.
+
+    `changed`: the first result of `compare_tensors(old, new)`.
+    """
     lists: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     whole = {name: tensor for name, tensor in old.items() if name not in new or new[name].spec != tensor.spec}
     for name, (where, codes) in changed.items():
@@ -60,8 +66,12 @@ def make_undo_record(old: Mapping[str, Tensor], new: Mapping[str, Tensor], chang
 def compare_tensors(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[npt.NDArray[Any], Codes]], dict[str, Tensor]]:
-    """Compare two sets of tensors. Returns the changes of tensors of equal dtype and shape (`Update.changed`), and the
-    tensors that are new or have another dtype or shape (`Update.replaced`). Tensors with equal bits are in neither."""
+    """Compare two sets of tensors by name. Return the changed elements, and the tensors that are new.
+
+    The first result has, for each changed tensor of equal dtype and shape, the flat positions (int64, ascending) and
+    the new codes there. The second has the tensors of `new` that `old` lacks or has with another dtype or shape.
+    Tensors with equal bits are in neither.
+    """
     changed: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     replaced = {}
     for name, tensor in new.items():

@@ -1,7 +1,7 @@
 """Short-lived buffers whose memory returns to the operating system as soon as they are released.
 
 A heap allocator keeps freed memory that lies between live objects. In an engine that follows versions, that would be
-some percent of the model. So lists of changes and undo data are allocated as memory mappings of their own.
+some percent of the model. So large short-lived arrays are allocated as memory mappings of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _ALIGNMENT = 64
 
 
 def allocate(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Allocate an uninitialised array [count].
+    """Return an uninitialised array of shape [count].
+
+    From `MAPPED_BYTES` on it is a memory mapping of its own, which is unmapped as soon as the array is released.
 
     >>> allocate(3, np.dtype(np.uint16)).shape
     (3,)
@@ -37,8 +39,10 @@ def allocate(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def trim_heap() -> None:
-    """Make glibc's allocator return free pages to the system; does nothing with other allocators. It takes
-    milliseconds: do not call it in an engine's pause."""
+    """Make glibc's allocator return free pages to the system; with other allocators, do nothing.
+
+    It takes milliseconds: do not call it while an engine is paused.
+    """
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
@@ -53,14 +57,14 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 class Arena:
-    """Allocates many small arrays from blocks. A block lives as long as one of its arrays."""
+    """Allocates many small arrays from shared blocks of memory. A block is released with the last of its arrays."""
 
     def __init__(self) -> None:
         self._block = np.empty(0, np.uint8)
         self._at = 0
 
     def take(self, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Allocate an uninitialised array [count].
+        """Return an uninitialised array of shape [count].
 
         >>> arena = Arena()
         >>> a, b = (arena.take(5, np.dtype(np.uint16)) for _ in range(2))

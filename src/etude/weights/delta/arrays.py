@@ -47,9 +47,10 @@ _NAMES = {
 def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
     """Convert an array to a `Tensor`, without a copy where possible.
 
-    `name`: the tensor's name, for errors. `value`: a numpy array, CPU torch tensor, `Tensor`, or buffer. `dtype`: a
-    name in `tensors.DTYPES`; needed if the value's own dtype does not say it (bf16 stored as uint16, raw bytes). Raises
-    `WeightsError` for an unknown dtype, a size that does not fit the dtype, or a value without a buffer.
+    `name`: the tensor's name, for errors. `value`: a numpy array, CPU torch tensor, `Tensor`, or object with the buffer
+    protocol. `dtype`: a key of `tensors.DTYPES`; needed if the value's own dtype does not say it (bf16 stored as
+    uint16, raw bytes). Raises `WeightsError` for an unknown dtype, a size that does not fit the dtype, or a value
+    without a buffer.
 
     >>> tensor_of("w", np.array([[1.0, -0.0]], np.float32)).spec
     Spec(dtype='f32', shape=(1, 2))
@@ -103,11 +104,11 @@ def check_arrays(arrays: object) -> None:
 
 
 def bits_of(name: str, value: Any) -> tuple[Array, str]:
-    """View the memory of a value as unsigned integers of the same shape and strides. Returns the view, and the dtype's
-    name in `tensors.DTYPES` ("" if it has none).
+    """View the memory of an array as unsigned integers of the same shape and strides.
 
-    The view is writable if the memory is. Raises `WeightsError` for a value that has no buffer, is on a device, or has
-    an element size other than 1, 2, 4 or 8 bytes.
+    Return the view, and the array's dtype as a key of `tensors.DTYPES` ("" if it has none). The view is writable if the
+    memory is. `name`: the tensor's name, for errors. Raises `WeightsError` for a value that has no buffer, is on a
+    device, or has an element size other than 1, 2, 4 or 8 bytes.
     """
     if is_torch(value):
         return _torch_bits(name, value)
@@ -136,9 +137,10 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
 
 
 def to_array(tensor: Tensor, array: Any = None) -> Array:
-    """Convert a `Tensor` to a numpy array of its shape, sharing memory.
+    """Return a `Tensor` as a numpy array of its shape. The memory is shared.
 
-    The numpy dtype is that of `array` if it represents the same dtype, else numpy's own dtype, else unsigned codes.
+    The array has the numpy dtype of `array`, if that can hold the same dtype; else numpy's own dtype; else the unsigned
+    dtype of the codes.
 
     >>> to_array(Tensor("f32", (1,), np.array([0x3F800000], np.uint32)))
     array([1.], dtype=float32)
@@ -152,7 +154,7 @@ def to_array(tensor: Tensor, array: Any = None) -> Array:
 
 
 def name_of(dtype: str) -> str:
-    """etude's name of a numpy or torch dtype; "" if it has none.
+    """Return etude's name (a key of `tensors.DTYPES`) of a numpy or torch dtype; "" if it has none.
 
     >>> name_of("torch.bfloat16"), name_of("uint8"), name_of("complex64")
     ('bf16', 'u8', '')
@@ -161,7 +163,7 @@ def name_of(dtype: str) -> str:
 
 
 def is_torch(value: object) -> bool:
-    """Whether a value is a torch tensor. Does not import torch."""
+    """Return whether a value is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

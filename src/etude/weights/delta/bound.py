@@ -41,9 +41,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def bound_bytes(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
-    """Compute the bound for a delta from `old` to `new`, in bytes.
+    """Compute how many bytes a delta from `old` to `new` needs at least, for a coder that uses only the old exponents.
 
-    `new[i]` and `old[i]` are one tensor; None, or another dtype or shape, means that there is no old tensor.
+    The formula is in the text of this module. `new[i]` and `old[i]` are one tensor. None, or another dtype or shape,
+    means that there is no old tensor; then `new[i]` counts with its full size.
 
     >>> old = Tensor("u8", (64,), np.zeros(64, np.uint8))
     >>> bound_bytes([old], [old])
@@ -83,7 +84,7 @@ def _dtype_bits(kind: DType, pairs: list[tuple[Codes, Codes]]) -> float:
 
 
 def _symbols(magnitudes: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], int]:
-    """Map magnitudes [N] to symbols [N]; also returns the number of raw bits of the large ones."""
+    """Map magnitudes [N] to symbols [N]; also return the number of raw bits of the large ones."""
     symbols = magnitudes.astype(np.int64)
     large = symbols >> EXACT_BITS > 0
     lengths = np.frexp(symbols[large].astype(np.float64))[1]
@@ -93,7 +94,10 @@ def _symbols(magnitudes: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64],
 
 
 def _entropy_bits(counts: npt.NDArray[Any]) -> float:
-    """Order-0 entropy of each row, in bits, summed over the rows, plus the model cost. `counts`: [rows, symbols]."""
+    """Return the order-0 entropy of each row, in bits, summed over the rows, plus the model cost.
+
+    `counts`: [rows, symbols].
+    """
     totals = counts.sum(1, keepdims=True).astype(np.float64)
     shares: Floats = np.divide(counts, totals, out=np.ones(counts.shape), where=counts > 0)
     free = (np.count_nonzero(counts, axis=1) - 1).clip(0)

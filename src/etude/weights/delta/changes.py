@@ -1,4 +1,4 @@
-"""The changes of a tensor as a list: the positions of the elements that change, and their new codes."""
+"""The changes of a tensor as a list: the positions of the elements that change, and their new codes (bits)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ Listed = tuple[npt.NDArray[np.uint32], Codes]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Changes:
-    """The changed elements of a tensor: `codes[i]` is written at `positions[i]` of the flat tensor.
+    """The changed elements of a tensor: `codes[i]` (the new bits of an element) is written at `positions[i]`.
 
-    `positions` ascend: uint32, or int64 for a tensor of 2^32 elements or more.
+    `positions` are indices into the flat tensor, ascending: uint32, or int64 for a tensor of 2^32 elements or more.
+    `checksums`: checksums of the tensor before and after the changes, if they were computed with the list.
     """
 
     positions: npt.NDArray[Any]
     codes: Codes
     checksums: tuple[str, str] | None = None
-    """Checksums of the tensor before and after the changes, if they were computed with the list (see
-    `checksums_before_after`)."""
 
 
 def write(rows: Iterable[tuple[Codes, Changes]]) -> None:
-    """Write changes into arrays in place. `rows`: pairs of an array of codes and its changes; the arrays must not
-    overlap. Uses the native kernels, in parallel, if they are available."""
+    """Write changes into arrays in place.
+
+    `rows`: pairs of a flat array of codes and the changes to write to it. The arrays must not overlap. Uses the native
+    kernels, in parallel, if they are available.
+    """
     kernels, rows = native.load(), list(rows)
     if kernels is not None:
         native_rows = [(codes, one.positions, one.codes) for codes, one in rows if _are_native(codes, one)]
@@ -46,8 +48,10 @@ def write(rows: Iterable[tuple[Codes, Changes]]) -> None:
 
 
 def apply_changes(old: Tensor | None, one: Changes | Tensor) -> Tensor:
-    """Apply a change to a tensor. `one` is a list of changes of `old`, or the complete new tensor. Returns `old` itself
-    if nothing changes, else a new tensor."""
+    """Apply a change to a tensor and return the result: `old` itself if nothing changes, else a new tensor.
+
+    `one` is a list of changes of `old`, or the complete new tensor; `old` may be None only for the latter.
+    """
     if isinstance(one, Tensor):
         return one
     assert old is not None, "changes are of a tensor that is held"
@@ -59,13 +63,15 @@ def apply_changes(old: Tensor | None, one: Changes | Tensor) -> Tensor:
 
 
 def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """Convert positions to the dtype that `Changes` uses for a tensor of `size` elements. No copy if they have it
-    already."""
+    """Convert positions to the dtype that `Changes` uses for a tensor of `size` elements.
+
+    It is uint32, or int64 from 2^32 elements on. The same array is returned if it has that dtype already.
+    """
     return positions.astype(np.uint32 if size < 1 << 32 else np.int64, copy=False)
 
 
 def sort_by_position(changes: Changes) -> Changes:
-    """The same changes, sorted by position."""
+    """Return the same changes, sorted by position."""
     if (changes.positions[1:] > changes.positions[:-1]).all():
         return changes
     order = np.argsort(changes.positions)
@@ -73,10 +79,11 @@ def sort_by_position(changes: Changes) -> Changes:
 
 
 def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
-    """Combine the changed items that were found in a tensor's tiles into the changes of the tensor. `found`: per tile,
-    in order. `old`: the items of the old tensor.
+    """Combine the changed items of a tensor's tiles into the changes of the tensor.
 
-    If only one of the two items of a code changes, the other is taken from `old`.
+    A tile is a part of a tensor that is coded alone. An item is a code, or one half of a code for dtypes with two parts
+    (`DType`). `found`: for each tile, the positions of its changed items in the tensor and the new items. `old`: all
+    items of the old tensor. If only one half of a code changes, the other is taken from `old`.
     """
     positions = np.concatenate([narrow(np.empty(0, np.int64), old.size), *(where for where, _ in found)])
     items = sort_by_position(

@@ -31,7 +31,7 @@ _PIECE = 64  # number of blocks that numpy sums at a time
 
 
 def checksum(codes: Codes) -> str:
-    """Checksum of the little-endian bytes of codes: 32 hex characters (two 64-bit sums, each little-endian).
+    """Return the checksum of the little-endian bytes of codes: 32 hex characters (two 64-bit sums, each little-endian).
 
     >>> checksum(np.array([1, 2], np.uint16))
     '525e21bf92390720298cd3c4bbd37ac7'
@@ -40,13 +40,13 @@ def checksum(codes: Codes) -> str:
 
 
 def checksums(old: Codes, new: Codes) -> tuple[str, str]:
-    """The checksums of two arrays of the same dtype and size, computed in one pass."""
+    """Return the checksums of two arrays of codes of the same dtype and size, computed in one pass."""
     sums = _sums(old, new)
     return as_text(sums[:2]), as_text(sums[2:])
 
 
 def checksums_before_after(old: Codes, changes: Changes) -> tuple[str, str]:
-    """The checksums of a tensor before and after `changes`, without creating the changed tensor.
+    """Return the checksums of a tensor before and after `changes`, without creating the changed tensor.
 
     `old`: the codes before. Takes one pass over `old`, or none if `changes.checksums` is set. Raises `ValueError` for
     positions that do not ascend or are out of range.
@@ -58,7 +58,7 @@ def checksums_before_after(old: Codes, changes: Changes) -> tuple[str, str]:
 
 
 def as_text(sums: tuple[int, ...]) -> str:
-    """Format two sums as in a manifest."""
+    """Format two 64-bit sums as a checksum of 32 hex characters."""
     return b"".join(one.to_bytes(8, "little") for one in sums).hex()
 
 
@@ -76,8 +76,7 @@ def _sums(old: Codes, new: Codes | None = None, changes: Changes | None = None) 
 def _parts(
     old: Codes, changes: Changes, elements: int = 1 << 31
 ) -> Iterator[tuple[Codes, tuple[npt.NDArray[np.uint32], Codes], int]]:
-    """Split codes that need positions above 32 bits. Yields, per part: its codes, its changes, and the number of its
-    first block."""
+    """Split codes that need positions above 32 bits. Yield the codes, changes and first block of each part."""
     if changes.positions.size and int(changes.positions[-1]) >= old.size:
         raise ValueError(f"position {changes.positions[-1]} is outside of {old.size}")
     for start in range(0, old.size, elements):
@@ -98,7 +97,11 @@ def _added(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def sums_by_numpy(old: Codes, new: Codes | None = None, changes: Changes | None = None) -> tuple[int, ...]:
-    """The sums of the old and the new codes, computed by numpy. Same result as `NativeKernels.sums`."""
+    """Compute with numpy what `NativeKernels.sums` computes: two numbers of the old codes, then two of the new.
+
+    The new codes are `new`, or `old` with `changes` applied, or else `old`. Raises `ValueError` for positions that do
+    not ascend or are out of range.
+    """
     before = _numpy_sums(old)
     if new is not None:
         return *before, *_numpy_sums(new)
@@ -111,8 +114,7 @@ def sums_by_numpy(old: Codes, new: Codes | None = None, changes: Changes | None 
 
 
 def _numpy_sums(codes: Codes, changes: Changes | None = None) -> tuple[int, int]:
-    """The two sums of codes with the changes applied, computed piece by piece. Products of two 16-bit numbers are
-    summed in float64, which represents sums of 4096 of them exactly."""
+    """Compute the two sums of changed codes. Sums of 4096 products of 16-bit numbers are exact in float64."""
     most = _PIECE * BLOCK_BYTES // codes.itemsize
     first = second = 0
     for start in range(0, codes.size, most):
@@ -134,7 +136,7 @@ def _numpy_sums(codes: Codes, changes: Changes | None = None) -> tuple[int, int]
 
 @cache
 def _key_limbs() -> npt.NDArray[np.float64]:
-    """[4096, 8] what each 16-bit limb of a block adds to each 16-bit limb of the first sum, then of the second."""
+    """Return what each 16-bit limb of a block adds to each 16-bit limb of the two sums: [4096, 8]."""
     words = BLOCK_BYTES // 8
     table = np.zeros((words, 4, 2, 4), np.float64)
     keys = [_mixed(_WORD_SEED, i) for i in range(2 * (words + _SHIFT))]
@@ -147,7 +149,7 @@ def _key_limbs() -> npt.NDArray[np.float64]:
 
 
 def _mixed(seed: int, i: int) -> int:
-    """The `i`th number of the splitmix64 sequence of a seed."""
+    """Return the `i`th number of the splitmix64 sequence of a seed."""
     z: Any = (seed + (i + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK

@@ -1,5 +1,4 @@
-"""The choices of the encoder: the form of each tensor, the tile shape, and the classes. They are made from a sample of
-the changes.
+"""The choices of the encoder, from a sample of the changes: the form of each tensor, the shape of tiles, the classes.
 
 These choices affect only the size of a delta: a decoder accepts any of them. They use integer arithmetic only, so that
 the numpy and the native kernels make the same choices and so the same bytes.
@@ -42,8 +41,6 @@ _WHOLE_ROW, _PART_OF_ROW = 4096, 2048  # rows up to this length are not cut; min
 
 @dataclass
 class _Group:
-    """Tensors of one dtype that share a tile."""
-
     tensor: int  # the first of them
     counts: Counts  # items by exponent
     bits: int
@@ -51,7 +48,7 @@ class _Group:
 
 
 def check_mode(mode: str) -> None:
-    """Raise `WeightsError` if `mode` is not a mode.
+    """Raise `WeightsError` if `mode` is neither "best" nor "fast".
 
     >>> check_mode("best")
     """
@@ -65,10 +62,10 @@ def check_mode(mode: str) -> None:
 def choose(
     new: Sequence[Codes | None], old: Sequence[Codes | None], specs: Sequence[Spec], kernels: Kernels, mode: Mode
 ) -> Layout:
-    """Choose the layout of a delta.
+    """Choose how the tensors of a delta are stored and cut into tiles (parts that are coded independently).
 
-    `new[i]`, `old[i]`: the items of tensor i. `new[i]` None: the tensor does not change. `old[i]` None: there is no old
-    tensor, so it is stored in full.
+    `new[i]`, `old[i]`: the elements of tensor i, as `to_items` returns them. `new[i]` None: the tensor does not change.
+    `old[i]` None: there is no old tensor, so it is stored in full. `kernels` count a sample of the changes.
     """
     forms = [SAME] * len(specs)
     grids: dict[int, Grid] = {}
@@ -109,8 +106,7 @@ def _sample(old: Codes, new: Codes, spec: Spec, kernels: Kernels) -> tuple[Count
 
 
 def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
-    """Choose tiles of about `_TILE_BITS` of delta: much smaller ones are mostly headers, much larger ones force readers
-    of a part to fetch too much."""
+    """Choose tiles of about `_TILE_BITS` of delta: smaller ones are mostly headers, larger ones hinder part readers."""
     tile = MAX_TILE
     while tile > _LEAST_TILE and tile * bits > _TILE_BITS * size:
         tile //= 2
@@ -120,8 +116,7 @@ def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
 
 
 def _classes(counts: Counts, mode: Mode) -> tuple[int, int]:
-    """Choose the exponent of the first class, and the number of classes. Rare exponents at either end are merged with
-    their neighbour."""
+    """Choose the exponent of the first class, and the number of classes; rare exponents are merged."""
     total = int(counts.sum())
     from_above, from_below = np.cumsum(counts[::-1])[::-1], np.cumsum(counts)
     high = int(np.flatnonzero(from_above * 256 >= total)[-1])

@@ -52,7 +52,7 @@ KERNELS: Kernels = native.load() or NumpyKernels()
 
 
 def object_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Group tensors into objects: [start, stop) of each object; empty if there are no tensors."""
+    """Group tensors into delta objects of limited size. Return [start, stop) of each group of `tensors`, in order."""
     found: list[tuple[int, int]] = []
     start = size = 0
     for i, tensor in enumerate(tensors):
@@ -66,10 +66,11 @@ def object_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def encode(
     new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode = "best", *, kernels: Kernels = KERNELS
 ) -> bytes:
-    """Encode the delta from `old` to `new`. Returns the bytes of a delta object.
+    """Encode the delta from the tensors `old` to the tensors `new` as one delta object, which has no names.
 
     `new[i]` and `old[i]` are one tensor before and after. If `old[i]` is None or has another dtype or shape, `new[i]`
-    is stored in full. `mode`: see `choices.Mode`.
+    is stored in full. `mode`: "best", or "fast" for faster encoding to about a third more bytes. `kernels`: the inner
+    loops, in Rust or numpy.
 
     >>> old = Tensor("bf16", (4,), np.array([0x3F80, 0x3F80, 0x0000, 0x7FC1], np.uint16))
     >>> new = Tensor("bf16", (4,), np.array([0x3F80, 0x3F7F, 0x8000, 0xFFFF], np.uint16))
@@ -95,8 +96,7 @@ def encode(
 def decode(
     data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = KERNELS
 ) -> list[Tensor]:
-    """Decode a delta object: returns the new tensors, one per spec. An unchanged tensor is the same object as its old
-    one.
+    """Decode a delta object to the new tensors, one per spec. An unchanged tensor is the same object as its old one.
 
     `old[i]`: the old tensor of `specs[i]`; None if the object stores it in full. Raises `WeightsError` for malformed
     bytes, and for bytes that do not fit these specs and old tensors. Well-formed bytes that were altered decode to
@@ -125,12 +125,11 @@ def changes(
     kernels: Kernels = KERNELS,
     in_order: bool = True,
 ) -> list[Changes | Tensor]:
-    """Decode a delta object to lists of changes: per spec, its `Changes` (empty if nothing changes), or the full new
-    tensor.
+    """Decode a delta object. Return, per spec, its `Changes` (empty if nothing changes) or the full new tensor.
 
-    Like `decode`, without creating the new tensors: needs memory in proportion to the changes. `in_order`: positions
-    ascend, as `Changes` promises; with False those of a matrix with very long rows may not ascend, which saves a copy.
-    Raises `WeightsError`.
+    The full new tensor is returned if the object stores it in full. Unlike `decode`, this needs memory in proportion to
+    the changes. `in_order`: whether positions must ascend, as `Changes` promises. With False those of a matrix with
+    very long rows may not ascend, which saves a copy. Raises `WeightsError`.
     """
     header, held = _open(data, specs, old)
     made: dict[int, Changes | Tensor] = {}
@@ -153,8 +152,7 @@ def changes(
 def _native_changes(
     header: Header, data: bytes | memoryview, held: Sequence[Codes], kernels: NativeKernels, in_order: bool
 ) -> Iterator[tuple[int, Changes]]:
-    """Decode with the native kernels: changes of tensors of one item per code and fewer than 2^32 items, with their
-    checksums, in one pass per tensor."""
+    """Decode with the native kernels what they support: changes of tensors, with checksums, in one pass per tensor."""
     view, offsets, layout = memoryview(data), header.offsets, header.layout
     for kind in DTYPES.values():
         if kind.parts > 1:
@@ -169,15 +167,13 @@ def _native_changes(
 
 
 def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]) -> None:
-    """Append the changes of tiles to `found`, by tensor."""
     for tile, (places, items) in zip(batch, listed, strict=True):
         for tensor, positions, part in split_by_tensor(tile, places, items):
             found[tensor].append((narrow(positions, held[tensor].size), part))
 
 
 def _sides(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[list[Codes | None], list[Codes | None]]:
-    """The new and the old items of each tensor. New: None if nothing changed. Old: None if there is nothing to compare
-    with."""
+    """Return the new items of each tensor (None: nothing changed) and the old ones (None: nothing to compare with)."""
     after: list[Codes | None] = []
     before: list[Codes | None] = []
     for n, o in zip(new, old, strict=True):
@@ -193,7 +189,10 @@ def _or_empty(arrays: Iterable[Codes | None]) -> list[Codes]:
 
 
 def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple[int, Tile]]]:
-    """Group numbered tiles for the kernels: up to about `most` items or `BATCH_TILES` tiles per batch."""
+    """Group tiles (parts of tensors that are coded alone), each with its number, into batches.
+
+    A batch has about `most` items or `BATCH_TILES` tiles at most.
+    """
     batch: list[tuple[int, Tile]] = []
     size = 0
     for number, tile in tiles:
@@ -207,15 +206,17 @@ def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple
 
 
 def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> bytes:
-    """The shorter form of a tile: its coded bytes, or byte planes of its new items. Planes are tried only if the coded
-    form is long."""
+    """Return the shorter encoding of a tile: `coded` (its changes), or all its new items as compressed byte planes.
+
+    A tile is a part of a tensor that is coded alone. `new` returns its new items; it is called only if `coded` is long.
+    """
     if len(coded) * 4 < tile.size * kind.items.itemsize * 3:
         return coded
     return min(coded, bytes((_PLANES,)) + streams.encode_planes(new()), key=len)
 
 
 def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
-    """A tile's payload in a form that kernels accept: byte planes are decoded to raw items."""
+    """Return the encoded bytes of a tile in a form that `Kernels` accept: byte planes are decoded to raw items."""
     if not payload or payload[0] != _PLANES:
         return payload
     items = np.empty(tile.size, kind.items)
@@ -224,7 +225,7 @@ def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
 
 
 def parse_object(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
-    """Parse the header of a complete delta object. Raises `WeightsError`."""
+    """Parse the header of a complete delta object. `specs`: dtype and shape of its tensors. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
         raise damaged(f"it has {len(data)} bytes, its header states {header.offsets[-1]}")
@@ -232,8 +233,7 @@ def parse_object(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
 
 
 def _open(data: bytes | memoryview, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
-    """Parse the header and check that the needed old tensors are there. Also returns the old items of the tensors that
-    change."""
+    """Parse the header, and return it with the old items of the tensors that change. Raises if one is missing."""
     header = parse_object(data, specs)
     held: list[Codes | None] = []
     for form, spec, known in zip(header.layout.forms, specs, old, strict=True):
@@ -250,8 +250,11 @@ def changed_tiles(
     most: int,
     wanted: Callable[[Tile], bool] = lambda _: True,
 ) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
-    """Yield batches of the tiles in which something changes: dtype, tiles and payloads for the kernels, about `most`
-    items per batch. `wanted` selects tiles."""
+    """Yield the tiles of a delta object in which something changes, in batches of about `most` items of one dtype.
+
+    A tile is a part of a tensor that is coded alone. A batch has the dtype, the tiles, and the encoded bytes of each.
+    `wanted` selects tiles; by default all are wanted.
+    """
     view, offsets = memoryview(data), header.offsets
     for kind in DTYPES.values():
         found = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1] and wanted(tile))
@@ -261,7 +264,7 @@ def changed_tiles(
 
 
 def decode_full(header: Header, data: bytes | memoryview, tensor: int) -> npt.NDArray[Any]:
-    """Decode the codes of a tensor of form WHOLE. Raises `WeightsError`."""
+    """Decode a tensor that the object stores in full, given its number, and return its codes. Raises `WeightsError`."""
     spec = header.layout.specs[tensor]
     codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
     for number, start, stop in header.layout.full_tiles(tensor):

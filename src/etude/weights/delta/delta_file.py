@@ -1,6 +1,6 @@
-"""Reads and writes delta files (`.etdf`): a complete delta in one file. A file has a head, a table of tensors, a note,
-delta objects, and a SHA-256 of everything before it.
+"""Reads and writes delta files (`.etdf`): a complete delta in one file.
 
+A file has a head, a table of tensors, a note, delta objects, and a SHA-256 of everything before it.
 `docs/formats/delta_file.md` defines every field. This module handles only the container; `codec` encodes the objects.
 Channels do not use this format, since their manifests contain the same information. It is for users who move deltas by
 themselves.
@@ -32,26 +32,30 @@ _OBJECT = struct.Struct("<QI")
 
 
 class Kind(enum.IntEnum):
-    """What the delta does with a tensor."""
+    """What a delta does with a tensor.
+
+    SAME: nothing. CHANGED: same dtype and shape, other bits; stored as a delta. NEW, REMOVED: only the target or only
+    the base has it. REPLACED: another dtype or shape; stored in full.
+    """
 
     SAME = 0
-    CHANGED = 1  # same dtype and shape, other bits: stored as a delta
+    CHANGED = 1
     NEW = 2
     REMOVED = 3
-    REPLACED = 4  # another dtype or shape: stored in full
+    REPLACED = 4
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the base (`old`), of the target (`new`), or of both. Spec and checksum are None on a side that
-    lacks the tensor.
+    """One tensor in the table of a delta file: of the base (`old`), of the target (`new`), or of both.
 
-    `same`: no bit changes, so both sides have the same spec and checksum.
+    Spec and checksum (`checksums.checksum`, 32 hex characters) are None on a side that lacks the tensor. `same`: no bit
+    changes, so both sides have the same spec and checksum.
     """
 
     name: str
     old: Spec | None
-    old_checksum: str | None  # `checksums.checksum`, 32 hex
+    old_checksum: str | None
     new: Spec | None
     new_checksum: str | None
     same: bool = False
@@ -75,11 +79,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A parsed delta file whose SHA-256 was verified. Its objects are not decoded."""
+    """A parsed delta file whose SHA-256 was verified. Its objects (groups of encoded tensors) are not decoded.
 
-    entries: tuple[Entry, ...]  # sorted by name
-    note: bytes  # for the program that wrote the file
-    objects: tuple[tuple[int, memoryview], ...]  # (number of coded entries that it covers, its bytes)
+    `entries`: one per tensor, sorted by name. `note`: bytes for the program that wrote the file. `objects`: for each
+    object, the number of entries whose data it contains, and its bytes.
+    """
+
+    entries: tuple[Entry, ...]
+    note: bytes
+    objects: tuple[tuple[int, memoryview], ...]
 
     @property
     def target_bytes(self) -> int:
@@ -88,7 +96,7 @@ class DeltaFile:
 
 
 def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes:
-    """Encode everything before the first object. Raises `WeightsError` if it exceeds a limit of the format."""
+    """Encode what is before the first object of a delta file. Raises `WeightsError` above a limit of the format."""
     table = b"".join(map(_write_entry, entries))
     for what, size, limit in (
         ("tensors", len(entries), MAX_ENTRIES),
@@ -103,13 +111,15 @@ def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes
 
 
 def write_object_head(num_bytes: int, num_tensors: int) -> bytes:
-    """Encode the prefix of an object: its size in bytes, and the number of tensors that it covers."""
+    """Encode the prefix of a group of tensors in a delta file: its size in bytes, and the number of tensors in it."""
     return _OBJECT.pack(num_bytes, num_tensors)
 
 
 def read(data: bytes | memoryview) -> DeltaFile:
-    """Parse a delta file and verify its SHA-256. Objects are views of `data`, not copies. Raises `WeightsError` for
-    bytes that are not a delta file, or a damaged one."""
+    """Parse a delta file and verify its SHA-256. The objects are views of `data`, not copies.
+
+    Raises `WeightsError` for bytes that are not a delta file, or a damaged one.
+    """
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size + DIGEST_BYTES:
         raise damaged(f"it has {len(view)} bytes, fewer than any delta file", cut=True)
@@ -154,8 +164,10 @@ def read(data: bytes | memoryview) -> DeltaFile:
 
 
 def damaged(facts: str, *, cut: bool = False) -> WeightsError:
-    """Create the error for a damaged delta file. `cut`: its digest or length is wrong, so it was probably truncated or
-    altered."""
+    """Create the error for a damaged delta file.
+
+    `facts`: what is wrong. `cut`: its digest or length is wrong, so it was probably truncated or altered.
+    """
     hint = "copy the file again: it was cut off or altered" if cut else "encode it again: etude did not write this file"
     return WeightsError("the delta file is damaged", facts, hint=hint)
 
@@ -229,8 +241,6 @@ def _text(data: memoryview) -> str:
 
 
 class _Reader:
-    """Takes bytes from the front of a buffer; never reads past the end."""
-
     def __init__(self, data: memoryview, at: int) -> None:
         self._data, self._at = data, at
 

@@ -32,13 +32,12 @@ LIMIT_BYTES = 64 << 30
 
 
 def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best") -> bytes:
-    """Encode the delta from the arrays `old` to the arrays `new`. Returns the bytes of a delta file
-    (`docs/formats/delta_file.md`), for `apply`.
+    """Encode the delta from the arrays `old` to the arrays `new`. Return the bytes of a delta file, for `apply`.
 
-    `old`, `new`: tensor name -> numpy array, CPU torch tensor, `Tensor`, or buffer. Names, dtypes and shapes may differ
-    between the two. `dtypes`: tensor name -> dtype name ("bf16", "f8_e4m3", ...; all are in `tensors.DTYPES`), for
-    arrays whose own dtype does not say it; valid for both sides. `mode`: "best" for neural networks, "fast" if time
-    matters more than size.
+    `old`, `new`: tensor name -> numpy array, CPU torch tensor, `Tensor`, or object with the buffer protocol. Names,
+    dtypes and shapes may differ between the two. `dtypes`: tensor name -> dtype name ("bf16", "f8_e4m3", ...; all are
+    in `tensors.DTYPES`), for arrays whose own dtype does not say it; valid for both sides. `mode`: "best" for neural
+    networks, "fast" if time matters more than size. `docs/formats/delta_file.md` defines the file.
 
     Raises `WeightsError` for an array that cannot be encoded; the error names the tensor.
 
@@ -54,10 +53,10 @@ def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mo
 def parts(
     old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best", *, note: bytes = b""
 ) -> Iterator[bytes]:
-    """Like `encode`, but yields the bytes piece by piece, for writing to a file. Only the tensors of one object are in
-    memory at a time, besides `old` and `new`.
+    """Encode a delta as `encode` does, but yield its bytes piece by piece, for writing to a file.
 
-    `note`: bytes that are stored in the file for the caller. Every array is read twice.
+    Besides `old` and `new`, only one encoded group of tensors is in memory at a time. Every array is read twice.
+    `note`: bytes that are stored in the file for the caller. The other arguments are those of `encode`.
     """
     check_mode(mode)
     before, after = _sides(old, new, dtypes)
@@ -74,15 +73,14 @@ def parts(
 def apply(
     old: Arrays, delta: bytes | memoryview, out: Mapping[str, Any] | None = None, *, limit_bytes: int = LIMIT_BYTES
 ) -> dict[str, Array]:
-    """Apply a delta to the arrays it was made from. Returns the new arrays by name, bit for bit equal to the `new` of
-    `encode`.
+    """Apply a delta to the arrays it was made from. Return the new arrays by name, bit for bit those given to `encode`.
 
-    `old`: the base, as for `encode`. `delta`: the output of `encode`. `limit_bytes`: maximum size of the target.
+    `old`: the base, as for `encode`. `delta`: the bytes from `encode`. `limit_bytes`: maximum size of all new arrays.
 
-    Without `out`: returns new numpy arrays (in numpy's dtype if it has one, else unsigned codes); unchanged tensors
-    share the memory of `old`. With `out`: a writable, contiguous buffer for every tensor of the target, where the
-    result is written. `out=old` updates the base in place and writes only the changes. For a buffer that is not a numpy
-    array, the flat codes are returned.
+    Without `out`, new numpy arrays are returned (in numpy's dtype if it has one, else unsigned codes). Unchanged
+    tensors share the memory of `old`. With `out`, the result is written into its buffers: a writable, contiguous one
+    for every new array. `out=old` updates the base in place and writes only the changes. For a buffer that is not a
+    numpy array, the flat codes are returned.
 
     Nothing is written before everything is verified. Raises `WeightsError` for a damaged delta, a different base, a
     target above `limit_bytes`, or buffers that do not fit.
@@ -114,8 +112,10 @@ def apply(
 
 
 def bound(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> float:
-    """A lower bound for the size of the delta from `old` to `new`, in bytes, for a coder that uses only the old
-    exponent of each weight. `delta/bound.py` has the formula. Arguments as for `encode`.
+    """Compute a lower bound for the size of the delta from `old` to `new`, in bytes.
+
+    It holds for a coder that predicts a change only by the old exponent of a weight. `delta/bound.py` has the formula.
+    The arguments are those of `encode`.
 
     >>> w = {"w": np.zeros(8, np.float32)}
     >>> bound(w, w)
@@ -151,13 +151,19 @@ def _sides(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None) -> tuple[
 
 
 def tensors(arrays: Arrays, dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Convert every array to a `Tensor`. Raises `WeightsError`; the error names the tensor."""
+    """Convert every array to a `Tensor`. Raises `WeightsError`; the error names the tensor.
+
+    `dtypes`: tensor name -> dtype name, for arrays whose own dtype does not say it.
+    """
     check_arrays(arrays)
     return {name: tensor_of(name, array, (dtypes or {}).get(name)) for name, array in arrays.items()}
 
 
 def check_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
-    """Like `fit_base`, and also compare the checksum of every tensor. Raises `WeightsError`."""
+    """Check that `old` is the base that a delta was made from, and return it as tensors.
+
+    Compares names, dtypes, shapes, and the checksum of every tensor. Raises `WeightsError` for a difference.
+    """
     base = fit_base(file, old)
     for entry in file.entries:
         if entry.old_checksum is not None:
@@ -166,8 +172,10 @@ def check_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
 
 
 def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
-    """The tensors of the base that the delta names. Compares names, dtypes and shapes; reads no data yet. Raises
-    `WeightsError`."""
+    """Check that `old` has the tensors that a delta was made from, and return these by name.
+
+    Compares names, dtypes and shapes; reads no data yet. Raises `WeightsError` for a difference.
+    """
     check_arrays(old)
     base: dict[str, Tensor] = {}
     for entry in file.entries:
@@ -183,13 +191,12 @@ def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
 
 
 def decode_tensors(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Decode the tensors of a delta file, object by object. Checksums of base and result are verified. Changed tensors
-    are in new memory. Raises `WeightsError`."""
-    for entries, data in _objects(file):
-        held = [base.get(entry.name) for entry in entries]
-        with _of_this_base(entries, held):
-            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
-        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
+    """Decode a delta file, and yield the coded tensors by name, one group (object of the file) at a time.
+
+    Checksums of base and result are verified. Changed tensors are in new memory. Tensors without a change are not
+    yielded. Raises `WeightsError`.
+    """
+    for entries, held, found in _checked_objects(file, base):
         yield {entry.name: apply_changes(old, one) for entry, old, one in zip(entries, held, found, strict=True)}
 
 
@@ -203,8 +210,7 @@ class _Write:
 
 
 def _put(writes: Sequence[_Write]) -> None:
-    """Do all writes: full tensors first, then changes. Buffers that share memory are written once; their results are
-    equal."""
+    """Do all writes, full tensors first. Buffers that share memory are written once; their results are equal."""
     for one in writes:
         if one.target.ctypes.data != one.whole.ctypes.data:
             one.target[:] = one.whole
@@ -218,7 +224,7 @@ def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
 
 
 def _sums(old: Tensor | None, new: Tensor | codec.Changes | None) -> tuple[str | None, str | None]:
-    """The checksums of a tensor before and after; in one pass if both have the same spec."""
+    """Return the checksums of a tensor before and after; in one pass if both have the same spec."""
     if old is not None and isinstance(new, codec.Changes):
         return checksums_before_after(old.codes, new)
     assert not isinstance(new, codec.Changes), "changes are of a tensor that is held"
@@ -240,13 +246,8 @@ def _pieces(
 def _checked_changes(
     file: DeltaFile, base: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[Codes, codec.Changes | None]]]:
-    """Yield, for each coded tensor, its base codes (or full new codes) and its changes. The checksum of the result is
-    verified without creating it."""
-    for entries, data in _objects(file):
-        held = [base.get(entry.name) for entry in entries]
-        with _of_this_base(entries, held):
-            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
-        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
+    """Yield base codes (or full new codes) and changes of each coded tensor."""
+    for entries, held, found in _checked_objects(file, base):
         for entry, old, made in zip(entries, held, found, strict=True):
             if isinstance(made, Tensor):
                 yield entry.name, (made.codes, None)
@@ -254,15 +255,21 @@ def _checked_changes(
                 yield entry.name, (old.codes, made)
 
 
-def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], memoryview]]:
-    """Yield each object with the entries that it covers."""
+def _checked_objects(
+    file: DeltaFile, base: Mapping[str, Tensor]
+) -> Iterator[tuple[list[Entry], list[Tensor | None], list[codec.Changes | Tensor]]]:
+    """Yield the entries, base tensors and changes of each object, after verifying the checksums of both sides."""
     coded = iter([entry for entry in file.entries if entry.coded])
     for count, data in file.objects:
-        yield [next(coded) for _ in range(count)], data
+        entries = [next(coded) for _ in range(count)]
+        held = [base.get(entry.name) for entry in entries]
+        with _of_this_base(entries, held):
+            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
+        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
+        yield entries, held, found
 
 
 def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:
-    """Verify the checksums of base tensors that no object covers. Raises `WeightsError`."""
     for entry in file.entries:
         if entry.old is not None and not entry.coded:
             _check_old(entry, checksum(base[entry.name].codes))
@@ -270,8 +277,7 @@ def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _of_this_base(entries: Sequence[Entry], held: Sequence[Tensor | None]) -> Iterator[None]:
-    """If decoding fails, check first whether the base is a different one: that error is more helpful. Raises
-    `WeightsError`."""
+    """If decoding fails, check first whether the base is a different one: that error is more helpful."""
     try:
         yield
     except WeightsError:
@@ -308,7 +314,7 @@ def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
 
 
 def _place(name: str, spec: Spec | None, out: Mapping[str, Any]) -> Codes:
-    """The memory of an output buffer, as flat codes. Raises `WeightsError` if the tensor does not fit."""
+    """Return the memory of an output buffer as flat codes. Raises `WeightsError` if the tensor does not fit."""
     assert spec is not None
     if name not in out:
         raise WeightsError(
@@ -359,7 +365,7 @@ def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mappin
 def _overlapping(
     spans: Sequence[tuple[int, int, str]], starts: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[int, int, str]]:
-    """Of sorted spans that are disjoint or identical: those that share a byte with [start, stop)."""
+    """Yield those of sorted spans, which are disjoint or identical, that share a byte with [start, stop)."""
     at = bisect_left(starts, stop)
     while start < stop and at and spans[at - 1][1] > start:
         at -= 1
@@ -371,7 +377,10 @@ def _span(codes: Codes) -> tuple[int, int]:
 
 
 def wrong_base(facts: str, more: str = "") -> WeightsError:
-    """Create the error for a base that the delta was not made from. `more` is appended to its hint."""
+    """Create the error for a base that the delta was not made from.
+
+    `facts`: what differs. `more` is appended to the hint of the error.
+    """
     hint = "apply it to the version that it was made from; nothing was changed"
     return WeightsError("this delta is for another base", facts, hint=f"{hint}{'; ' + more if more else ''}")
 

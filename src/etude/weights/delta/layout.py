@@ -2,7 +2,7 @@
 
 A tile is a rectangle of one tensor, or a few small tensors of one dtype. Each tile is coded independently, so a reader
 can fetch, verify and decode only the part that it needs. The numpy and the native kernels get the same tiles, so they
-produce the same bytes. Knows nothing of the coding of a tile (`tiles.py`).
+produce the same bytes. `tiles.py` codes a tile.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of one tensor's items: row `r` starts at item `start + r * stride` and has `cols` items."""
+    """A rectangle of one tensor, as a part of a `Tile`.
 
-    tensor: int  # index into the arrays that belong to the tiles
+    Row `r` starts at item `start + r * stride` and has `cols` items. An item is an element or one half of it
+    (`tensors.DType`). `tensor`: the tensor's index in the arrays that are given with the tiles.
+    """
+
+    tensor: int
     start: int
     rows: int
     cols: int
@@ -65,13 +69,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tile:
-    """Items that are coded together, piece after piece, each row by row; and their classes.
+    """A part of one or several tensors that is coded alone: the items of `pieces`, piece after piece, each row by row.
 
-    The class of an item is `high` minus the exponent of its old code, clipped to [0, `classes` - 1].
+    An item is an element or one half of it (`tensors.DType`). Items are grouped into `classes` (1 to `MAX_CLASSES`)
+    classes by the exponent of their old code. The class of an item is `high` minus that exponent, clipped to [0,
+    `classes` - 1].
     """
 
     high: int
-    classes: int  # 1 to MAX_CLASSES
+    classes: int
     pieces: tuple[Piece, ...]
 
     @property
@@ -81,26 +87,33 @@ class Tile:
 
 
 class Kernels(Protocol):
-    """The inner loops of the codec. All arrays contain items (`tensors.to_items`), 1-D and contiguous. All `tiles` of a
-    call have one dtype."""
+    """The interface of the inner loops of the codec, in Rust (`NativeKernels`) or numpy (`NumpyKernels`).
+
+    All arrays contain items (`tensors.to_items`), 1-D and contiguous. All tiles of a call have one dtype.
+    """
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
-        """Count items, and changed items, by exponent of the old item: two arrays [256].
+        """Count the items, and the changed items, by the exponent of the old item. Return two arrays [256].
 
-        Counts every `stride`-th block of 64 items; a last, shorter block counts only if the stride is 1.
+        Only every `stride`-th block of 64 items is counted; a last, shorter block only if the stride is 1. `kind`: the
+        dtype.
         """
         ...
 
     def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], new: Sequence[Codes]) -> list[bytes]:
-        """Encode each tile. Returns empty bytes for a tile in which nothing changed."""
+        """Encode each tile, and return its bytes: empty for a tile in which nothing changed.
+
+        `old[i]`, `new[i]`: the items of tensor i before and after, where i is the `tensor` of a piece.
+        """
         ...
 
     def changes(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
     ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
-        """Decode each tile (coded or raw) to the positions in the tile that change, ascending, and the new items there.
+        """Decode each tile. Return the changed positions in the tile (uint32, ascending) and the new items there.
 
-        Raises `WeightsError` for bytes that no encoder wrote.
+        `payloads`: the encoded bytes of each tile. `old[i]`: the old items of tensor i. Raises `WeightsError` for bytes
+        that no encoder wrote.
         """
         ...
 
@@ -112,14 +125,20 @@ class Kernels(Protocol):
         new: Sequence[Codes],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Decode the tiles into `new`, which contains the old items. If it raises `WeightsError`, `new` is partly
-        written."""
+        """Decode the tiles and write the changes into `new`, which contains the old items.
+
+        `payloads`: the encoded bytes of each tile. If it raises `WeightsError`, for bytes that no encoder wrote, `new`
+        is partly written.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How a tensor of form DELTA is cut into tiles, as stored in the header."""
+    """How one tensor is cut into tiles, as the header stores it: into rectangles of `tile_rows` x `tile_cols` items.
+
+    `high` and `classes` are those of its tiles (`Tile`).
+    """
 
     high: int
     classes: int
@@ -128,15 +147,20 @@ class Grid:
 
 
 def table_shape(spec: Spec) -> tuple[int, int]:
-    """Rows and columns of a tensor's items: the last dimension is the columns, all others are rows."""
+    """Return a tensor's shape as (rows, columns) of items: the last dimension is the columns, all others are rows.
+
+    An item is an element or one half of it (`tensors.DType`).
+    """
     cols = (spec.shape[-1] if spec.shape else 1) * DTYPES[spec.dtype].parts
     return math.prod(spec.shape[:-1]), cols
 
 
 class Layout:
-    """Which tile contains which items. Tiles are numbered in the order in which they are stored.
+    """How the tensors of a delta object are cut into tiles. Tiles are numbered in the order in which they are stored.
 
-    `grids`: one per tensor of form DELTA. Raises `WeightsError` for an invalid grid.
+    `forms`: for each tensor SAME (unchanged), DELTA (has tiles of its own), WHOLE (stored in full) or JOINED (shares
+    the tile of a tensor before it). `grids`: tensor number -> grid, for each tensor of form DELTA. Raises
+    `WeightsError` for an invalid grid.
     """
 
     def __init__(self, specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Grid]) -> None:
@@ -148,14 +172,14 @@ class Layout:
         self.num_tiles: int = ends[-1]
 
     def tiles(self, kind: DType) -> Iterator[tuple[int, Tile]]:
-        """Yield number and tile of all delta tiles of a dtype."""
+        """Yield the number and the tile of all tiles of one dtype, without those of tensors that are stored in full."""
         for tensor in self.grids:
             if self.specs[tensor].dtype == kind.name:
                 for number in self._ranges[tensor]:
                     yield number, self.tile(tensor, number)
 
     def tile(self, tensor: int, number: int) -> Tile:
-        """A tile of a tensor of form DELTA."""
+        """Return the tile with number `number`, which belongs to the tensor with number `tensor` (of form DELTA)."""
         grid, (rows, cols) = self.grids[tensor], table_shape(self.specs[tensor])
         down, right = divmod(number - self._ranges[tensor].start, -(-cols // grid.tile_cols))
         row, col = down * grid.tile_rows, right * grid.tile_cols
@@ -167,7 +191,10 @@ class Layout:
         return Tile(grid.high, grid.classes, tuple(pieces))
 
     def tiles_over(self, tensor: int, rows: range, cols: range) -> Iterator[tuple[int, Tile]]:
-        """The delta tiles that contain a rectangle of a tensor. For a joined tensor: the tile that it shares."""
+        """Yield the number and the tile of all tiles that contain a part of a rectangle of a tensor.
+
+        `rows`, `cols`: the rectangle, in items. For a tensor that joined the tile of another, that tile is yielded.
+        """
         host = next((host for host, joined in self._joined.items() if tensor in joined), None)
         if host is not None:
             yield self._ranges[host].start, self.tile(host, self._ranges[host].start)
@@ -180,7 +207,7 @@ class Layout:
                 yield number, self.tile(tensor, number)
 
     def full_tiles(self, tensor: int) -> Iterator[tuple[int, int, int]]:
-        """For each tile of a tensor of form WHOLE: its number, its first element, and the end (exclusive)."""
+        """Yield the tiles of a tensor that is stored in full: number, first element, and end (exclusive) of each."""
         size = self.specs[tensor].size
         for i, number in enumerate(self._ranges[tensor]):
             yield number, i * WHOLE_TILE, min(size, (i + 1) * WHOLE_TILE)
@@ -194,15 +221,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Header:
-    """The parsed header of a delta object."""
+    """The parsed header of a delta object (a file of encoded tensors).
+
+    `offsets` [tiles + 1]: where each tile starts in the object, in bytes; the last is the end of the object. `pages`:
+    the SHA-256 of each page. A page is a run of complete tiles (`page_bounds`).
+    """
 
     layout: Layout
-    offsets: npt.NDArray[np.int64]  # [tiles + 1] offset of each tile in the object; the last is the end of the object
-    pages: tuple[bytes, ...]  # SHA-256 of each page
+    offsets: npt.NDArray[np.int64]
+    pages: tuple[bytes, ...]
 
     def check_pages(self, start: int, data: bytes | memoryview) -> None:
-        """Verify the pages in `data` by their digests. `data` starts at byte `start` of the object, which is a page
-        boundary, and ends at one. Raises `WeightsError`."""
+        """Verify the pages (runs of tiles) in `data` by their digests. Raises `WeightsError` if one differs.
+
+        `data` starts at byte `start` of the object, which is a page boundary, and ends at one.
+        """
         bounds, view = page_bounds(self.offsets), memoryview(data)
         for (first, last), digest in zip(bounds, self.pages, strict=True):
             within = start <= first and last <= start + len(view)
@@ -211,7 +244,11 @@ class Header:
 
 
 def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """[start, stop) of each page. A page has complete tiles and is closed as soon as it has `PAGE_BYTES`."""
+    """Return [start, stop) of each page of a delta object, in bytes, from the offsets of its tiles.
+
+    A page is the unit that a reader fetches and verifies. It has complete tiles and is closed as soon as it has
+    `PAGE_BYTES`.
+    """
     bounds = []
     start, stop = int(offsets[0]), int(offsets[-1])
     while start < stop:
@@ -222,7 +259,7 @@ def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def write(layout: Layout, tiles: Sequence[bytes]) -> bytes:
-    """Encode the object: the header, then the tiles."""
+    """Encode a delta object: the header that describes `layout`, then the encoded tiles, given by number."""
     body = b"".join(tiles)
     offsets = np.cumsum([0, *map(len, tiles)], dtype=np.int64)
     view = memoryview(body)
@@ -241,7 +278,7 @@ def write(layout: Layout, tiles: Sequence[bytes]) -> bytes:
 
 
 def header_bytes(data: bytes | memoryview) -> int:
-    """The length of the header, read from its first `FIXED_BYTES`. Raises `WeightsError`."""
+    """Read the length of an object's header, in bytes, from its first `FIXED_BYTES` bytes. Raises `WeightsError`."""
     reader = Reader(data)
     if bytes(reader.take(len(MAGIC))) != MAGIC:
         raise damaged(f"it does not start as a delta of format {MAGIC[-1]} does")
@@ -250,9 +287,10 @@ def header_bytes(data: bytes | memoryview) -> int:
 
 
 def read_header(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
-    """Parse the header at the start of an object or of its first bytes. Raises `WeightsError`.
+    """Parse the header of a delta object. `data`: the object, or at least its header. Raises `WeightsError`.
 
-    Needs memory in proportion to the length of the header and the number of specs, whatever the header claims.
+    `specs`: dtype and shape of the object's tensors. Needs memory in proportion to the length of the header and the
+    number of specs, whatever the header claims.
     """
     num_bytes = header_bytes(data)
     reader = Reader(Reader(data).take(num_bytes))
@@ -294,8 +332,7 @@ def _grid_count(spec: Spec, grid: Grid) -> int:
 
 
 def _joined(specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Grid]) -> dict[int, list[int]]:
-    """For each tensor that shares its tile: the tensors that joined it. A joined tensor belongs to the last single-tile
-    tensor of its dtype before it."""
+    """Return, for each tensor that shares its tile (the last single-tile one of its dtype), those that joined it."""
     hosts: dict[str, int] = {}
     joined: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}

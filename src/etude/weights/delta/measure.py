@@ -1,4 +1,4 @@
-"""Measures the size of a delta between two sets of tensors: per tensor and in total, beside its bound.
+"""Measures the size of a delta between two sets of tensors: per tensor and in total, beside its theoretical bound.
 
 A tensor that is new, or has another dtype or shape, is stored in full. The bound does not apply to it, so such tensors
 are counted separately.
@@ -19,16 +19,19 @@ from etude.weights.tensors import Codes, Tensor
 
 @dataclass(frozen=True)
 class Cost:
-    """The size of the delta of one tensor, or of several together. A tensor that is stored in full counts as changed in
-    every element."""
+    """The size of the delta of one tensor, or of several together.
+
+    A tensor that is stored in full counts as changed in every element. `delta_bytes` of one tensor: encoded alone, with
+    headers. `bound_bytes`: the size from the formula in `delta/bound.py`; None if a tensor is stored in full.
+    """
 
     name: str
     dtype: str
     num_elements: int
     num_changed: int
     snapshot_bytes: int
-    delta_bytes: int  # of one tensor: encoded alone, with headers
-    bound_bytes: float | None  # None if a tensor is stored in full: the bound does not apply
+    delta_bytes: int
+    bound_bytes: float | None
 
     @property
     def density(self) -> float:
@@ -42,34 +45,41 @@ class Cost:
 
     @property
     def bound_bits_per_weight(self) -> float | None:
-        """Size of the bound in bits per weight."""
+        """`bound_bytes` in bits per weight."""
         return None if self.bound_bytes is None else 8 * self.bound_bytes / max(1, self.num_elements)
 
     @property
     def ratio(self) -> float:
-        """Compression ratio: snapshot bytes over delta bytes."""
+        """Compression ratio: `snapshot_bytes` over `delta_bytes`."""
         return self.snapshot_bytes / max(1, self.delta_bytes)
 
     @property
     def share_of_bound(self) -> float | None:
-        """Bound over delta size. 1.0: as small as a coder that uses only old exponents; 0: nothing changed."""
+        """`bound_bytes` over `delta_bytes`. 1.0: as small as a coder that uses only exponents; 0: nothing changed."""
         return None if self.bound_bytes is None else self.bound_bytes / max(1, self.delta_bytes)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The size of a delta from one set of tensors to another."""
+    """The size of a delta from one set of tensors to another. From `measure`.
 
-    tensors: list[Cost]  # each encoded alone, sorted by name
-    deltas: Cost | None  # all tensors with an old one of the same dtype and shape; None: there are none
-    full_tensors: Cost | None  # all others, and the bytes they add; None: there are none
+    `tensors`: each encoded alone, sorted by name. `deltas`: all tensors with an old one of the same dtype and shape
+    together. `full_tensors`: all others, and the bytes that they add. Both are None if there are no such tensors.
+    `num_whole`: the number of tensors in `full_tensors`.
+    """
+
+    tensors: list[Cost]
+    deltas: Cost | None
+    full_tensors: Cost | None
     total: Cost
     num_whole: int
 
 
 def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mode: Mode = "best") -> Costs:
-    """Encode the delta from `old` to `new` and measure it: each tensor alone, and all together in objects as in a file
-    or a channel."""
+    """Encode the delta from `old` to `new`, each tensor alone and all together, and measure the sizes.
+
+    `mode`: "best", or "fast" for faster encoding to more bytes.
+    """
     pairs = [(new[name], old.get(name)) for name in sorted(new)]
     rows = [_cost(name, *pair, mode) for name, pair in zip(sorted(new), pairs, strict=True)]
     kept = [pair for pair in pairs if not _is_whole(*pair)]
@@ -115,7 +125,6 @@ def _is_whole(new: Tensor, old: Tensor | None) -> bool:
 
 
 def _coded_bytes(pairs: Sequence[tuple[Tensor, Tensor | None]], mode: Mode) -> int:
-    """Total size of the objects for pairs of new and old tensors."""
     after, before = [new for new, _ in pairs], [old for _, old in pairs]
     return sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in codec.object_spans(after))
 
@@ -125,7 +134,6 @@ def _bound(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> float:
 
 
 def _weights(tensor: Tensor) -> Codes:
-    """One code per weight: packed 4-bit codes are unpacked."""
     if tensor.dtype != "f4_e2m1x2":
         return tensor.codes
     return np.concatenate([tensor.codes & np.uint8(15), tensor.codes >> np.uint8(4)])

@@ -2,8 +2,8 @@
 the numpy kernels.
 
 The library is stored beside this file: wheels contain it, and a build of the package compiles it if a Rust toolchain is
-installed. If it is missing, `load` returns None, `why_not` returns the reason, and `NumpyKernels` is used. Only
-addresses are passed, so inputs are not copied. `native/src/abi.rs` is the Rust side of the calls.
+installed. If it is missing, `NumpyKernels` is used. Only addresses are passed, so inputs are not copied.
+`native/src/abi.rs` is the Rust side of the calls.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class _DecodeError(ctypes.Structure):
 
 
 class NativeKernels:
-    """`layout.Kernels` in Rust. Thread-safe.
+    """The inner loops of the codec in Rust: an implementation of `layout.Kernels`. Thread-safe.
 
-    `threads`: number of threads that share the tiles; None: the number of `set_threads`. `level`: one of `LEVELS`;
-    None: the fastest that this machine has. Raises `OSError` if the library is missing or of another version,
-    `ValueError` for a level that this machine lacks.
+    `threads`: number of threads that share the tiles; None: the number set by `set_threads`. `level`: one of `LEVELS`;
+    None: the fastest that this machine has. `library`: the shared library to load. Raises `OSError` if the library is
+    missing or of another version, `ValueError` for a level that this machine lacks.
     """
 
     def __init__(self, threads: int | None = None, level: str | None = None, library: Path = LIBRARY) -> None:
@@ -109,7 +109,7 @@ class NativeKernels:
 
     @property
     def threads(self) -> int:
-        """Maximum number of threads."""
+        """Maximum number of threads that share the work."""
         return self._threads or _threads or self._cores
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
@@ -146,13 +146,14 @@ class NativeKernels:
     def changes_of_tensors(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
     ) -> Iterator[tuple[int, npt.NDArray[np.uint32], Codes, tuple[int, ...]]]:
-        """Decode complete tensors to lists of changes, with checksums. Yields per tensor: its number, the positions
-        that change, the new items there, and the four sums of `sums` before and after. Reads the old items once and
-        copies nothing.
+        """Decode complete tensors to lists of changes, with checksums. Reads the old items once and copies nothing.
 
-        `tiles`: all tiles of these tensors, in the order of their layout; an empty payload means that nothing changes
-        in the tile. Positions ascend within a tile. Each tensor has one item per code and at most 2^32 items. Raises
-        `WeightsError` for bytes that no encoder wrote.
+        Yields per tensor: its number, the changed positions, the new items there, and four numbers. These are what
+        `sums` computes for the items before and after the changes.
+
+        `tiles`: all tiles of these tensors, in the order of their layout. `payloads`: the encoded bytes of each; empty
+        if nothing changes in the tile. Positions are relative to the tensor and ascend within a tile. Each tensor has
+        one item per code and at most 2^32 items. Raises `WeightsError` for bytes that no encoder wrote.
         """
         if not tiles:
             return
@@ -192,10 +193,10 @@ class NativeKernels:
         new: Sequence[Codes],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Decode the changes and write them into `new`, which contains the old items or *is* `old`. Creates no list of
-        changes.
+        """Decode the tiles and write the changes into `new`, which contains the old items or *is* `old`.
 
-        Raises `WeightsError` for bytes that no encoder wrote; `new` is then partly written, so never pass live weights.
+        No list of changes is created. Raises `WeightsError` for bytes that no encoder wrote; `new` is then partly
+        written, so never pass live weights.
         """
         for items in new:
             assert items.flags.writeable
@@ -210,12 +211,11 @@ class NativeKernels:
     def scatter(
         self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]], *, threads: int = 1
     ) -> Callable[[], None]:
-        """Create a function that writes, for each row (memory, positions, codes), the codes to these positions of the
-        flat memory, with `threads` threads. It can be called repeatedly. With several threads, no two rows may refer to
-        the same memory.
+        """Return a function that writes the codes of each row to their positions, with `threads` threads.
 
-        All checks are made here: raises `ValueError` for arrays that do not fit together or a position that is out of
-        range.
+        A row is (flat memory, positions, codes). The function can be called repeatedly. With several threads, no two
+        rows may refer to the same memory. All checks are made here: raises `ValueError` for arrays that do not fit
+        together or a position that is out of range.
         """
         for memory, places, codes in rows:
             flat = all(
@@ -244,10 +244,12 @@ class NativeKernels:
         changes: tuple[npt.NDArray[np.uint32], Codes] | None = None,
         first_block: int = 0,
     ) -> tuple[int, ...]:
-        """The checksum sums of codes before and after a change, as four numbers: two of `old`, then two of the new
-        codes. The new codes are `new`, or `old` with `changes` (ascending positions, codes) applied. `first_block`: the
-        number of the first block of `old`, if it is a part of a tensor. Raises `ValueError` for positions that do not
-        ascend or are out of range."""
+        """Compute the sums of which a checksum consists: two of the old codes, then two of the new codes.
+
+        The new codes are `new`, or `old` with `changes` (ascending positions, codes) applied, or else `old`.
+        `first_block`: the number of the first block of `old`, if it is a part of a tensor. Raises `ValueError` for
+        positions that do not ascend or are out of range.
+        """
         _aligned(old, *(() if new is None else (new,)))
         places, codes = changes or (np.empty(0, np.uint32), np.empty(0, old.dtype))
         if (new is not None and new.nbytes != old.nbytes) or codes.dtype != old.dtype or places.dtype != np.uint32:
@@ -263,17 +265,16 @@ class NativeKernels:
         return tuple(found.tolist())
 
     def count_changed(self, old: Codes, new: Codes) -> int:
-        """Number of codes that differ, in one pass and one thread. Benchmarks compare encoding with it."""
+        """Count the codes that differ, in one pass and one thread. Benchmarks compare encoding with it."""
         _aligned(old, new)
         count: int = self._library.etude_count_changed(old.ctypes.data, new.ctypes.data, old.size, old.itemsize)
         return count
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads of this process's kernels; 0: the number of cores that it may use. Takes effect at the
-    next call.
+    """Set the number of threads of this process's native kernels; 0: the number of cores that it may use.
 
-    Kernels that were created with a fixed number keep it.
+    Takes effect at the next call. Kernels that were created with a fixed number keep it.
     """
     global _threads
     _threads = count
@@ -281,13 +282,13 @@ def set_threads(count: int) -> None:
 
 @cache
 def load() -> NativeKernels | None:
-    """The native kernels; None if they cannot be loaded (`why_not` returns the reason)."""
+    """Return the native kernels; None if they cannot be loaded (`why_not` returns the reason)."""
     return None if why_not() else NativeKernels()
 
 
 @cache
 def why_not() -> str:
-    """The reason why the native kernels cannot be loaded; empty if they can."""
+    """Return the reason why the native kernels cannot be loaded; empty if they can."""
     try:
         _open(LIBRARY)
     except OSError as error:
@@ -375,7 +376,6 @@ def _aligned(*arrays: Codes) -> None:
 
 
 def _open(path: Path) -> Any:
-    """Load the library and declare the signatures of its functions. Raises `OSError`."""
     library = ctypes.CDLL(str(path))
     try:
         version = library.etude_abi_version()

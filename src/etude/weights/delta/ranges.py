@@ -1,8 +1,8 @@
 """Decodes a part of a delta object by range reads: for example the rows that one rank of a sharded engine needs.
 
-The caller supplies the verified header. This module fetches only the pages that contain the needed tiles, and verifies
-each page by its digest in the header. The full old tensors must be available: a tile is coded by the exponents of all
-of its old codes.
+The caller supplies the verified header. This module fetches only the pages (runs of tiles) that contain the needed
+tiles, and verifies each page by its digest in the header. The full old tensors must be available: a tile is coded by
+the exponents of all of its old codes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ Read = Callable[[int, int], bytes]
 
 
 class Parts:
-    """Reads parts of one delta object. `header`: its verified header; `specs`: the specs of its tensors.
+    """Reads the changes of some tensors, or of some rows, from one delta object without fetching all of it.
 
-    Raises `WeightsError` for bytes that no encoder wrote for these specs, and whatever `read` raises.
+    `read(offset, count)` returns bytes of the object. `header`: its verified header. `specs`: those of its tensors; a
+    tensor is named by its index in them. Raises `WeightsError` for bytes that no encoder wrote for these specs, and
+    whatever `read` raises.
     """
 
     def __init__(self, read: Read, header: bytes, specs: Sequence[Spec], *, kernels: Kernels = KERNELS) -> None:
@@ -48,16 +50,20 @@ class Parts:
         self._pages = np.array([start for start, _ in page_bounds(self._header.offsets)], np.int64)
 
     def needs_old(self, tensor: int) -> frozenset[int]:
-        """The tensors whose old codes are needed to decode a tensor: itself and those that share its tile; none if it
-        is stored in full."""
+        """Return the numbers of the tensors whose old values are needed to decode the tensor with number `tensor`.
+
+        They are that tensor and those that share its tile, the unit of coding. None is needed if it is stored in full.
+        """
         form = self._header.layout.forms[tensor]
         if form in (SAME, WHOLE):
             return frozenset({tensor} if form == SAME else ())
         return frozenset({tensor, *(piece.tensor for _, tile in self._over(tensor) for piece in tile.pieces)})
 
     def tensors(self, wanted: Sequence[int], old: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Decode some of the new tensors, by their numbers. Fetches no page twice. `old`: the old tensors, one per
-        spec."""
+        """Decode the new tensors with the numbers `wanted`, and return them by number. No byte is fetched twice.
+
+        `old`: the old tensors, one per spec; None where `needs_old` does not ask for one.
+        """
         layout = self._header.layout
         over = {i: self._over(i) for i in wanted if layout.forms[i] not in (SAME, WHOLE)}
         numbers = {number for tiles in over.values() for number, _ in tiles}
@@ -66,7 +72,6 @@ class Parts:
         return {i: self._tensor(i, old, over.get(i, []), payloads) for i in wanted}
 
     def _over(self, tensor: int) -> list[tuple[int, Tile]]:
-        """All delta tiles of a tensor."""
         rows, cols = table_shape(self._specs[tensor])
         return list(self._header.layout.tiles_over(tensor, range(rows), range(cols)))
 
@@ -92,12 +97,11 @@ class Parts:
     def changes(
         self, tensor: int, old: Sequence[Tensor | None], *, rows: range | None = None, cols: range | None = None
     ) -> Changes:
-        """Decode what changes in some rows and columns of a tensor (all dimensions but the last are rows); None: all of
-        them.
+        """Decode what changes in a range of rows and columns of one tensor. None: all of them.
 
-        Positions are relative to the complete tensor. For a tensor that is stored in full, the result has every element
-        of the part. `old`: the old tensors, one per spec; only the requested tensor and those that share its tile are
-        read. Raises `WeightsError`.
+        All dimensions but the last are rows. Positions are relative to the complete tensor. For a tensor that is stored
+        in full, the result has every element of the part. `old`: the old tensors, one per spec; only the requested
+        tensor and those that share its tile are read. Raises `WeightsError`.
         """
         spec, form = self._specs[tensor], self._header.layout.forms[tensor]
         parts, (num_rows, num_cols) = DTYPES[spec.dtype].parts, table_shape(spec)
@@ -132,7 +136,7 @@ class Parts:
         over: Sequence[tuple[int, Tile]],
         payloads: Mapping[int, memoryview],
     ) -> tuple[list[Found], Codes]:
-        """The changed items of a tensor according to its tiles, and its old items."""
+        """Return the changed items of a tensor according to its tiles, and its old items."""
         kind = DTYPES[self._specs[tensor].dtype]
         numbered = [(number, tile) for number, tile in over if number in payloads]
         tiles = [tile for _, tile in numbered]
@@ -165,7 +169,7 @@ class Parts:
         return to_items(known.codes, DTYPES[spec.dtype])
 
     def _fetch(self, numbers: Sequence[int]) -> dict[int, memoryview]:
-        """Fetch the payloads of the tiles that have any, by number; consecutive pages in one read."""
+        """Return the payloads of the tiles that have any, by number. Consecutive pages are fetched in one read."""
         offsets = self._header.offsets
         wanted = [number for number in numbers if offsets[number] < offsets[number + 1]]
         page_of = np.searchsorted(self._pages, offsets[wanted], side="right") - 1

@@ -33,7 +33,7 @@ _HUFFMAN = (
 
 
 def damaged(what: str) -> WeightsError:
-    """Create the error for bytes that no encoder wrote."""
+    """Create the error for bytes that no encoder wrote. `what`: what is wrong with them."""
     return WeightsError("delta is damaged", what, hint="fetch it again; a follower uses the nearest anchor instead")
 
 
@@ -52,12 +52,12 @@ def varint(value: int) -> bytes:
 
 
 def compress(raw: bytes | memoryview) -> bytes:
-    """Compress to a zstd frame that states the size of its content."""
+    """Compress bytes to a zstd frame that states the size of its content."""
     return zstandard.ZstdCompressor(compression_params=_HUFFMAN).compress(raw)
 
 
 def decompress(frame: memoryview, *, limit: int) -> bytes:
-    """Decompress a frame. Raises `WeightsError`, for a content longer than `limit` before decompressing it."""
+    """Decompress a zstd frame. Raises `WeightsError` for a damaged one, or a content of more than `limit` bytes."""
     try:
         size = zstandard.get_frame_parameters(frame).content_size
         if not 0 <= size <= limit:
@@ -71,13 +71,16 @@ def decompress(frame: memoryview, *, limit: int) -> bytes:
 
 
 def block(raw: Bytes) -> bytes:
-    """Encode bytes whose length the reader knows: as a zstd frame if that is shorter, else raw."""
+    """Encode bytes whose number the reader knows: as a zstd frame if that is shorter, else raw."""
     frame = compress(raw.data) if raw.size > 16 else b""
     return varint(len(frame)) + frame if frame and len(frame) < raw.size else varint(0) + raw.tobytes()
 
 
 class Reader:
-    """Takes fields from the front of a buffer; never reads past the end. Raises `WeightsError`."""
+    """Takes fields from the front of a buffer, and never reads past its end.
+
+    Every method raises `WeightsError` for bytes that do not fit.
+    """
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data, self._at = memoryview(data), 0
@@ -93,18 +96,21 @@ class Reader:
             raise damaged(f"{self.left} bytes too many")
 
     def take(self, count: int) -> memoryview:
+        """Take the next `count` bytes, as a view."""
         if count > self.left:
             raise damaged(f"it ends {count - self.left} bytes early")
         self._at += count
         return self._data[self._at - count : self._at]
 
     def byte(self, limit: int = 255) -> int:
+        """Take one byte as a number of at most `limit`."""
         value = self.take(1)[0]
         if value > limit:
             raise damaged(f"a field is {value}, over its limit of {limit}")
         return value
 
     def varint(self, limit: int) -> int:
+        """Take a LEB128 integer of at most `limit`."""
         value = shift = 0
         while True:
             octet = self.byte()
@@ -116,6 +122,7 @@ class Reader:
             shift += 7
 
     def block(self, size: int) -> Bytes:
+        """Take bytes that the function `block` encoded, and return them decoded. `size`: their number when decoded."""
         length = self.varint(size)
         if length == 0:
             return np.frombuffer(self.take(size), np.uint8)
@@ -125,12 +132,15 @@ class Reader:
         return np.frombuffer(raw, np.uint8)
 
     def bits(self, count: int) -> Flags:
-        """[count] flags; the first is the lowest bit of the first byte."""
+        """Take `count` flags; the first is the lowest bit of the first byte."""
         packed = np.frombuffer(self.take((count + 7) // 8), np.uint8)
         return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
     def low_bits(self, counts: Longs, widths: Longs) -> tuple[Longs, Longs]:
-        """Decode the output of `low_bits`. Returns the low bits of each number, and the number of bits of each."""
+        """Take the output of the function `low_bits` for the same `counts` and `widths`.
+
+        Return the low bits of each number, and the width of each.
+        """
         packed = self.take((int((counts * widths).sum()) + 7) // 8)
         width = np.repeat(widths, counts)
         at = np.cumsum(width)
@@ -144,7 +154,7 @@ class Reader:
         return low, width
 
     def words(self, count: int) -> Longs:
-        """[count] 32-bit integers."""
+        """Take `count` unsigned 32-bit integers, and return them as int64."""
         return np.frombuffer(self.take(4 * count), "<u4").astype(np.int64)
 
 
@@ -154,12 +164,12 @@ def bits(flags: npt.NDArray[Any]) -> bytes:
 
 
 def words(values: Numbers) -> bytes:
-    """Encode 32-bit integers."""
+    """Encode 32-bit integers, little-endian."""
     return values.astype("<u4").tobytes()
 
 
 def gaps(places: Longs) -> Longs:
-    """The number of places between each place and the one before it.
+    """Return how many positions lie between each of ascending positions and the one before it.
 
     >>> gaps(np.array([0, 3, 4])).tolist()
     [0, 2, 0]
@@ -170,7 +180,7 @@ def gaps(places: Longs) -> Longs:
 
 
 def unary(quotients: Numbers) -> Flags:
-    """Encode quotients in unary, as flags: for each, that many zeros (at most `LONGEST_RUN`) and a one."""
+    """Encode numbers in unary, as flags: for each, that many zeros (at most `LONGEST_RUN`) and a one."""
     ones = np.minimum(quotients, LONGEST_RUN).astype(np.int64)
     ones += 1
     np.cumsum(ones, out=ones)
@@ -181,7 +191,10 @@ def unary(quotients: Numbers) -> Flags:
 
 
 def runs(flags: Flags, count: int) -> Longs:
-    """Inverse of `unary`. Escaped quotients are returned as `LONGEST_RUN`. Raises `WeightsError`."""
+    """Decode `count` numbers from the flags that `unary` returned. Raises `WeightsError` for other flags.
+
+    A number of `LONGEST_RUN` or more is returned as `LONGEST_RUN`; its true value is stored elsewhere.
+    """
     ends = np.flatnonzero(flags)
     if ends.size != count or flags.size != (ends[-1] + 1 if count else 0):
         raise damaged(f"{ends.size} numbers where {count} are expected")
@@ -192,7 +205,7 @@ def runs(flags: Flags, count: int) -> Longs:
 
 
 def low_bits(values: Numbers, counts: Longs, widths: Longs) -> bytes:
-    """Encode the low bits of numbers. Group i has `counts[i]` numbers of `widths[i]` bits each. Lowest bit first."""
+    """Encode the lowest bits of numbers. Group i has `counts[i]` numbers, of which `widths[i]` bits each are kept."""
     parts, start = [np.empty(0, np.uint8)], 0
     for count, width in zip(counts.tolist(), widths.tolist(), strict=True):
         if count and width:
@@ -204,7 +217,7 @@ def low_bits(values: Numbers, counts: Longs, widths: Longs) -> bytes:
 
 
 def encode_planes(codes: Codes) -> bytes:
-    """Encode codes as byte planes: one block for each byte of the code's width, the lowest byte first."""
+    """Encode codes as compressed byte planes: first the lowest byte of every code, then the next, and so on."""
     octets = np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).view(np.uint8)
     width = codes.dtype.itemsize
     return b"".join(block(np.ascontiguousarray(octets[plane::width])) for plane in range(width))

@@ -29,7 +29,7 @@ _SAMPLE = 1024  # number of values of a class that its parameter is chosen by
 
 
 class NumpyKernels:
-    """`layout.Kernels` in numpy."""
+    """The inner loops of the codec in numpy: an implementation of `layout.Kernels`."""
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         if stride > 1:
@@ -61,13 +61,15 @@ class NumpyKernels:
 
 
 def gather(tile: Tile, arrays: Sequence[Codes]) -> Codes:
-    """A tile's items, in order. A view if they are one range."""
+    """Return the items of a tile, in order; a view if they are one range. `arrays`: the items of each tensor."""
     parts = [_rectangle(piece, arrays[piece.tensor]) for piece in tile.pieces]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def rice_parameter(universe: int, listed: int) -> int:
-    """The Rice parameter for the gaps between `listed` of `universe` items: about log2 of the median gap.
+    """Return the Rice parameter for coding the gaps between `listed` of `universe` items.
+
+    It is about log2 of the median gap.
 
     >>> [rice_parameter(1000, n) for n in (0, 1, 100, 500, 1000)]
     [0, 9, 2, 0, 0]
@@ -78,10 +80,10 @@ def rice_parameter(universe: int, listed: int) -> int:
 
 
 def size_parameters(values: Numbers, counts: Longs) -> Longs:
-    """The Rice parameter for the step sizes of each class: about log2 of their mean, or less if a few large values
-    raised the mean. Uses the first `_SAMPLE` values of a class.
+    """Return the Rice parameter with which the step sizes of each class are coded.
 
-    `values`: the sizes, class after class; `counts`: the number of values of each class.
+    It is about log2 of their mean, or less if a few large values raised the mean. The first `_SAMPLE` values of a class
+    are used. `values`: the sizes, class after class; `counts`: the number of values of each class.
 
     >>> size_parameters(np.array([0, 1, 5, 9] + [3] * 99 + [30000], np.uint32), np.array([2, 2, 0, 100])).tolist()
     [0, 2, 0, 1]
@@ -104,19 +106,21 @@ def size_parameters(values: Numbers, counts: Longs) -> Longs:
 
 
 def _rice_bits(values: Longs, counts: Longs, low: Longs) -> Longs:
-    """Bits of each group's Rice code, without the final one-bit of each quotient."""
+    """Return the bits of each group's Rice code, without the final one-bit of each quotient."""
     quotients = values >> np.repeat(low, counts)
     quotients[quotients >= streams.LONGEST_RUN] = streams.LONGEST_RUN + 32
     return low * counts + _sums(quotients, counts)
 
 
 def _sums(values: Longs, counts: Longs) -> Longs:
-    """The sum of each group. No group is empty."""
     return np.add.reduceat(values, _starts(counts)) if counts.size else counts
 
 
 def split_by_tensor(tile: Tile, places: Numbers, items: Codes) -> Iterator[tuple[int, Longs, Codes]]:
-    """For each tensor of a tile: its number, the positions in the tensor that change, and the new items there."""
+    """Yield, for each tensor of a tile: its number, the changed positions in the tensor, and the new items there.
+
+    `places`: the changed positions in the tile, ascending. `items`: the new items there.
+    """
     ends = np.cumsum([0, *(piece.size for piece in tile.pieces)])
     splits = np.searchsorted(places, ends).tolist()
     for piece, base, (first, last) in zip(tile.pieces, ends.tolist(), itertools.pairwise(splits), strict=False):
@@ -150,13 +154,11 @@ class _Classes:
 
     @classmethod
     def of(cls, items: Longs) -> _Classes:
-        """Classes of these sizes, without changes."""
         zeros = np.zeros((4, items.size), np.int64)
         return cls(items, zeros[0], zeros[1], np.zeros(items.size, np.bool_), zeros[2], zeros[3])
 
     @property
     def changes(self) -> _Lists:
-        """Which items change."""
         return _Lists(self.items, np.where(self.inverted, self.items - self.changed, self.changed), self.inverted)
 
     @property
@@ -176,12 +178,11 @@ class _Lists:
 
     @property
     def low_bits(self) -> Longs:
-        """The Rice parameters of the gaps."""
         pairs = zip(self.items.tolist(), self.listed.tolist(), strict=True)
         return np.array([rice_parameter(items, listed) for items, listed in pairs])
 
     def gaps(self, places: Longs) -> Numbers:
-        """The gaps of all lists. `places`: the subset."""
+        """Return the gaps of all lists. `places`: the subset."""
         starts = _starts(self.items)
         if self.inverted.any():
             flags = np.repeat(self.inverted, self.items)
@@ -194,7 +195,7 @@ class _Lists:
         return gaps.astype(np.uint32)
 
     def places(self, gaps: Longs) -> Longs:
-        """The subset, from the gaps. Inverse of `gaps`. Raises `WeightsError`."""
+        """Return the subset, from the gaps: the inverse of `gaps`. Raises `WeightsError`."""
         starts, ends = _starts(self.items), np.cumsum(self.listed)
         places = gaps + 1
         np.cumsum(places, out=places)
@@ -211,13 +212,12 @@ class _Lists:
 
 
 def _starts(sizes: Longs) -> Longs:
-    """Start of each of several consecutive ranges of these sizes."""
+    """Return the start of each of several consecutive ranges of these sizes."""
     return np.cumsum(sizes) - sizes
 
 
 def _in_classes(tile: Tile, kind: DType, old: Codes) -> tuple[Longs | None, Longs]:
-    """The order that sorts items by class, then by position (None: they are sorted); and the number of items of each
-    class."""
+    """Return the order that sorts items by class, then position (None: they are sorted), and the size of each class."""
     if tile.classes == 1:
         return None, np.array([old.size])
     lowest = max(0, tile.high - tile.classes + 1)
@@ -236,10 +236,10 @@ def _encode(kind: DType, tile: Tile, old: Codes, new: Codes) -> bytes:
 
 
 def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
-    """Encode a tile from its changes.
+    """Encode the changes of a tile, whose items are grouped into classes.
 
     `items` [classes]: number of items of each class. `where` [changes]: the changed items, numbered by class, then by
-    position. `down`, `size` [changes]: direction and size of each step.
+    position. `down`, `size` [changes]: whether each change goes down, and its number of ULP steps.
     """
     c = _Classes.of(items)
     c.changed = _counts(where, c.items)
@@ -258,7 +258,6 @@ def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
 
 
 def _counts(places: Longs, sizes: Longs) -> Longs:
-    """The number of places in each of several consecutive ranges."""
     return np.diff(np.searchsorted(places, np.concatenate([[0], np.cumsum(sizes)])))
 
 
@@ -276,8 +275,7 @@ def _headers(c: _Classes) -> bytes:
 
 
 def _planes(down: Flags, numbers: Sequence[tuple[Numbers, Longs, Longs]]) -> bytes:
-    """Encode all fields after the headers. `numbers`: for each list, the values, the number of values per class, and
-    their Rice parameters."""
+    """Encode all fields after the headers. `numbers`: values, counts per class, and Rice parameters of each list."""
     quotients = [values >> np.repeat(low.astype(np.uint32), counts) for values, counts, low in numbers]
     unaries = [streams.unary(each) for each in quotients]
     fields = [streams.varint(flags.size) for flags in unaries]
@@ -302,8 +300,10 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
 
 
 def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
-    """Decode a tile after its mode byte: inverse of `pack`. `items` [classes]: number of items per class. Raises
-    `WeightsError` for bytes that no encoder wrote."""
+    """Decode what `pack` encoded, except for the first byte. Return `where`, `down` and `size` as given to `pack`.
+
+    `items` [classes]: number of items of each class. Raises `WeightsError` for bytes that no encoder wrote.
+    """
     c = _Classes.of(items)
     _read_headers(reader, c)
     down, where, size = _read_planes(reader, c)
@@ -319,7 +319,7 @@ def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Code
 
 
 def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
-    """Decode the new items of a raw tile, after its mode byte. Raises `WeightsError`."""
+    """Decode the `count` new items of a tile that is stored raw, except for its first byte. Raises `WeightsError`."""
     new = np.frombuffer(reader.take(count * kind.items.itemsize), kind.items.newbyteorder("<"))
     reader.end()
     if kind.width < 8 * kind.items.itemsize and new.size and int(new.max()) >> kind.width:
@@ -328,7 +328,10 @@ def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
 
 
 def in_place_order(where: Longs, items: Codes, count: int) -> tuple[Numbers, Codes]:
-    """Sort the changes of a tile of `count` items by position."""
+    """Sort the changes of a tile by position. Return the positions, and the new items there.
+
+    `where`: the positions, `items`: the new items, `count`: the number of items of the tile.
+    """
     if 16 * where.size < count:
         order = np.argsort(where)
         return where[order].astype(np.uint32), items[order]
@@ -353,8 +356,7 @@ def _read_headers(reader: Reader, c: _Classes) -> None:
 
 
 def _read_planes(reader: Reader, c: _Classes) -> tuple[Flags, Longs, Longs]:
-    """Decode the fields after the headers: which steps go down, and, in order of classes, which items change and by how
-    many steps."""
+    """Decode the fields after the headers: which steps go down, which items change, and by how many steps."""
     lists, long = c.changes, c.long
     groups = [(lists.listed, c.gap_bits), (long.listed, long.low_bits), (c.exceptions, c.size_bits)]
     counts = [int(each.sum()) for each, _ in groups]

@@ -15,7 +15,9 @@ Numbers = npt.NDArray[np.uint32]
 
 
 def to_order(items: Codes, kind: DType) -> Codes:
-    """Map items to a monotone scale of the same width: -inf lowest, -0 directly below +0, +inf highest, NaNs outside.
+    """Map items to unsigned integers in the order of the floats that they stand for.
+
+    -inf is lowest, -0 directly below +0, +inf highest; NaNs are outside. Integers stay as they are.
 
     >>> from etude.weights.tensors import DTYPES
     >>> to_order(np.array([0x8001, 0x8000, 0x0000, 0x0001], np.uint16), DTYPES["bf16"]).tolist()
@@ -27,7 +29,7 @@ def to_order(items: Codes, kind: DType) -> Codes:
 
 
 def from_order(ordered: Codes, kind: DType) -> Codes:
-    """Inverse of `to_order`."""
+    """Map the integers from `to_order` back to items."""
     if kind.exponent_shift is None:
         return ordered
     top = _one(ordered, 1 << (kind.width - 1))
@@ -35,7 +37,7 @@ def from_order(ordered: Codes, kind: DType) -> Codes:
 
 
 def exponents(items: Codes, kind: DType) -> npt.NDArray[np.uint8]:
-    """[N] the exponent bits of each item; 0 for integers."""
+    """Return the exponent bits of each item (the bits of a float of type `kind`), [N] uint8; 0 for integers."""
     if kind.exponent_shift is None:
         return np.zeros(items.size, np.uint8)
     bits = kind.width - 1 - kind.exponent_shift
@@ -44,20 +46,24 @@ def exponents(items: Codes, kind: DType) -> npt.NDArray[np.uint8]:
 
 
 def steps_between(old: Codes, new: Codes, kind: DType) -> tuple[npt.NDArray[np.bool_], Numbers]:
-    """[N] bool: whether the step goes down; [N] uint32: its size, the shorter way around the scale."""
+    """Return how many ULP steps lead from each old item to its new one: the directions and the sizes.
+
+    The first result, [N] bool, says whether the step goes down. The second, [N] uint32, is its size. The scale is a
+    ring, and the shorter way around it is taken.
+    """
     lift = _one(old, 8 * old.itemsize - kind.width)  # shift to the top of the word, so that numpy's arithmetic wraps
     steps = (to_order(new, kind) - to_order(old, kind) << lift).view(f"i{old.itemsize}")
     return steps < 0, (np.abs(steps).view(old.dtype) >> lift).astype(np.uint32, copy=False)
 
 
 def step_from(old: Codes, down: npt.NDArray[np.bool_], sizes: Numbers, kind: DType) -> Codes:
-    """The new items, from old items and steps. Inverse of `steps_between`."""
+    """Return the new items, given the old ones and the steps: the inverse of `steps_between`."""
     step, ordered = sizes.astype(old.dtype), to_order(old, kind)
     return from_order(_within(np.where(down, ordered - step, ordered + step), kind), kind)
 
 
 def _ones_where_negative(items: Codes, kind: DType) -> Codes:
-    """All ones for an item with a set sign bit, else 0."""
+    """Return all ones for an item with a set sign bit, else 0."""
     lift = 8 * items.itemsize - kind.width
     ones = ((items << _one(items, lift)).view(f"i{items.itemsize}") >> (8 * items.itemsize - 1)).view(items.dtype)
     return _within(ones, kind)

@@ -1,9 +1,8 @@
-"""Reads and writes checkpoints: the safetensors files of a directory (one file, or shards with an index) as a set of
-tensors.
+"""Reads and writes checkpoints: the safetensors files of a directory, as a set of tensors.
 
-Hugging Face, vLLM and SGLang load the same format. Files are read by memory mapping, so a checkpoint of a terabyte
-needs no memory. They are written under temporary names and then renamed, so a directory has a complete checkpoint or
-none. Knows nothing of models, deltas and channels.
+A checkpoint is one file, or shards with an index, as Hugging Face, vLLM and SGLang load them. Files are read by memory
+mapping, so a checkpoint of a terabyte needs no memory. They are written under temporary names and then renamed, so a
+directory has a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -34,39 +33,43 @@ _HINT_INDEX = "copy the directory again: index and shards are of different check
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: its tensors by name, and the files that they are in."""
+    """An open checkpoint: its tensors by name, and the files that they are in. From `read_checkpoint`.
+
+    `headers`: file name -> text of its header. `places`: tensor name -> file name, and location in the file. `tensors`:
+    views of the mapped files, by name. `index`: the text of the index; None if there is none.
+    """
 
     path: Path
-    headers: Mapping[str, str]  # file name -> text of its header
-    places: Mapping[str, tuple[str, Place]]  # tensor name -> file name, location in the file
-    tensors: Mapping[str, Tensor]  # views of the mapped files
-    index: str | None  # text of the index, if there is one
+    headers: Mapping[str, str]
+    places: Mapping[str, tuple[str, Place]]
+    tensors: Mapping[str, Tensor]
+    index: str | None
 
     def file(self, name: str) -> Path:
-        """The path of a file in `headers`."""
+        """Return the path of a file, given its name in `headers`."""
         return self.path / name if self.path.is_dir() else self.path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path has files that `read_checkpoint` would read. They may be damaged."""
+    """Return whether a path has files that `read_checkpoint` would read. They may be damaged."""
     return path.is_file() if path.suffix == ".safetensors" else path.is_dir() and bool(_names(path))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint in a directory, or in one .safetensors file. If the directory has a SHA256SUMS file, every
-    file is verified by it. Tensors are views of mapped files. Raises `NoCheckpoint` if there is none, `CheckpointError`
-    if it is damaged."""
+    """Open the checkpoint in a directory, or in one .safetensors file. Its tensors are views of mapped files.
+
+    If the directory has a SHA256SUMS file, every file is verified by it. Raises `NoCheckpoint` if there is none,
+    `CheckpointError` if it is damaged.
+    """
     if not is_checkpoint(path):
         hint = "give a local directory with *.safetensors, or one such file"
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
     if path.is_file():
         names, index = [WEIGHTS], None
+        verify_files(path.parent, [path.name], kind=CheckpointError)
     else:
         names = _names(path)
         index = _read_index(path / INDEX) if (path / INDEX).is_file() else None
-    if path.is_file():
-        verify_files(path.parent, [path.name], kind=CheckpointError)
-    else:
         verify_files(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
     headers: dict[str, str] = {}
     places: dict[str, tuple[str, Place]] = {}
@@ -89,8 +92,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
-    """Distribute tensors over files of at most `shard_bytes` (or one larger tensor). Returns file name -> header text,
-    for `CheckpointWriter`."""
+    """Distribute tensors over files of at most `shard_bytes` each; a larger tensor gets a file of its own.
+
+    Return file name -> text of the file's header, for `CheckpointWriter`.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name in sorted(tensors):
@@ -111,7 +116,7 @@ def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dic
 
 
 def index_of(headers: Mapping[str, str]) -> str | None:
-    """The text of the index for files with these headers; None for a single file, which needs no index."""
+    """Return the text of the index for files with these headers (file name -> text); None for a single file."""
     if len(headers) < 2:
         return None
     found = {file: parse_header(text) for file, text in headers.items()}
@@ -123,8 +128,7 @@ def index_of(headers: Mapping[str, str]) -> str | None:
 
 
 def copy_other_files(source: Path, target: Path) -> list[str]:
-    """Copy the files that are not weights (config, tokeniser, templates) from one directory to another. Returns their
-    names."""
+    """Copy the files that are not weights (config, tokeniser, templates) to another directory. Return their names."""
     copied = []
     for file in sorted(source.iterdir()):
         weights = file.suffix in (".safetensors", ".tmp") or file.name in (INDEX, SUMS)
@@ -135,12 +139,14 @@ def copy_other_files(source: Path, target: Path) -> list[str]:
 
 
 class CheckpointWriter:
-    """Writes files with given headers, tensor by tensor in any order. A context manager: at the end of the block, the
-    files are synced to disk and renamed into place together.
+    """Writes the files of a checkpoint to `folder`, tensor by tensor in any order. A context manager.
 
-    `headers`: file name -> header text (`layout`). `index`: the text of the index, if there is one. An error in the
-    block leaves the old files. Raises `CheckpointError` for a tensor that is in no header or has another spec, and for
-    a tensor that was not written; `StoreError` if the disk refuses a write.
+    At the end of the block, the files are synced to disk and renamed into place together. An error in the block leaves
+    the old files.
+
+    `headers`: file name -> header text (`layout`). `index`: the text of the index, if there is one. Raises
+    `CheckpointError` for a tensor that is in no header or has another spec, and for a tensor that was not written;
+    `StoreError` if the disk refuses a write.
     """
 
     def __init__(self, folder: Path, headers: Mapping[str, str], index: str | None = None) -> None:
@@ -210,7 +216,6 @@ class CheckpointWriter:
 
 
 def _names(folder: Path) -> list[str]:
-    """The names of a directory's safetensors files that belong to its checkpoint."""
     if (folder / INDEX).is_file():
         return sorted(set(json.loads(_read_index(folder / INDEX))["weight_map"].values()))
     if (folder / WEIGHTS).is_file():
@@ -219,7 +224,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> str:
-    """Read an index, which must only name files of its own directory. Returns its text. Raises `CheckpointError`."""
+    """Read the text of an index, which must only name files of its own directory. Raises `CheckpointError`."""
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -235,7 +240,6 @@ def _read_index(path: Path) -> str:
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
-    """Check that every tensor is in the file that the index names for it. Raises `CheckpointError`."""
     for name, file in weight_map.items():
         found = places[name][0] if name in places else "no file"
         if found != file:

@@ -33,19 +33,23 @@ from etude.weights.files.safetensors_file import Place, parse_header
 
 @dataclass(frozen=True)
 class Applied:
-    """The result of applying a delta file."""
+    """The result of applying a delta file.
+
+    `num_tensors`, `target_bytes`: number and size of the target's tensors. `num_changed`: how many of them the delta
+    has data of. `copied`: names of copied files that are not weights.
+    """
 
     num_tensors: int
-    num_changed: int  # tensors that the delta contains data of
+    num_changed: int
     target_bytes: int
-    copied: tuple[str, ...]  # files that are not weights
+    copied: tuple[str, ...]
 
 
 def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
-    """Write the delta file from checkpoint `a` to checkpoint `b` to `out`. Returns its size in bytes.
+    """Write the delta from checkpoint `a` to checkpoint `b` to the file `out`. Return its size in bytes.
 
-    Raises `InputError` if `out` is part of a checkpoint or an existing file other than a delta file, `CheckpointError`,
-    `StoreError`.
+    `mode`: "best", or "fast" if time matters more than size. Raises `InputError` if `out` is part of a checkpoint or an
+    existing file other than a delta file, `CheckpointError`, `StoreError`.
     """
     check_file(out, (a, b), MAGIC, "delta file")
     old, new = read_checkpoint(a), read_checkpoint(b)
@@ -66,10 +70,10 @@ def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
 
 
 def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
-    """Apply a delta file to checkpoint `a` and write the target checkpoint to `out`, which must not exist. `out` is
-    complete and synced, or not there. Also copies the files of `a` that are not weights.
+    """Apply a delta file to checkpoint `a`, and write the new checkpoint to `out`, which must not exist.
 
-    Raises `WeightsError` for another base or a damaged delta, `InputError`, `CheckpointError`, `StoreError`.
+    The files of `a` that are not weights are copied. `out` is complete and synced, or not there. Raises `WeightsError`
+    for another base or a damaged delta, `InputError`, `CheckpointError`, `StoreError`.
     """
     if out.exists():
         raise InputError(f"{out} exists", hint="name a directory that does not exist yet")
@@ -108,8 +112,10 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
 
 
 def verify_delta(delta: Path, a: Path) -> Applied:
-    """Do everything that `apply_delta` does except writing: compare the checksums of base and target. Raises the same
-    errors."""
+    """Check that a delta file can be applied to checkpoint `a`: do what `apply_delta` does, but write nothing.
+
+    The checksums of base and target are compared. Raises the same errors.
+    """
     base = read_checkpoint(a)
     with open_delta(delta) as file:
         deltas.fit_base(file, base.tensors)
@@ -121,7 +127,10 @@ def verify_delta(delta: Path, a: Path) -> Applied:
 
 @contextmanager
 def open_delta(path: Path) -> Iterator[DeltaFile]:
-    """Map and parse a delta file. Raises `InputError` if it cannot be read, `WeightsError` if it is damaged."""
+    """Map and parse a delta file; a context manager that yields it.
+
+    Raises `InputError` if the file cannot be read, `WeightsError` if it is damaged.
+    """
     hint = "name a file that `etude weights encode` wrote"
     try:
         with path.open("rb") as file:
@@ -138,7 +147,6 @@ def open_delta(path: Path) -> Iterator[DeltaFile]:
 
 
 def _check_free_space(file: DeltaFile, folder: Path) -> None:
-    """Raise `StoreError` if the disk has too little free space for the target. Called before anything is decoded."""
     with store_errors(f"{folder} cannot be written"):
         free = shutil.disk_usage(folder).free
     if file.target_bytes > free:
@@ -157,7 +165,6 @@ def _write_note(old: Checkpoint, new: Checkpoint) -> bytes:
 
 
 def _read_note(file: DeltaFile, base: Checkpoint) -> tuple[dict[str, str], str | None]:
-    """The target's headers by file name, and its index. Raises `WeightsError`."""
     try:
         files = json.loads(file.note)["files"]
         texts = {name: base.index if name == INDEX and text is None else text for name, text in files.items()}

@@ -25,7 +25,7 @@ _HINTS = {
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Context manager: convert `OSError` to a `StoreError` whose message is `what`, with a hint."""
+    """Convert an `OSError` in the block to a `StoreError` with the message `what` and a hint."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a directory, so that added, renamed and removed names are durable."""
+    """Sync a directory to disk, so that added, renamed and removed names are durable. Raises `OSError`."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -59,8 +59,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_output(out: Path, inputs: Sequence[Path]) -> None:
-    """Check an output path before the work starts. Raises `InputError` if it is an input or inside one, or if its
-    directory does not exist."""
+    """Check an output path before the work starts.
+
+    Raises `InputError` if it is one of the inputs or inside one, or if its directory does not exist.
+    """
     if not out.parent.is_dir():
         raise InputError(f"no directory {out.parent}", f"{out} would be in it", hint="create it first, or name another")
     for given in inputs:
@@ -71,10 +73,10 @@ def check_output(out: Path, inputs: Sequence[Path]) -> None:
 
 
 def check_file(out: Path, inputs: Sequence[Path], magic: bytes, kind: str) -> None:
-    """Like `check_output`, for an output file that may replace an existing file of its `kind`: one that begins with
-    `magic`, or is empty.
+    """Check the path of an output file before the work starts.
 
-    Raises `InputError` for any other existing file.
+    An existing file may be replaced if it is of the same kind: it begins with `magic`, or is empty. Raises `InputError`
+    for any other existing file, and as `check_output` does. `kind`: what the file is, for errors.
     """
     if out.is_dir():
         raise InputError(f"{out} is a directory", f"a {kind} is one file", hint="name a file that is not there yet")

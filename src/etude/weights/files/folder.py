@@ -2,9 +2,9 @@
 point.
 
 Files are changed in place, since a step changes about one weight in a hundred and a directory may have a terabyte. Each
-adoption first writes all of its changes to a journal, atomically and synced; then it writes the files, records the
-version, and deletes the journal. The journal contains absolute values: opening the directory after a kill writes them
-again and completes the new version. A kill before the journal is complete leaves the old version.
+change of version first writes all of its changes to a journal, atomically and synced; then it writes the files, records
+the version, and deletes the journal. The journal contains absolute values: opening the directory after a kill writes
+them again and completes the new version. A kill before the journal is complete leaves the old version.
 `docs/formats/checkpoint_folder.md` describes the files.
 """
 
@@ -56,9 +56,9 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class CheckpointFolder:
-    """A checkpoint directory that this process keeps, protected by a lock file. Opening it completes an interrupted
-    adoption. Not thread-safe. A context manager.
+    """A checkpoint directory that this process keeps at a version, protected by a lock file. Not thread-safe.
 
+    Opening it completes a change of version that was interrupted. A context manager: the block's end releases the lock.
     Raises `InputError` for a path that is not a directory or contains linked weight files, `WeightsError` if another
     process keeps it, `StoreError` if the disk refuses a write.
     """
@@ -100,21 +100,27 @@ class CheckpointFolder:
 
     @property
     def version(self) -> Version | None:
-        """The version that was adopted last; None before the first."""
+        """The version in the directory; None before the first `adopt`."""
         return self._state.version if self._state else None
 
     @property
     def followed(self) -> FollowedPointer | None:
-        """The pointer that was followed last; None if none was passed to `adopt` or `remember`."""
+        """The store's pointer (its record of the newest version) that led to the version.
+
+        None if none was passed to `adopt` or `remember`.
+        """
         return self._state.followed if self._state else None
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of the files, as views of the mapped files: the next adoption changes their values."""
+        """The tensors of the files by name, as views of the mapped files: the next `adopt` changes their values."""
         return self._held.tensors if self._held else MappingProxyType({})
 
     def files(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The files that contain tensors of these names. For a tensor that is in no file: the default weights file."""
+        """Return the names of the directory's files that contain the tensors with these names.
+
+        A tensor that is in no file counts as one of the default weights file.
+        """
         places = self._held.places if self._held else {}
         return tuple(sorted({places[name][0] if name in places else WEIGHTS for name in names}))
 
@@ -126,13 +132,12 @@ class CheckpointFolder:
         followed: FollowedPointer | None = None,
         after: After | None = None,
     ) -> int:
-        """Write the tensors of a version to the directory; durable when this returns. Returns the number of weight
-        bytes written.
+        """Write the tensors of a version to the directory, durably. Return the number of weight bytes written.
 
         `tensors`: all tensors of the version, already verified; objects of `self.tensors` count as unchanged and are
-        not compared. `followed`: the pointer that led to the version, stored with it. `after` is called with "journal",
-        "file ...", "files", "version" and "end" when each is durable. Raises `StoreError`: then the directory has the
-        old version, or opening it again completes the new one.
+        not compared. `followed`: the pointer that led to the version; it is stored too. `after` is called with
+        "journal", "file ...", "files", "version" and "end", each time when that part is durable. Raises `StoreError`:
+        then the directory has the old version, or opening it again completes the new one.
         """
         done = after or (lambda step: None)
         changed, replaced = compare_tensors(self.tensors, tensors)
@@ -151,7 +156,10 @@ class CheckpointFolder:
         return num_bytes
 
     def remember(self, followed: FollowedPointer) -> None:
-        """Store the pointer that was followed to the held version; durable when this returns. Raises `StoreError`."""
+        """Store the pointer (the store's record of the newest version) that led to the held version, durably.
+
+        Does nothing if it names another version. Raises `StoreError`.
+        """
         if self._state is None or self._state.version != followed.version or self._state.followed == followed:
             return
         state = _State(FORMAT, followed.version, followed)
@@ -160,10 +168,10 @@ class CheckpointFolder:
         self._state = state
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Read all weights and compare their content digest with the version's. Raises `WeightsError` with both
-        digests.
+        """Read all weights and compare their content digest with the version's.
 
-        `names`: the tensor names in the version's manifest, if it was published in parts (`follow.parts`).
+        Raises `WeightsError` with both digests if they differ. `names`: the tensor names in the version's manifest.
+        They are needed if parts of tensors were published (`follow.parts`).
         """
         tensors = self.tensors if names is None else split(self.tensors, names)
         found = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
@@ -177,8 +185,7 @@ class CheckpointFolder:
     def _lay_out(
         self, version: Version, tensors: Mapping[str, Tensor], followed: FollowedPointer | None
     ) -> tuple[Journal, int]:
-        """Write all tensors into new files beside the old. Returns the journal that moves them into place, and their
-        size."""
+        """Write all tensors into new files. Return the journal that moves these into place, and the tensors' size."""
         headers = layout(tensors)
         index = index_of(headers)
         with CheckpointWriter(self.path / NEXT, headers, index) as writer:
@@ -190,7 +197,7 @@ class CheckpointFolder:
         return Journal(version, [], moves, removes, followed), sum(tensor.num_bytes for tensor in tensors.values())
 
     def _recover(self) -> None:
-        """Complete the adoption of a complete journal; else remove the files of an incomplete one. May be repeated."""
+        """Complete the change of a complete journal; else remove the files of an incomplete one. May be repeated."""
         with store_errors(f"{self.path} cannot be recovered"):
             if (self.path / NEXT).is_symlink():  # not created by etude: it could lead anywhere
                 (self.path / NEXT).unlink()
@@ -210,8 +217,7 @@ class CheckpointFolder:
         shutil.rmtree(self.path / NEXT, ignore_errors=True)
 
     def _refuse_links(self) -> None:
-        """Raise `InputError` for linked weight files: they are changed in place, and the target of a link (a download
-        cache, say) is not part of this directory."""
+        """Raise `InputError` for linked weight files: writing in place would change files outside of the directory."""
         for name in self._held.headers if self._held else ():
             if (self.path / name).is_symlink():
                 raise InputError(
@@ -274,8 +280,7 @@ def _change(held: Checkpoint, name: str, places: Any, codes: Any, tensor: Tensor
 
 
 def _write_changes(path: Path, changes: list[Change]) -> None:
-    """Write codes into a mapped file and sync it. Raises `OSError` for a link, `ValueError` for a file that is too
-    short."""
+    """Write codes into a mapped file and sync it. Raises `OSError` for a link, `ValueError` if it is too short."""
     with open(path, "r+b", opener=_open_no_link) as file, mmap.mmap(file.fileno(), 0) as memory:
         for change in changes:
             kind, count = change.codes.dtype, change.codes.size

@@ -24,21 +24,25 @@ from etude.weights.tensors import Spec, tensor_digest
 
 @dataclass(frozen=True)
 class AdoptedVersion:
-    """A version that was written to the directory, and the work it took."""
+    """A version that `FolderFollower.advance` wrote to the directory, and the work it took.
+
+    `list_bytes`: memory of the decoded lists of changes. `fetch_s`: seconds of fetching, decoding and verifying.
+    `healed`: the errors of the ways to fetch the version that failed before one worked.
+    """
 
     version: Version
     fetched_bytes: int
     written_bytes: int
-    list_bytes: int  # memory of the decoded lists of changes
-    fetch_s: float  # seconds of fetching, decoding, verifying
+    list_bytes: int
+    fetch_s: float
     write_s: float
-    healed: tuple[str, ...]  # the errors of the plans that failed before one worked
+    healed: tuple[str, ...]
 
 
 class FolderFollower:
-    """Moves a `CheckpointFolder` to the head of a channel. Not thread-safe.
+    """Moves a checkpoint directory (`folder`) to the newest version of channel `name`. Not thread-safe.
 
-    Arguments as for `Follower`. Raises `StoreError`.
+    The other arguments are those of `Follower`. Raises `StoreError`.
     """
 
     def __init__(
@@ -64,12 +68,11 @@ class FolderFollower:
         self._pending: Update | None = None  # verified, and not yet written to disk
 
     def advance(self) -> AdoptedVersion | None:
-        """Move the directory to the newest version. Returns what was done; None if it has the newest version already,
-        or there is none.
+        """Write the newest version to the directory. Return what was done; None if there is no newer version.
 
-        Raises what `Follower.advance` raises; `StoreError` if the disk refuses a write (then the directory is
-        unchanged, or opening it again or calling this again completes the update); and `InputError`, before anything is
-        fetched, if the directory never followed a channel and has a checkpoint of another model.
+        Raises what `Follower.advance` raises. Raises `StoreError` if the disk refuses a write; then the directory is
+        unchanged, or opening it again or calling this again completes the update. Raises `InputError`, before anything
+        is fetched, if the directory never followed a channel and has a checkpoint of another model.
         """
         self._refuse_others()
         update = self._pending = self._advance() or self._pending
@@ -94,7 +97,7 @@ class FolderFollower:
         )
 
     def _damaged(self, version: Version) -> tuple[str, ...]:
-        """The files that do not have the tensors of a version; none for a version that the channel does not have."""
+        """Return the files that lack tensors of a version; none for a version that the channel does not have."""
         manifest = history.find(self._store, self._name, version)
         if manifest is None:
             return ()
@@ -121,7 +124,7 @@ class FolderFollower:
             ) from None
 
     def _refuse_others(self) -> None:
-        """A checkpoint that was not written by a follower must have the channel's tensors. Raises `InputError`."""
+        """Raise `InputError` if a checkpoint that was not written by a follower has other tensors than the channel."""
         held = {name: tensor.spec for name, tensor in self._folder.tensors.items()}
         if not held or self._folder.version is not None:
             return
@@ -157,5 +160,5 @@ def _spec_text(spec: Spec | None) -> str:
 
 
 def list_bytes(update: Update) -> int:
-    """Memory of the lists of changes in an update, in bytes."""
+    """Return the memory of the lists of changed elements in an update, in bytes."""
     return sum(places.nbytes + codes.nbytes for places, codes in update.changed.values())

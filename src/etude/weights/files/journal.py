@@ -1,7 +1,7 @@
-"""The redo journal of a checkpoint folder: the changes it is about to make, so that repeating them after a kill gives
-the same files.
+"""The redo journal of a checkpoint directory: the changes it is about to make.
 
-A JSON header, then the lists, then a SHA-256 of everything: see `docs/formats/checkpoint_folder.md`.
+They are absolute values, so repeating them after a kill gives the same files. A JSON header, then the lists, then a
+SHA-256 of everything: `docs/formats/checkpoint_folder.md`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,31 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Change:
-    """Codes of one tensor that are written into a file."""
+    """Codes (elements as unsigned integers) of one tensor that are written into a file.
+
+    `start`: offset of the tensor in the file, in bytes. `places`: ascending indices of the elements to write; None: all
+    elements.
+    """
 
     file: str
-    start: int  # offset of the tensor in the file, in bytes
-    places: Places | None  # indices of elements; None: all elements
+    start: int
+    places: Places | None
     codes: Codes
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The version that the folder will have, and the steps to get there."""
+    """The version that the directory will have, and the steps to get there.
+
+    `moves`: names of new, complete files that are renamed into place. `removes`: names of files to delete. `followed`:
+    the store's pointer that led to the version, if known.
+    """
 
     version: Version
     changes: list[Change] = field(default_factory=list)
-    moves: list[str] = field(default_factory=list)  # new files that are complete and must be renamed into place
-    removes: list[str] = field(default_factory=list)  # files to delete
-    followed: FollowedPointer | None = None  # the pointer that led to the version, if known
+    moves: list[str] = field(default_factory=list)
+    removes: list[str] = field(default_factory=list)
+    followed: FollowedPointer | None = None
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -62,7 +70,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def write_journal(journal: Journal) -> bytes:
-    """Encode a journal."""
+    """Encode a journal as the bytes of its file."""
     listed = [_Listed(c.file, c.start, c.codes.itemsize, c.codes.size, c.places is None) for c in journal.changes]
     header = msgspec.json.encode(_Header(journal.version, listed, journal.moves, journal.removes, journal.followed))
     parts = [_HEAD.pack(MAGIC, FORMAT, 0, len(header)), header]

@@ -1,8 +1,8 @@
 """One safetensors file: its header, the location of each tensor, and the tensors as views of the mapped file.
 
 Implements the specification of the format: length of the header (u64, little-endian), the header in JSON (name ->
-dtype, shape, [start, stop) in the data after it), the data. No torch, no copies. A tensor is raw codes, so every dtype
-of the format can be read, also those that numpy and torch do not have. Every field of the header is checked.
+dtype, shape, [start, stop) in the data after it), the data. A tensor is raw codes, so every dtype of the format can be
+read without torch, also those that numpy and torch do not have. Every field of the header is checked.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ _HINT = "copy the file again: it was cut off, altered, or its writer was no safe
 
 @dataclass(frozen=True)
 class Place:
-    """The location of a tensor in a file, with the dtype and shape that the file states."""
+    """The location of a tensor in a file, with the dtype and shape that the file states.
+
+    `dtype` is the format's name, such as "BF16". `start`, `stop`: bytes from the start of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    start: int  # bytes from the start of the file
+    start: int
     stop: int
 
     @property
     def spec(self) -> Spec:
-        """The spec of the tensor; raw bytes (u8) if etude does not have the file's dtype."""
+        """The dtype and shape for a `Tensor`; raw bytes (u8) if etude does not have the file's dtype."""
         if self.dtype in _DTYPES:
             return Spec(_DTYPES[self.dtype], self.shape)
         if self.dtype == "F4" and _PACKED in DTYPES and self.shape and self.shape[-1] % 2 == 0:
@@ -61,7 +64,10 @@ class Place:
 
 
 def read_header(path: Path) -> tuple[str, dict[str, Place]]:
-    """Read a file's header: its text, padding included, and its tensors. Raises `CheckpointError`."""
+    """Read the header of a file. Return its text, padding included, and the location of each tensor by name.
+
+    Raises `CheckpointError` if the file cannot be read or is damaged.
+    """
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
@@ -79,10 +85,10 @@ def read_header(path: Path) -> tuple[str, dict[str, Place]]:
 
 
 def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
-    """Parse the text of a header. Returns the tensors in order of their location. `num_bytes`: the size of the file;
-    None: not checked.
+    """Parse the text of a header. Return the location of each tensor by name, in the order of the file.
 
-    Raises `ValueError` (or `RecursionError`) for a header that violates the format.
+    `num_bytes`: the size of the file, which is checked; None: not checked. Raises `ValueError` (or `RecursionError`)
+    for a header that violates the format.
     """
     raw = json.loads(text, object_pairs_hook=_without_repeats)
     if not isinstance(raw, dict):
@@ -101,8 +107,9 @@ def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
 
 
 def write_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> str:
-    """Create the header for tensors stored one after another, wider elements first so that all are aligned; padded as
-    the format requires.
+    """Create the text of a header for tensors that are stored one after another. `metadata`: written as `__metadata__`.
+
+    Wider elements come first, so that all are aligned. The text is padded as the format requires.
 
     >>> write_header({"w": Spec("bf16", (2,))}, {})
     '{"w":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}} '
@@ -121,7 +128,7 @@ def write_header(tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> st
 
 
 def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """Map every tensor of a file as a read-only view. Raises `CheckpointError`."""
+    """Map a file into memory. Return each tensor by name, as a read-only view. Raises `CheckpointError`."""
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -134,7 +141,10 @@ def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
 
 
 def codes_at(memory: Any, place: Place) -> np.ndarray[Any, np.dtype[Any]]:
-    """A tensor's flat codes in a buffer of the complete file; writable if the buffer is. May be unaligned."""
+    """Return the elements of a tensor as a flat array of unsigned integers, given a buffer of the complete file.
+
+    The array is a view: writable if the buffer is, and perhaps unaligned.
+    """
     spec = place.spec
     return np.frombuffer(memory, DTYPES[spec.dtype].codes, spec.size, place.start if spec.size else 0)
 

@@ -1,11 +1,11 @@
-"""Merges LoRA adapters into engines that hold merged weights. A and B are published and kept in memory of their own;
-the engine's matrices are derived: W + scale * B A, summed in float32 and rounded once to the published dtype.
+"""Merges LoRA adapters into engines that hold merged weights.
 
-W is read from the mapped checkpoint that the engine was started from, so no second copy is in memory (engines pack and
-rearrange the weights that they loaded). A learner computes with its base rounded to the published dtype. If the
-checkpoint has another dtype, the tensors without an adapter are rounded and written once, too. numpy computes the
-product on the host. Its last bit may differ from the learner's, so this is for engines that do not promise the
-learner's exact bits.
+The matrices A and B are published, and kept in memory of their own. The engine's matrices are derived from them: W +
+scale * B A, summed in float32 and rounded once to the published dtype. W is read from the mapped checkpoint that the
+engine was started from, so no second copy is in memory (engines pack and rearrange the weights that they loaded). A
+learner computes with its base rounded to the published dtype. If the checkpoint has another dtype, the tensors without
+an adapter are rounded and written once, too. numpy computes the product on the host. Its last bit may differ from the
+learner's, so this is for engines that do not promise the learner's exact bits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def adapter_map(
     published: Mapping[str, Tensor],
     packing: Mapping[str, Call],
 ) -> Map:
-    """Create the map of an engine to which an adapter is published.
+    """Create the map of an engine to which a LoRA adapter is published.
 
-    `pieces`: returns where each of the given checkpoint tensors is in the engine. `base`: the tensors of the
-    checkpoint. `published`: the tensors of the first published version. `packing`: tensor name -> function to call
-    after that tensor was written. Raises `WeightsError` if the checkpoint is not the base of the adapter, or the engine
-    has no place for an adapted matrix.
+    `pieces` is called with the specs of checkpoint tensors, and returns where each of them is in the engine's memory.
+    `base`: the tensors of the checkpoint. `published`: the tensors of the first published version. `packing`: tensor
+    name -> function to call after that tensor was written. Raises `WeightsError` if the checkpoint is not the base of
+    the adapter, or the engine has no place for an adapted matrix.
     """
     config = published_config(published)
     dtype = next(tensor.dtype for name, tensor in published.items() if name != PUBLISHED)
@@ -81,7 +81,7 @@ def adapter_map(
 
 
 def published_config(tensors: Mapping[str, Tensor]) -> AdapterConfig:
-    """The settings that are published with an adapter. Raises `WeightsError` if they are missing or invalid."""
+    """Return the settings that are published with an adapter. Raises `WeightsError` if they are missing or invalid."""
     try:
         return AdapterConfig.from_bytes(tensors[PUBLISHED].codes.tobytes())
     except (KeyError, ValueError) as error:
@@ -90,7 +90,7 @@ def published_config(tensors: Mapping[str, Tensor]) -> AdapterConfig:
 
 
 def floats(tensor: Tensor) -> Floats:
-    """A tensor's values as float32, in its shape. Raises `WeightsError` for a dtype other than bf16, f16 and f32."""
+    """Return the values of a tensor as float32, in its shape. Raises `WeightsError` unless it is bf16, f16 or f32."""
     codes = tensor.codes.reshape(tensor.shape)
     match tensor.dtype:
         case "bf16":
@@ -104,7 +104,7 @@ def floats(tensor: Tensor) -> Floats:
 
 
 def rounded(tensor: Tensor, dtype: str) -> Floats:
-    """A tensor's values, each rounded to `dtype`, as float32."""
+    """Return the values of a tensor, each rounded to `dtype` ("f32" or "bf16"), as float32."""
     numbers = floats(tensor)
     if tensor.dtype == dtype:
         return numbers
@@ -112,7 +112,7 @@ def rounded(tensor: Tensor, dtype: str) -> Floats:
 
 
 def codes_of(numbers: Floats, dtype: str) -> Codes:
-    """Encode numbers as "f32" or, rounded to nearest with ties to even, as "bf16".
+    """Encode numbers as the raw bits of "f32" or, rounded to nearest with ties to even, of "bf16".
 
     >>> codes_of(np.array([1.0, 1.00390625], np.float32), "bf16").tolist()
     [16256, 16256]
@@ -124,13 +124,12 @@ def codes_of(numbers: Floats, dtype: str) -> Codes:
 
 
 def _kept(name: str, dtype: str) -> str:
-    """The dtype in which a learner that publishes `dtype` keeps a tensor of its base."""
+    """Return the dtype in which a learner that publishes `dtype` keeps a tensor of its base."""
     return "f32" if name.endswith("e_score_correction_bias") else dtype
 
 
 def _check_base(base: Mapping[str, Tensor], config: AdapterConfig, dtype: str) -> None:
-    """Compare the digest of the base with the one that the learner computed (`models.lora.base_digest`). Raises
-    `WeightsError`."""
+    """Compare the digest of the base with the one that the learner computed (`models.lora.base_digest`)."""
     digest = hashlib.sha256()
     for name, tensor in sorted(base.items()):
         kind = _kept(name, dtype)

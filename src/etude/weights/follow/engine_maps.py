@@ -1,7 +1,7 @@
 """Maps of common engines: which tensors of a Hugging Face checkpoint are where in their parameters.
 
 The maps use only names and shapes of parameters; no engine is imported. If an engine transforms weights beyond fusing
-and stacking (quantising, prepacking for a kernel), declare that with `Derived` hooks or a piece's `reorder`.
+and stacking (quantising, prepacking for a kernel), declare that with a `Derived` or the `reorder` of a `Piece`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,30 @@ from etude.weights.tensors import Spec
 
 
 def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
-    """Map `model.state_dict()` of a `transformers` model (5.x): the same names as in the checkpoint, except for stacked
-    experts (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]). Raises `WeightsError`."""
+    """Map the `model.state_dict()` of a `transformers` model (5.x): checkpoint name -> where the tensor is in memory.
+
+    The names are those of the checkpoint, except for stacked experts: `experts.gate_up_proj` [E, 2I, H] and
+    `experts.down_proj` [E, H, I] are split by expert. Raises `WeightsError` if these have other than three dimensions.
+    """
     return merge_pieces(
         *(_experts(name, value, ".gate_up_proj", ".down_proj") or named({name: value}) for name, value in live.items())
     )
 
 
 def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int) -> Pieces:
-    """Map parameters of vLLM and SGLang: q, k, v fused in `qkv_proj`, gate and up in `gate_up_proj`, experts stacked in
-    `experts.w13_weight` [E, 2I, H] and `experts.w2_weight` [E, H, I].
+    """Map the parameters of vLLM or SGLang by name: checkpoint name -> where the tensor is in memory.
 
-    `query_rows`, `key_rows`: rows of q_proj, and of k_proj and v_proj each, on this rank. Raises `WeightsError`.
+    In these engines q, k and v are fused in `qkv_proj`, gate and up in `gate_up_proj`, and experts are stacked in
+    `experts.w13_weight` [E, 2I, H] and `experts.w2_weight` [E, H, I]. `query_rows`, `key_rows`: rows of q_proj, and of
+    k_proj and v_proj each, on this rank. Raises `WeightsError` for shapes that do not fit.
     """
     return merge_pieces(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
 
 
 def sharded(pieces: Pieces, specs: Mapping[str, Spec], *, rank: int, size: int) -> Pieces:
-    """Convert the pieces of one rank of a tensor-parallel engine: each holds a shard along the one axis in which its
-    memory and the checkpoint's tensor differ.
+    """Return the map of one rank of a tensor-parallel engine, given the map of its memory.
 
+    A tensor whose memory is smaller than the checkpoint's in one axis is taken as the shard of rank `rank` of `size`.
     Shards follow one another by rank. The last may be padded (vocabularies are). If there are fewer shards than ranks
     (heads of keys and values), neighbouring ranks hold the same. `specs`: the tensors of the checkpoint. Raises
     `WeightsError` if the shapes differ in more than one axis.

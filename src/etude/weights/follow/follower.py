@@ -1,11 +1,9 @@
-"""The reader's side of a channel: holds the exact tensors of one version in memory, and moves to the newest version
-atomically.
+"""The reader's side of a channel: holds the exact tensors of one version in memory, and moves to the newest atomically.
 
 Everything is fetched, decoded and verified before the follower changes. So a failed update changes nothing, and an
-engine's pause contains only the writes. If a delta is lost or damaged, the nearest usable anchor is used. The codes
-that the last update overwrote are kept, so that it can be undone. A pointer that moves back to an older version is
-followed only if its generation was raised, which shows that the move is intended. Knows nothing of engines: it reports
-which codes changed, and where.
+engine's pause contains only the writes. If a delta is lost or damaged, the nearest usable full snapshot is used. The
+codes that the last update overwrote are kept, so that it can be undone. A pointer that moves back to an older version
+is followed only if its generation was raised, which shows that the move is intended.
 """
 
 from __future__ import annotations
@@ -29,20 +27,26 @@ from etude.weights.tensors import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """The differences between the previously held version and the one held now. All tensors are verified."""
+    """What differs between the version held before and the one held now. All tensors are verified.
+
+    `changed`: for each tensor with changes, ascending flat positions (uint32 or int64), and the codes (new bits) there.
+    `replaced`: tensors that are new, or had another dtype or shape; at the start all. `removed`: names of tensors that
+    no longer exist. `fetch_s`: seconds of fetching, decoding and verifying. `fetched_bytes`: without attempts that
+    failed. `healed`: the errors of the ways to fetch the version that failed before one worked.
+    """
 
     version: Version
-    changed: Changes  # name -> ascending flat positions (uint32 or int64), and the new codes there
-    replaced: Mapping[str, Tensor]  # tensors that are new, or had another dtype or shape; at the start all
-    removed: tuple[str, ...]  # names of tensors that no longer exist
-    fetch_s: float  # seconds of fetching, decoding, verifying
-    fetched_bytes: int  # without plans that failed
-    healed: tuple[str, ...] = ()  # the errors of the plans that failed before one worked
+    changed: Changes
+    replaced: Mapping[str, Tensor]
+    removed: tuple[str, ...]
+    fetch_s: float
+    fetched_bytes: int
+    healed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """A version, its tensors, and the undo record that leads to the version before."""
+    """A version and its tensors by name, and, if kept, what leads back to the version `before`."""
 
     manifest: Manifest
     tensors: dict[str, Tensor]
@@ -51,12 +55,12 @@ class HeldVersion:
 
 
 class Follower:
-    """Follows one channel of a store, or a branch of it. Not thread-safe.
+    """Follows one channel of a store, or a branch of it, and holds one version in memory. Not thread-safe.
 
-    `name`: the channel. `branch`: follow this branch instead of the channel's own pointer. `limit_bytes`: a version
+    `name`: the channel. `branch`: follow this branch instead of the channel's newest version. `limit_bytes`: a version
     whose tensors need more memory is refused before anything is fetched. `public_key` (32 bytes): accept only pointers
-    signed by this key. `can_undo`: keep what the last update overwrote (`undo_bytes`). `followed`: the `followed` of an
-    earlier follower, so that a pointer that moved back since then is refused.
+    signed by this key. `can_undo`: keep what the last update overwrote (`undo_bytes`). `followed`: the property
+    `followed` of an earlier follower, so that a pointer that moved back since then is refused.
 
     >>> from etude.stores import MemoryStore
     >>> Follower(MemoryStore()).advance() is None
@@ -90,7 +94,10 @@ class Follower:
 
     @property
     def followed(self) -> FollowedPointer | None:
-        """The pointer that was followed last; None before the first. Store it to continue in another process."""
+        """The store's pointer (its record of the newest version) as followed last; None before the first update.
+
+        Pass it to a new follower, also in another process, which then refuses a pointer that moved back.
+        """
         return self._head.followed
 
     @property
@@ -99,25 +106,27 @@ class Follower:
         return self._held.undo.num_bytes if self._held and self._held.undo else 0
 
     def head_version(self) -> Version | None:
-        """The version of the channel's head; None before the first publish. One read of some hundred bytes."""
+        """Read which version is the newest in the store; None before the first publish. Reads some hundred bytes."""
         return self._head.version()
 
     def advance(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
-        """Fetch, verify and hold the newest version. Returns the differences to the version held before; None if the
-        newest is held already or there is none.
+        """Fetch, verify and hold the newest version. Return what differs from the version held before.
 
-        `at_least`: do not move to a head that was published before this version. `exactly`: move to this version,
-        wherever the head is. Raises `Behind` if the wanted version is not there yet, and `WeightsError` if the pointer
-        moved back or no way to the version works (with the reason why each failed). After an error, the held version is
-        unchanged.
+        Return None if the newest is held already or there is none. `at_least`: raise `Behind` if the newest version was
+        published before this one. `exactly`: move to this version, whichever is the newest; `Behind` if the store does
+        not have it. Raises `WeightsError` if the pointer moved back, or if no way to fetch the version works (with the
+        reasons). After an error, the held version is unchanged.
         """
         started = time.perf_counter()
         held = self._held.manifest if self._held else None
         return self._head.follow(held, lambda to: self._move(to, started), at_least=at_least, exactly=exactly)
 
     def undo(self) -> Update:
-        """Return to the version held before the last update, without using the store. Raises `WeightsError` if there is
-        nothing to undo: before the first update, and after an undo. The next `advance` moves to the head again."""
+        """Return to the version held before the last update, without using the store. Return what differs.
+
+        Raises `WeightsError` if there is nothing to undo: before the second update, after an undo, or if `can_undo` is
+        False. The next `advance` moves to the newest version again.
+        """
         held, started = self._held, time.perf_counter()
         if held is None or held.undo is None or held.before is None:
             raise WeightsError(
@@ -131,9 +140,9 @@ class Follower:
         return update
 
     def start_from(self, version: Version, tensors: Mapping[str, Tensor]) -> bool:
-        """Hold a version that was kept elsewhere, for instance on disk, so that only later changes are fetched.
+        """Hold a version whose tensors are there already, for instance on disk, so that only later changes are fetched.
 
-        `tensors`: all tensors of the version; they are verified by SHA-256. Returns False, and holds nothing, if the
+        `tensors`: all tensors of the version; they are verified by SHA-256. Return False, and hold nothing, if the
         store does not have the version or these are not its tensors. Raises `StoreError`.
         """
         manifest = history.find(self._store, self._name, version)
@@ -148,13 +157,14 @@ class Follower:
         return self._held is not None and self._held.manifest is manifest
 
     def rebind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the tensors of the held version by tensors with the same names and bits in other memory, for instance
-        shared memory. They are not compared."""
+        """Replace the tensors of the held version by others with the same names and bits.
+
+        For instance by tensors in shared memory. They are not compared.
+        """
         assert self._held is not None, "there is a version to be held"
         self._held = HeldVersion(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
 
     def _move(self, target: Manifest, started: float) -> Update | None:
-        """Move to a version and hold it; None if it is held already."""
         if target.version == self.version:
             return None
         self._check_size(target)
@@ -176,7 +186,11 @@ def make_update(
     started: float,
     fetched: plans.Rebuilt | None = None,
 ) -> Update:
-    """Create the update from the tensors `before` to `tensors`."""
+    """Create the update that leads from the tensors `before` to `tensors`, those of `version`.
+
+    `started`: `time.perf_counter()` at the start of the fetch. `fetched`: the result of the fetch; its lists of changes
+    are used instead of comparing tensors.
+    """
     lists = fetched.decoded.lists if fetched else {}
     changed, replaced = compare_tensors(before, {name: one for name, one in tensors.items() if name not in lists})
     changed |= {name: (one.positions, one.codes) for name, one in lists.items() if name in tensors}

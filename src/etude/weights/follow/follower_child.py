@@ -1,8 +1,8 @@
-"""The child process of a `FollowerProcess`. Started as ``python -m etude.weights.follow.follower_child FD``, where FD
-is its end of the socket.
+"""The child process of a `FollowerProcess`.
 
-The first message is the pickled `FollowerArgs`, which only the parent process can send. All further messages are
-`Request`s. Imports what the store needs, and no torch.
+It is started as ``python -m etude.weights.follow.follower_child FD``, where FD is its end of the socket. The first
+message is the pickled `FollowerArgs`, which only the parent process can send. All further messages are `Request`s.
+Imports what the store needs, and no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_FACTS = 8192
 
 
 def main(argv: Sequence[str]) -> None:
-    """Answer requests until the parent process ends."""
+    """Answer requests until the parent process ends. `argv[1]`: the file descriptor of the socket."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # the parent handles these signals; this process ends with it
         signal.signal(ending, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[1]))
@@ -55,7 +55,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response, list[int]]:
-    """Create the response to a request, with the image's file descriptor if there is one."""
+    """Create the response to a request, and the list of file descriptors to send with it.
+
+    The list has that of the image, if there is one. Reads the channel's pointer every `poll_s` seconds until there is a
+    new version or the request's time is over.
+    """
     end = time.monotonic() + request.wait_s
     try:
         while (head := follower.head_version()) is None or head == request.held:
@@ -73,8 +77,7 @@ def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response
 
 
 def _news(follower: Follower, held: Version | None) -> Update:
-    """The update from `held` to the head. If this process held another version than `held`, the update contains all
-    tensors."""
+    """Return the update from `held` to the head; one with all tensors if this process held another version."""
     before, started = follower.version, time.perf_counter()
     update = follower.advance()
     if update is not None and before in (held, None):

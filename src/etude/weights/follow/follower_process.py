@@ -36,36 +36,45 @@ _END_S = 10.0
 
 
 class FollowerArgs(NamedTuple):
-    """The first message to a child process, pickled: the arguments of its follower."""
+    """The first message to a child process, pickled: the arguments of its follower.
+
+    `poll_s`: seconds between two reads of the channel's pointer. `followed`: the pointer that earlier children
+    followed. `threads`: number of threads for decoding; 0: one per core.
+    """
 
     store: BlobStore
     name: str
     limit_bytes: int
     poll_s: float
     public_key: bytes | None
-    followed: FollowedPointer | None  # by earlier children
-    threads: int  # for decoding; 0: one per core
+    followed: FollowedPointer | None
+    threads: int
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Ask for a version other than the held one. Waits up to `wait_s` seconds for one."""
+    """The parent's request for a version other than the held one. The child waits up to `wait_s` seconds for one."""
 
     held: Version | None
     wait_s: float
 
 
 class Response(msgspec.Struct, frozen=True):
-    """The response to a request: a version in shared memory (its file descriptor is sent along), or an error. If both
-    are None, there is no other version."""
+    """The child's response to a request: a version in shared memory, or an error.
+
+    `table_at`: the offset of the image's table; the image's file descriptor is sent along. `followed`: the pointer that
+    led to the version. `error`: the `what`, `facts` and `hint` of an `EtudeError`. If `table_at` and `error` are None,
+    there is no other version.
+    """
 
     table_at: int | None = None
-    followed: FollowedPointer | None = None  # the pointer that led to the version
-    error: tuple[str, str, str] | None = None  # what, facts, hint
+    followed: FollowedPointer | None = None
+    error: tuple[str, str, str] | None = None
 
 
 class FollowerProcess:
-    """Runs a `Follower` in a child process, which is started at once. Use it as a context manager. Not thread-safe,
-    except for `close`.
+    """Runs a `Follower` in a child process, which is started at once. Not thread-safe, except for `close`.
+
+    A context manager: the block's end kills the child. The held version stays readable.
 
     - `store`: where the versions are published. It is sent to the child, so it must be picklable.
     - `name`: the channel to follow.
@@ -121,12 +130,12 @@ class FollowerProcess:
         return self._child.pid if self._child else None
 
     def advance(self) -> Update | None:
-        """Move to the newest version. Returns the differences to the version held before; None if there was no new
-        version within `wait_s`.
+        """Move to the newest version. Return what differs from the version held before.
 
-        If a list of a tensor's changes would be larger than the tensor, the complete tensor is in `Update.replaced`.
-        Raises `WeightsError` as `Follower.advance` does, and if the child died or did not respond in time. Then the
-        held version is unchanged, and the next call starts a new child.
+        Return None if there was no new version within `wait_s`. If a list of a tensor's changes would be larger than
+        the tensor, the complete tensor is in `Update.replaced`. Raises `WeightsError` as `Follower.advance` does, and
+        if the child died or did not respond in time. Then the held version is unchanged, and the next call starts a new
+        child.
         """
         if self._closed:
             raise WeightsError("the follower is closed", hint="create a new follower")
@@ -153,7 +162,7 @@ class FollowerProcess:
         return _Child(pickle.dumps(self._args))
 
     def close(self) -> None:
-        """End the child. Idempotent. An `advance` in another thread raises `WeightsError`."""
+        """Kill the child. May be called twice. An `advance` in another thread raises `WeightsError`."""
         self._closed = True
         if self._child is not None:
             self._child.end()
@@ -171,8 +180,6 @@ class FollowerProcess:
 
 
 class _Child:
-    """One child process and the socket to it."""
-
     def __init__(self, args: bytes) -> None:
         self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end:
@@ -190,8 +197,6 @@ class _Child:
         return self._process.pid
 
     def send(self, request: Request, deadline_s: float) -> tuple[Response, list[int]]:
-        """Send a request. Returns the response and the file descriptors that came with it. Raises `OSError`,
-        `EOFError`, `TimeoutError`."""
         self._socket.settimeout(deadline_s)
         self._socket.send(msgspec.msgpack.encode(request))
         flags = socket.MSG_CMSG_CLOEXEC
@@ -201,7 +206,6 @@ class _Child:
         return msgspec.msgpack.decode(data, type=Response), fds
 
     def end(self) -> int:
-        """Kill the process and wait for its end. Returns its exit code."""
         self._process.kill()
         exit_code = self._process.wait(_END_S)
         self._socket.close()

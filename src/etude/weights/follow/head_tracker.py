@@ -1,8 +1,8 @@
 """Follows a pointer forward, and refuses one that moved back.
 
-A pointer that moved back to an older version is refused unless its generation was raised, which shows that the move is
-intended. While a version is being fetched, the channel may move on and garbage collection may delete objects: then the
-head is read again. Knows nothing of tensors: the caller supplies the function that moves to a version.
+A pointer (the stored name of the newest version) that moved back to an older version is refused unless its generation
+was raised, which shows that the move is intended. While a version is being fetched, the channel may move on and garbage
+collection may delete objects: then the pointer is read again. The caller supplies the function that moves to a version.
 """
 
 from __future__ import annotations
@@ -25,27 +25,34 @@ Moved = TypeVar("Moved")
 
 
 class Behind(WeightsError):
-    """The channel has not reached the requested version yet."""
+    """Raised if the channel has not reached the requested version yet."""
 
 
 class MovedBack(WeightsError):
-    """The pointer moved back to an older version without the new generation that marks an intended rollback."""
+    """Raised if a channel's pointer names an older version than before, without the mark of an intended rollback.
+
+    That mark is a higher `generation` of the pointer.
+    """
 
 
 class FollowedPointer(msgspec.Struct, frozen=True):
-    """The pointer that was followed last. The pair (generation, serial) of a followed pointer never decreases."""
+    """What a reader notes of the pointer (the record of the newest version) that it followed last.
 
-    pointer: str  # its key in the store
+    By this it recognises a pointer that moved back. `pointer`: its key in the store. `version`: the version that it
+    named. The pair (`generation` of the pointer, `serial` of the version) never decreases.
+    """
+
+    pointer: str
     version: Version
     generation: int
     serial: int
 
 
 class HeadTracker:
-    """Tracks the head of a channel or of a branch. Remembers the pointer that was followed last.
+    """Reads the pointer (the record of the newest version) of a channel or branch, and refuses one that moved back.
 
-    `public_key`: accept only pointers signed by this key. `followed`: the pointer that an earlier reader followed last;
-    ignored if it is of another channel or branch.
+    `public_key` (32 bytes): accept only pointers signed by this key. `followed`: the pointer that an earlier reader
+    followed last; ignored if it is of another channel or branch.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class HeadTracker:
         self._noted: Pointer | None = None  # the pointer that `followed` describes
 
     def version(self) -> Version | None:
-        """The version of the head; None before the first publish. One read of some hundred bytes."""
+        """Read which version the pointer names; None before the first publish. One read of some hundred bytes."""
         pointer = self._read()
         return pointer.head.version if pointer else None
 
@@ -75,11 +82,10 @@ class HeadTracker:
         at_least: Version | None = None,
         exactly: Version | None = None,
     ) -> Moved | None:
-        """Call `move` with the manifest of the head (or of `exactly`) and return its result. Returns None if the head
-        is held already or there is none.
+        """Call `move` with the manifest of the newest version (or of `exactly`), and return its result.
 
-        `held`: the manifest of the held version. Raises `Behind` and `WeightsError` as described in `Follower.advance`,
-        and whatever `move` raises.
+        Return None if the newest version is held already or there is none. `held`: the manifest of the held version.
+        Raises `Behind` and `WeightsError` as described in `Follower.advance`, and whatever `move` raises.
         """
         for tries_left in reversed(range(_MAX_TRIES)):
             pointer = self._read()
@@ -112,8 +118,7 @@ class HeadTracker:
         return history.head(self._store, self._name, self._branch, public_key=self._public_key)
 
     def _note(self, pointer: Pointer) -> None:
-        """Remember a pointer to the held version. Reads the manifest that the pointer names: the held manifest may be
-        any that the store has of that version, and only its tensors were verified."""
+        """Remember a pointer to the held version, after reading its manifest, which may differ from the held one."""
         if pointer == self._noted:
             return
         try:
@@ -123,7 +128,6 @@ class HeadTracker:
         self.followed, self._noted = self._admitted(pointer, named), pointer
 
     def _admitted(self, pointer: Pointer, target: Manifest) -> FollowedPointer:
-        """The record of a pointer that may be followed. Raises `MovedBack`."""
         seen = self.followed
         if seen is not None:
             known = target.serial and seen.serial and pointer.head.version != seen.version
@@ -140,7 +144,7 @@ class HeadTracker:
         return FollowedPointer(self._key, pointer.head.version, pointer.generation, target.serial)
 
     def _is_before(self, target: Manifest, version: Version) -> bool:
-        """Whether the head was published before a version, as far as known."""
+        """Return whether the head was published before a version, as far as known."""
         if target.version == version:
             return False
         other = history.find(self._store, self._name, version)

@@ -39,7 +39,7 @@ _NO_CHANGES: Changes = np.empty(0, np.int64), np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class Image:
-    """An image as its reader sees it. Every array is a read-only view that keeps the memory alive."""
+    """A version in shared memory as its reader sees it. Every array is a read-only view that keeps the memory alive."""
 
     update: Update
     tensors: dict[str, Tensor]
@@ -66,10 +66,10 @@ class _Table(msgspec.Struct, frozen=True):
 
 
 def write_image(update: Update, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Write `tensors`, the result of `update`, to a new image. Returns its file descriptor and the offset of its table.
+    """Write `tensors`, the version that `update` led to, to new shared memory, for `read_image` elsewhere.
 
-    If a list of changes would be longer than its tensor, it is left out; readers find the tensor among the replaced
-    ones. Raises `OSError` if the machine has not enough memory.
+    Return the file descriptor and the offset of a table. If a list of changes would be longer than its tensor, it is
+    left out; readers find the tensor among the replaced ones. Raises `OSError` if the machine has not enough memory.
     """
     fd = os.memfd_create("etude-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -82,8 +82,10 @@ def write_image(update: Update, tensors: Mapping[str, Tensor]) -> tuple[int, int
 
 
 def read_image(fd: int, table_at: int) -> Image:
-    """Map the image of a file descriptor, which the caller may close afterwards. Raises `WeightsError` if it is not
-    sealed."""
+    """Map the image behind a file descriptor, which the caller may close afterwards.
+
+    `table_at`: the offset that `write_image` returned. Raises `WeightsError` if the image is not sealed.
+    """
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise WeightsError("an image of weights is not sealed", hint="this is a defect of etude: please report it")
     memory = mmap.mmap(
@@ -113,15 +115,13 @@ def read_image(fd: int, table_at: int) -> Image:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Map all pages now, so that no page fault occurs in the pause. Releases the GIL meanwhile: with MAP_POPULATE,
-    `mmap.mmap` would hold it for a tenth of a second per GB, and delay the engine's steps."""
+    """Map all pages now, not in the pause, and release the GIL meanwhile, which MAP_POPULATE would hold."""
     pages = np.frombuffer(memory, np.uint8)
     if ctypes.CDLL(None).madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), _POPULATE_READ):
         pages[:: mmap.PAGESIZE].max(initial=0)  # an older kernel: touch each page
 
 
 def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
-    """Write everything. Returns the offset of the table."""
     at = 0
     entries = []
     for name, tensor in tensors.items():
@@ -139,7 +139,6 @@ def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _write(fd: int, at: int, values: npt.NDArray[Any]) -> int:
-    """Write an array. Returns the aligned offset after it."""
     data = np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
     end = at + len(data)
     while data:  # one call writes 2 GiB at most

@@ -34,10 +34,13 @@ _SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # torch dtypes by wi
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scatter:
-    """Writes codes to indices of flat host memory when called."""
+    """A call that writes codes (elements as unsigned integers) to the indices `places` of flat host memory.
+
+    `places`: uint32 for the native kernels, else int64.
+    """
 
     flat: Codes
-    places: npt.NDArray[Any]  # uint32 for the native kernels, else int64
+    places: npt.NDArray[Any]
     codes: Codes
 
     @property
@@ -51,19 +54,26 @@ class Scatter:
 
 @dataclass(eq=False)
 class DeviceScatter:
-    """Writes codes to indices of a device's storage when called. Indices and codes are on the device already."""
+    """A call that writes codes (elements as integers) to indices of a device's storage. All is on the device already.
 
-    storage: Any  # torch: the complete storage, 1-D, as signed integers
-    places: Any  # torch, int64, relative to the start of the storage
-    codes: Any  # torch
+    `storage`: the complete storage as a 1-D torch tensor of signed integers. `places`: int64 torch tensor of indices
+    into it. `codes`: torch tensor.
+    """
+
+    storage: Any
+    places: Any
+    codes: Any
 
     def __call__(self) -> None:
         self.storage.index_copy_(0, self.places, self.codes)
 
 
 def batch_calls(calls: Sequence[Call]) -> Call:
-    """Combine calls into one. Scatters into host memory become one call of the native kernels, if available; scatters
-    into the same device storage become one. (Thousands of kernel launches would take longer than the writes.)"""
+    """Combine calls into one that does the work of all.
+
+    Scatters into host memory become one call of the native kernels, if available. Scatters into the same device storage
+    become one, since thousands of kernel launches would take longer than the writes.
+    """
     kernels = native.load()
     calls = _by_storage(calls)
     rows = [(c.flat, c.places, c.codes) for c in calls if _is_native(c)]
@@ -78,8 +88,7 @@ def batch_calls(calls: Sequence[Call]) -> Call:
 
 
 def _by_storage(calls: Sequence[Call]) -> list[Call]:
-    """Merge the scatters into each device storage. The single ones become views of the merged one, so no memory is used
-    twice."""
+    """Merge the scatters into each device storage; the single ones become views, so no memory is used twice."""
     groups: dict[tuple[int, object], list[DeviceScatter]] = {}
     for call in calls:
         if isinstance(call, DeviceScatter):
@@ -101,20 +110,26 @@ def _is_native(call: Call) -> TypeGuard[Scatter]:
 
 @dataclass(frozen=True)
 class Window:
-    """A writable view of live memory. `flat` covers the span of the view in its storage; indices refer to `flat`."""
+    """A writable view of live memory, from the function `window`. Elements are integers of the same width: the bits.
 
-    device: str  # "cpu", "cuda:0"
-    address: int  # of its first element
+    `device`: such as "cpu", "cuda:0". `address`: of the first element. `strides`: in elements. `dtype`: a key of
+    `tensors.DTYPES`; "" if not known. `view`: the elements in `shape`; a numpy array of unsigned integers, or a torch
+    tensor of signed ones. `flat`: the same memory as one dimension, from the first element to the last, with the
+    elements between them. The methods' indices refer to `flat`.
+    """
+
+    device: str
+    address: int
     shape: Shape
-    strides: Shape  # in elements
+    strides: Shape
     itemsize: int
-    dtype: str  # a name in `tensors.DTYPES`; "" if not known
-    view: Any  # has `shape`: unsigned integers (numpy) or signed ones (torch)
-    flat: Any  # the same memory from its first element to its last, 1-D
+    dtype: str
+    view: Any
+    flat: Any
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for windows with the same elements in the same order."""
+        """A value that is equal for windows with the same elements in the same order."""
         return self.device, self.address, self.shape, self.strides, self.itemsize
 
     @property
@@ -135,13 +150,13 @@ class Window:
         )
 
     def narrowed(self, axis: int, length: int) -> Window:
-        """The first `length` elements along an axis."""
+        """Return a window of the first `length` elements along an axis."""
         view = self.view[(*(slice(None),) * axis, slice(length))]
         shape = tuple(view.shape)
         return replace(self, shape=shape, view=view, flat=self.flat[: _span(shape, self.strides)])
 
     def places(self, positions: Places) -> Places:
-        """Convert element numbers (C order of `shape`) to indices into `flat`."""
+        """Convert element numbers (in C order of `shape`) to indices into `flat`."""
         if self.contiguous:
             return positions
         found = np.zeros(positions.shape, np.int64)
@@ -150,8 +165,11 @@ class Window:
         return found
 
     def read(self, places: Places | None = None, arena: Arena | None = None) -> Codes:
-        """Read the codes at indices of `flat`, or all codes in C order of `shape`. Returns a copy in host memory,
-        allocated from `arena` if given."""
+        """Return a copy, in host memory, of the elements at the indices `places` of `flat`, as unsigned integers.
+
+        `places` None: all elements, in C order of `shape`. The copy is allocated from `arena` if that is given and the
+        memory is the host's.
+        """
         flat = self.flat
         if isinstance(flat, np.ndarray):
             if places is not None and arena is not None and flat.flags.aligned:
@@ -164,14 +182,16 @@ class Window:
         return _host(self.flat[_to_device(places.astype(np.int64, copy=False), self.flat.device)])
 
     def equals(self, codes: Codes) -> bool:
-        """Whether the memory equals these codes, which have this shape and any strides."""
+        """Return whether the memory equals these codes (elements as unsigned integers), which must have its shape."""
         if isinstance(self.view, np.ndarray):
             return np.array_equal(self.view, codes)
         return bool(_torch().equal(self.view, _to_device(codes.view(_SIGNED[self.itemsize]), self.view.device)))
 
     def writer(self, places: Places, codes: Codes) -> Call:
-        """Create a function that writes codes at indices of `flat`: a `Scatter` in host memory. On a device, both are
-        copied there now."""
+        """Return a function that writes `codes` (elements as unsigned integers) to the indices `places` of `flat`.
+
+        For a device, indices and codes are copied there now, so that calling the function only scatters them.
+        """
         flat = self.flat
         if isinstance(flat, np.ndarray):
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
@@ -181,7 +201,10 @@ class Window:
         return DeviceScatter(storage, from_start, _to_device(codes.view(_SIGNED[self.itemsize]), flat.device))
 
     def fill(self, codes: Codes) -> None:
-        """Write all elements, from codes of this shape and any strides. Needs no extra memory on a host."""
+        """Write all elements, from their bits as unsigned integers (`codes`) of the same shape.
+
+        Needs no extra memory on a host.
+        """
         if isinstance(self.view, np.ndarray):
             np.copyto(self.view, codes)
         else:
@@ -189,8 +212,10 @@ class Window:
 
 
 def window(name: str, value: Any) -> Window:
-    """Create a window of a numpy array or torch tensor of any strides. Raises `WeightsError` if it is read-only or its
-    elements overlap."""
+    """Create a window of a numpy array or torch tensor of any strides. `name` is for errors.
+
+    Raises `WeightsError` if it is read-only or its elements overlap.
+    """
     if is_torch(value) and not in_host_memory(value):
         return _device_window(name, value)
     bits, dtype = bits_of(name, value)
@@ -201,12 +226,12 @@ def window(name: str, value: Any) -> Window:
 
 
 def in_host_memory(value: Any) -> bool:
-    """Whether numpy can access the memory of a torch tensor."""
+    """Return whether numpy can access the memory of a torch tensor."""
     return bool(value.device.type == "cpu")
 
 
 def c_strides(shape: Shape) -> Shape:
-    """Strides in elements of an array in C order.
+    """Return the strides, in elements, of an array in C order.
 
     >>> c_strides((2, 3, 4))
     (12, 4, 1)
@@ -244,7 +269,7 @@ def _check(name: str, shape: Shape, strides: Shape, writable: bool) -> None:
 
 
 def _span(shape: Shape, strides: Shape) -> int:
-    """Number of elements of the storage from the first to the last element of a view."""
+    """Return the number of elements of the storage from the first to the last element of a view."""
     if not math.prod(shape):
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

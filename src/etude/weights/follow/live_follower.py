@@ -6,7 +6,7 @@ the live weights this needs memory for the lists and the objects being fetched. 
 (`targets.Target`) and reports it: until `mark_adopted`, and after `mark_undone`, the previous version counts as held.
 
 If several deltas are applied at once, their lists are merged; for that, the tensors of one object
-(`codec.OBJECT_ELEMENTS`) are created at a time. The same holds for an update from an anchor, and for packed 4-bit
+(`codec.OBJECT_ELEMENTS`) are created at a time. The same holds for an update from a full snapshot, and for packed 4-bit
 tensors always. A tensor that is stored in full becomes a list of differences to the live one, if that is shorter;
 otherwise it is in the update as it is. At the start that may be all tensors.
 
@@ -56,10 +56,10 @@ class _Result:
 
 
 class LiveFollower:
-    """Follows one channel of a store, or a branch of it, with live memory as its copy of the weights. Not thread-safe.
+    """Follows a channel of a store like `Follower`, but uses an engine's own memory as its copy of the weights.
 
-    `live`: the engine's memory by checkpoint name. Nothing may write it from `prepare` until the update was applied or
-    abandoned. Other arguments as for `Follower`.
+    `live`: the engine's memory by checkpoint name, or a function that returns it. Nothing may write it from `prepare`
+    until the update was applied or abandoned. The other arguments are those of `Follower`. Not thread-safe.
 
     >>> from etude.stores import MemoryStore
     >>> LiveFollower(MemoryStore(), {}).prepare() is None
@@ -90,25 +90,28 @@ class LiveFollower:
 
     @property
     def followed(self) -> FollowedPointer | None:
-        """The pointer that was followed last; None before the first. Store it to continue in another process."""
+        """The store's pointer (its record of the newest version) as followed last; None before the first update.
+
+        Pass it to a new follower, also in another process, which then refuses a pointer that moved back.
+        """
         return self._head.followed
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """The specs of all tensors of the prepared version; of the held version if none is prepared."""
+        """The dtype and shape of all tensors of the prepared version; of the held version if none is prepared."""
         manifest = self._prepared[1] if self._prepared else self._held
         return {entry.name: entry.spec for entry in manifest.tensors} if manifest else {}
 
     def head_version(self) -> Version | None:
-        """The version of the channel's head; None before the first publish. One read of some hundred bytes."""
+        """Read which version is the newest in the store; None before the first publish. Reads some hundred bytes."""
         return self._head.version()
 
     def prepare(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
-        """Fetch and verify the changes that lead the live memory to the newest version. Returns them; None if the
-        memory has the newest version or there is none.
+        """Fetch and verify the changes that lead the live memory to the newest version, and return them.
 
-        Does not write to live memory. If the update is not adopted, the next call returns it again. `at_least`,
-        `exactly` and errors as for `Follower.advance`.
+        Return None if the memory has the newest version or there is none. Live memory is not written. If the update is
+        not adopted, the next call returns it again. `at_least`, `exactly` and the errors are those of
+        `Follower.advance`.
         """
         started, self._prepared = time.perf_counter(), None
         self._prepared = self._head.follow(
@@ -120,8 +123,10 @@ class LiveFollower:
         return self._prepared[0]
 
     def mark_adopted(self, update: Update) -> None:
-        """Record that the live memory now has the version of the last `prepare`. Raises `WeightsError` for another
-        update."""
+        """Record that the live memory now has the version that `update`, the result of the last `prepare`, leads to.
+
+        Raises `WeightsError` for another update.
+        """
         if self._prepared is None or self._prepared[0] is not update:
             raise WeightsError(
                 f"{update.version} is not the update that was prepared last",
@@ -131,8 +136,10 @@ class LiveFollower:
         self._before, self._held, self._prepared = self._held, self._prepared[1], None
 
     def mark_undone(self) -> None:
-        """Record that the live memory was set back to its state before the last adopted update (`Swap.undo`). The next
-        `prepare` leads to the head again. Raises `WeightsError` if there is no earlier state."""
+        """Record that the live memory was set back to its state before the last adopted update (`Swap.undo`).
+
+        The next `prepare` leads to the newest version again. Raises `WeightsError` if there is no earlier state.
+        """
         if self._before is None:
             raise WeightsError(
                 "there is nothing to undo",
@@ -142,11 +149,10 @@ class LiveFollower:
         self._held, self._before, self._prepared = self._before, None, None
 
     def start_from(self, version: Version) -> bool:
-        """Start from a version whose weights are already in live memory, for instance loaded from disk. They are
-        verified by SHA-256.
+        """Verify that the live memory has the weights of a version, and hold that version.
 
-        Returns False, and does not start from it, if the store does not have the version or the memory has other
-        tensors. Raises `StoreError`.
+        For instance after they were loaded from disk. They are verified by SHA-256. Return False, and hold no version,
+        if the store does not have the version or the memory has other tensors. Raises `StoreError`.
         """
         self.forget()
         manifest = history.find(self._store, self._name, version)
@@ -155,14 +161,18 @@ class LiveFollower:
         return self._held is not None
 
     def check(self, names: Iterable[str] | None = None) -> list[str]:
-        """Compare live memory with the held version, by checksum. Returns the names of tensors that differ. `names`:
-        which tensors; None: all. For a background scrub, some tensors at a time. To repair tensors that differ:
-        `forget`, `prepare`, and write the update."""
+        """Compare live memory with the held version, by checksum. Return the names of the tensors that differ.
+
+        `names`: the tensors to compare, so that a background check can take some at a time; None: all. To repair a
+        tensor, call `forget` and `prepare`, and write the update.
+        """
         return self._differing(self._held, names, plans.Proof.CHECKSUM) if self._held else []
 
     def forget(self) -> None:
-        """Forget the held version: the next `prepare` starts from an anchor and lists where the live memory differs
-        from it."""
+        """Forget the held version.
+
+        The next `prepare` fetches a full snapshot and lists where the live memory differs from it.
+        """
         self._held = self._before = self._prepared = None
 
     def _views(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -212,7 +222,7 @@ class LiveFollower:
 
 
 def _after(store: BlobStore, hop: plans.Hop, made: _Result, views: Tensors, proof: plans.Proof | None) -> _Result:
-    """The result after one more hop; compared with its manifest if `proof` is given."""
+    """Return the result after one more hop; it is compared with the hop's manifest if `proof` is given."""
     after = _Result([entry.name for entry in hop.manifest.tensors])
     for data, entries in plans.fetch_objects(store, hop.manifest, hop.way):
         names = [entry.name for entry in entries]
@@ -235,14 +245,13 @@ def _after(store: BlobStore, hop: plans.Hop, made: _Result, views: Tensors, proo
 
 
 def _before(hop: plans.Hop, names: Sequence[str], made: _Result, views: Tensors) -> list[Tensor | None]:
-    """The tensors that a hop applies to: live ones as they are, others created for this object."""
+    """Return the tensors that a hop applies to: live ones as they are, others created for this object."""
     there = {*made.names} if hop.way.base else set[str]()
     return [_written(views.get(name), made.found.get(name)) if name in there else None for name in names]
 
 
 def _from_live(live: Tensor | None, before: Changes | Tensor | None, one: Changes | Tensor) -> Changes | Tensor:
-    """Combine the result before a hop (`before`) and the hop's change (`one`) to the difference to the live tensor of
-    the same spec (None: there is none)."""
+    """Combine the result before a hop (`before`) and the hop's change to the difference to the live tensor, if any."""
     if isinstance(one, Tensor):
         return one if live is None else _as_list(live, one)
     if before is None:
@@ -261,7 +270,6 @@ def _from_live(live: Tensor | None, before: Changes | Tensor | None, one: Change
 
 
 def _written(live: Tensor | None, *changes: Changes | Tensor | None) -> Tensor | None:
-    """Apply changes to a tensor; returns it unchanged if nothing changes."""
     made = live
     for one in changes:
         if isinstance(one, Tensor):
@@ -274,7 +282,7 @@ def _written(live: Tensor | None, *changes: Changes | Tensor | None) -> Tensor |
 
 
 def _as_list(live: Tensor, new: Tensor) -> Changes | Tensor:
-    """The differences of two tensors of the same spec as a list; `new` itself if the list would not be shorter."""
+    """Return the differences of two tensors of the same spec as a list; `new` itself if a list is not shorter."""
     width, most = live.codes.itemsize, PIECE_BYTES // live.codes.itemsize
     empty = narrow(np.empty(0, np.int64), live.codes.size)
     parts, left = [empty], new.num_bytes // (empty.itemsize + width)
@@ -289,7 +297,6 @@ def _as_list(live: Tensor, new: Tensor) -> Changes | Tensor:
 
 
 def _digest(spec: Spec, live: Tensor | None, one: Changes | Tensor) -> str:
-    """The digest of a tensor after its change."""
     if isinstance(one, Tensor):
         return tensor_digest(one)
     assert live is not None, "changes are of a live tensor"
@@ -297,7 +304,6 @@ def _digest(spec: Spec, live: Tensor | None, one: Changes | Tensor) -> str:
 
 
 def _checksum(live: Tensor | None, one: Changes | Tensor) -> str:
-    """The checksum of a tensor after its change."""
     if isinstance(one, Tensor):
         return checksum(one.codes)
     assert live is not None, "changes are of a live tensor"
@@ -305,7 +311,6 @@ def _checksum(live: Tensor | None, one: Changes | Tensor) -> str:
 
 
 def _pieces(codes: Codes, changes: Changes) -> Iterator[Codes]:
-    """Yield the codes with the changes applied, piece by piece."""
     most = PIECE_BYTES // codes.itemsize
     starts = range(0, codes.size, most)
     firsts = np.searchsorted(changes.positions, np.array(starts, changes.positions.dtype)).tolist()

@@ -24,7 +24,10 @@ _PART = re.compile(r"(.+)\[(0|[1-9][0-9]{0,12}):([1-9][0-9]{0,12})\]", re.DOTALL
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Rows [start, stop) of a tensor, along its first dimension."""
+    """Rows [start, stop) of a tensor, along its first dimension, that are published as a tensor of their own.
+
+    `tensor`: the name of the complete tensor.
+    """
 
     tensor: str
     start: int
@@ -37,7 +40,7 @@ class Part:
 
 
 def part_of(name: str) -> Part | None:
-    """Parse the name of a part; None if it is the name of a complete tensor.
+    """Parse the name of a part of a tensor; return None for the name of a complete tensor.
 
     >>> part_of("w[512:1024]"), part_of("w")
     (Part(tensor='w', start=512, stop=1024), None)
@@ -48,9 +51,11 @@ def part_of(name: str) -> Part | None:
 
 
 def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The specs of the complete tensors that these tensors and parts make up. Raises `WeightsError` unless the parts of
-    a tensor follow each other from row 0 without a gap, with equal dtype and row shape. (Only the version's digest
-    shows that the last part is there.)"""
+    """Return the dtype and shape of each complete tensor, from those of published tensors and parts (`w[0:512]`).
+
+    Raises `WeightsError` unless the parts of a tensor follow each other from row 0 without a gap, with equal dtype and
+    row shape. Whether the last part is missing cannot be seen here.
+    """
     parts = {name: part_of(name) for name in specs}
     found = {name: specs[name] for name, part in parts.items() if part is None}
     rows: dict[str, int] = {}
@@ -70,8 +75,9 @@ def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
 
 
 def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Concatenate parts to complete tensors. Tensors that are complete already are the same objects. Raises as
-    `full_specs` does.
+    """Concatenate parts (`w[0:512]`, `w[512:1024]`) to complete tensors, and return all complete tensors by name.
+
+    Tensors that are complete already are the same objects. Raises as `full_specs` does.
 
     >>> rows = [Tensor("u8", (1, 2), np.array(codes, np.uint8)) for codes in ([1, 2], [3, 4])]
     >>> assemble({"w[0:1]": rows[0], "w[1:2]": rows[1]})["w"].codes.tolist()
@@ -89,8 +95,10 @@ def assemble(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Inverse of `assemble`: the tensors and parts of these names; parts are views of complete tensors. Names whose
-    tensor is missing or has fewer rows are left out."""
+    """Return the tensors and parts with these names, such as `w` and `w[0:512]`: the inverse of `assemble`.
+
+    Parts are views of complete tensors. Names whose tensor is missing or has fewer rows are left out.
+    """
     found = {}
     for name in names:
         part = part_of(name)
@@ -105,11 +113,11 @@ def split(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tens
 
 
 def split_pieces(pieces: Pieces, specs: Mapping[str, Spec]) -> dict[str, list[Piece]]:
-    """Convert an engine's map of complete tensors to a map of the published parts: for each part, the rows that each
-    place holds.
+    """Convert an engine's map of complete tensors to a map of published parts.
 
-    `specs`: the published tensors and parts. A place with a box (a tensor-parallel rank's) gets the rows of a part that
-    lie in its box; parts outside of it are not in the map. Raises `WeightsError` for memory with a `reorder`.
+    Each part is mapped to its rows in each place of the complete tensor. `specs`: the published tensors and parts. If a
+    place holds only a box of the tensor (that of a tensor-parallel rank), rows outside of it are not in the map. Raises
+    `WeightsError` for memory with a `reorder`.
     """
     found = {name: list(pieces[name]) for name in specs if name in pieces}
     for part in (part for part in map(part_of, specs) if part is not None):
@@ -120,7 +128,7 @@ def split_pieces(pieces: Pieces, specs: Mapping[str, Spec]) -> dict[str, list[Pi
 
 
 def _cut(one: Piece, part: Part, spec: Spec) -> Piece | None:
-    """The rows of a part in one place; None if there are none."""
+    """Return the rows of a part in one place; None if there are none."""
     if one.reorder is not None:
         raise WeightsError(
             f"{part.tensor!r} is published in parts", "the engine's memory for it has a `reorder`",
@@ -138,6 +146,5 @@ def _cut(one: Piece, part: Part, spec: Spec) -> Piece | None:
 
 
 def _rows(of: Window, start: int, stop: int) -> Window:
-    """Some rows of a window."""
     cut = window("a part", of.view[start:stop])
     return replace(cut, dtype=of.dtype)

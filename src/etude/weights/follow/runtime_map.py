@@ -50,9 +50,9 @@ second."""
 class Piece:
     """A part of a checkpoint tensor, and the live memory that holds it. Created by `piece`, `named`, `fused`.
 
-    `box`: [start, stop) in each dimension of the checkpoint tensor; None: all of it. `reorder`: for memory whose order
-    no view can express (prepacked, swizzled): a bijection from element indices in the box to element indices in the
-    window, both in C order.
+    `window`: the live memory. `box`: [start, stop) in each dimension of the checkpoint tensor; None: all of it.
+    `reorder`: for memory whose order no view can express (prepacked, swizzled): a bijection from element indices in the
+    box to element indices in the window, both in C order.
 
     In the methods, `spec` is the dtype and shape of the complete tensor as published, and `codes` are its elements as
     unsigned integers (their bits).
@@ -68,8 +68,7 @@ class Piece:
         return None if self.box is None else tuple(stop - start for start, stop in self.box)
 
     def check(self, name: str, spec: Spec) -> None:
-        """Check that this memory can hold its part of a tensor of `spec` exactly. `name`: for the error. Raises
-        `WeightsError`."""
+        """Raise `WeightsError` unless this memory can hold its part of a tensor exactly. `name`: for the error."""
         inside = self.box is None or (
             len(self.box) == len(spec.shape)
             and all(0 <= a <= b <= n for (a, b), n in zip(self.box, spec.shape, strict=True))
@@ -88,10 +87,10 @@ class Piece:
             )
 
     def take(self, spec: Spec, positions: Places, codes: Codes) -> tuple[Places, Codes]:
-        """Select the changes of a tensor that lie in the box. Returns their indices into the window's `flat`, and their
-        codes, converted to the memory's dtype.
+        """Select the changes of a tensor that lie in this piece, and convert them for writing.
 
-        `positions`: ascending indices into the tensor in C order; `codes`: the new code at each.
+        `positions`: ascending indices into the complete tensor in C order; `codes`: the new code (bits) at each. Return
+        the indices into the window's `flat`, and the codes in the memory's dtype.
         """
         if self.box is not None or self.reorder is not None or not self.window.contiguous:
             positions = positions.astype(np.int64, copy=False)  # indices into the window can exceed 32 bits
@@ -103,8 +102,10 @@ class Piece:
         return self.window.places(positions), self._converted(spec.dtype, codes)
 
     def part(self, spec: Spec, codes: Codes) -> Codes:
-        """Return the part of a complete tensor's `codes` that belongs in the window, in the window's shape. A view of
-        `codes`, unless `reorder` is set."""
+        """Return the part of a complete tensor's `codes` that belongs in the window, in the window's shape.
+
+        It is a view of `codes`, unless `reorder` is set.
+        """
         shaped: Codes = codes.reshape(spec.shape)
         if self.box is not None:
             shaped = shaped[tuple(slice(a, b) for a, b in self.box)]
@@ -116,8 +117,10 @@ class Piece:
         return moved.reshape(self.window.shape)
 
     def fill(self, spec: Spec, codes: Codes) -> None:
-        """Write this piece of a complete tensor to the live memory. `codes`: of the complete tensor. Allocates at most
-        one copy of the piece; in host memory nothing, unless `reorder` is set."""
+        """Write this piece of a complete tensor with these `codes` to the live memory.
+
+        Allocates at most one copy of the piece; in host memory nothing, unless `reorder` is set.
+        """
         part, convert = self.part(spec, codes), _EXACT.get((spec.dtype, self.window.dtype))
         if convert is not None and isinstance(self.window.view, np.ndarray):
             convert(part, self.window.view)
@@ -125,9 +128,11 @@ class Piece:
             self.window.fill(self._converted(spec.dtype, part))
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
-        """Return whether the live memory equals this piece of a complete tensor, bit for bit. `codes`: of the complete
-        tensor. In host memory, compares `CHECKED` elements at a time: a block fits in a core's cache, and other threads
-        can run between two blocks."""
+        """Return whether the live memory equals this piece of a complete tensor with these `codes`, bit for bit.
+
+        In host memory, compares `CHECKED` elements at a time: a block fits in a core's cache, and other threads can run
+        between two blocks.
+        """
         part, window = self.part(spec, codes), self.window
         if not (isinstance(window.flat, np.ndarray) and window.contiguous and part.flags.c_contiguous):
             return window.equals(self._converted(spec.dtype, part))
@@ -136,7 +141,6 @@ class Piece:
         return all(np.array_equal(window.flat[one], self._converted(spec.dtype, flat[one])) for one in pieces)
 
     def _converted(self, dtype: str, codes: Codes) -> Codes:
-        """Convert published codes to the memory's dtype."""
         convert = _EXACT.get((dtype, self.window.dtype))
         if convert is None:
             return codes
@@ -147,7 +151,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Derived:
-    """Live memory that is computed from tensors: `compute` is called after any of `sources` was written.
+    """Live memory that is computed from tensors: `compute` is called after any of the tensors `sources` was written.
 
     It runs while the engine is paused, and reads live memory. It may do what the engine did when it loaded the weights:
     transpose, multiply, prepack. An undo calls it again on the old weights. Memory that it does not restore bit for bit
@@ -160,8 +164,9 @@ class Derived:
 
 
 class Map:
-    """All places of all tensors in an engine. Raises `WeightsError` if two places overlap without being equal.
+    """The places of all tensors in an engine's memory. Raises `WeightsError` if two places overlap without being equal.
 
+    `pieces`: checkpoint name -> the pieces that hold the tensor. `derived`: memory that is computed from tensors.
     `ignored`: names of published tensors that this engine does not use.
     """
 
@@ -174,18 +179,23 @@ class Map:
 
 
 def piece(name: str, value: Any, box: Sequence[tuple[int, int]] | None = None) -> Piece:
-    """Create the piece of tensor `name` (or of its part `box`) in a numpy array or torch tensor of any strides."""
+    """Create the piece of tensor `name` in a numpy array or torch tensor of any strides.
+
+    `box`: the part of the tensor that the array holds, [start, stop) in each dimension; None: all of it.
+    """
     return Piece(window(name, value), None if box is None else tuple((int(a), int(b)) for a, b in box))
 
 
 def named(live: Mapping[str, Any]) -> dict[str, list[Piece]]:
-    """Map complete tensors whose names are the checkpoint's: `named(model.state_dict())`."""
+    """Map complete tensors that have the names of the checkpoint, for instance `named(model.state_dict())`."""
     return {name: [piece(name, value)] for name, value in live.items()}
 
 
 def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[Piece]]:
-    """Map tensors that follow one another in `live` along an axis. `parts`: name -> length along that axis, in order.
-    Raises `WeightsError` if the lengths do not add up."""
+    """Map tensors that follow one another in one array `live`, along an axis. Return name -> pieces.
+
+    `parts`: tensor name -> length along that axis, in order. Raises `WeightsError` if the lengths do not add up.
+    """
     if sum(parts.values()) != live.shape[axis]:
         raise WeightsError(
             f"{', '.join(parts)} have a total length of {sum(parts.values())}",
@@ -201,7 +211,7 @@ def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[
 
 
 def merge_pieces(*maps: Pieces) -> dict[str, list[Piece]]:
-    """Merge several maps of pieces. A name may be in more than one of them."""
+    """Merge several maps of pieces. A name that is in more than one of them gets the pieces of all."""
     found: dict[str, list[Piece]] = {}
     for one in maps:
         for name, pieces in one.items():
@@ -210,7 +220,7 @@ def merge_pieces(*maps: Pieces) -> dict[str, list[Piece]]:
 
 
 def _inside(positions: Places, shape: Shape, box: Sequence[tuple[int, int]]) -> tuple[Places, Any]:
-    """Select the positions that lie in a box. Returns their indices in the box, and the selection."""
+    """Select the positions that lie in a box. Return their indices in the box, and the selection."""
     if all((a, b) == (0, n) for (a, b), n in zip(box[1:], shape[1:], strict=True)):  # complete rows: one range
         row = int(np.prod(shape[1:], dtype=np.int64))
         first, last = np.searchsorted(positions, [box[0][0] * row, box[0][1] * row])
@@ -236,8 +246,10 @@ def _tied(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, frozenset[str]]:
 
 
 def _refuse_overlaps(pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """Raise `WeightsError` for overlapping windows. Only windows without gaps are compared, since columns of one matrix
-    interleave."""
+    """Raise `WeightsError` for overlapping windows.
+
+    Only windows without gaps are compared, since columns of one matrix interleave.
+    """
     spans = sorted(
         {
             (one.window.device, one.window.address, one.window.num_bytes, one.window.key): name

@@ -35,7 +35,10 @@ DENSE = 16
 
 
 class Target:
-    """An engine's live weights, by its map. Nothing else may write them between `prepare` and the end of a swap.
+    """The live weights of an engine, to which updates are written.
+
+    `where`: the map of checkpoint tensors to the engine's memory. Nothing else may write the weights between `prepare`
+    and the end of a swap.
 
     >>> live = {"w": np.array([1, 2, 3], np.uint16)}
     >>> from etude.weights.follow.runtime_map import named
@@ -50,7 +53,7 @@ class Target:
     def prepare(self, update: Update, tensors: Known, *, undoable: bool = True) -> Swap:
         """Prepare an update: compute all writes, check them, and copy them to their device. Nothing is written yet.
 
-        `tensors`: all tensors of the version (`Follower.tensors`); or their specs, if there is no copy of them
+        `tensors`: all tensors of the version by name (`Follower.tensors`); or their specs, if there is no copy of them
         (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False: do not keep the old
         codes; for the first version, before which there was none. Raises `WeightsError` for a published tensor that the
         engine has no place for, a tensor that it needs and that is not published, or tied tensors with different bits.
@@ -81,8 +84,10 @@ class Target:
         return swap
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Compare live memory with tensors, bit for bit. Returns the names that differ: verifies an update, or detects
-        a flipped bit."""
+        """Compare live memory with tensors, bit for bit. Return the names of those that differ.
+
+        For verifying an update, or detecting a flipped bit.
+        """
         return [
             name
             for name, tensor in sorted(tensors.items())
@@ -112,7 +117,6 @@ class Target:
         return pieces
 
     def _check_ties(self, name: str, update: Update, tensors: Known) -> None:
-        """If a tensor changes, all published tensors that share its storage must change. Raises `WeightsError`."""
         for tie in self._map.tied.get(name, ()):
             if tie in tensors and tie not in update.changed and tie not in update.replaced:
                 raise _untied(name, tie, "one of them changed")
@@ -120,33 +124,39 @@ class Target:
 
 @dataclass
 class Swap:
-    """A prepared update. Call `apply` in the pause; then `commit`, or `undo`, also in the pause."""
+    """An update that is ready to be written, from `Target.prepare`.
+
+    Call `apply` in the engine's pause; then `commit`, or `undo`, also in a pause. `put` does all `writes` in one call,
+    and `put_back` undoes them. `derived`: the memory to compute afterwards.
+    """
 
     version: Version
     writes: list[_Write] = field(default_factory=list)
     derived: list[_Hook] = field(default_factory=list)
     undoable: bool = True
     applied: bool = False
-    put: Call = lambda: None  # all `writes` in one call
+    put: Call = lambda: None
     put_back: Call = lambda: None
 
     @property
     def list_bytes(self) -> int:
-        """Memory used by the indices and codes to be written, in bytes. Tensors that are written in full belong to the
-        follower and are not counted."""
+        """Memory used by the indices and codes to be written, in bytes.
+
+        Tensors that are written in full belong to the follower and are not counted.
+        """
         return sum(write.num_bytes for write in self.writes)
 
     @property
     def undo_bytes(self) -> int:
-        """Memory used to undo the update, in bytes: old codes, and saved outputs of hooks."""
+        """Memory used to undo the update, in bytes: old codes (elements), and saved outputs of derived memory."""
         kept = [write.old for write in self.writes if write.old is not None]
         return sum(codes.nbytes for codes in (*kept, *(codes for hook in self.derived for codes in hook.old)))
 
     def apply(self, probe: Probe | None = None) -> None:
-        """Write, recompute derived memory, and call the probe. If a hook or the probe fails, the update is undone and
-        `WeightsError` is raised.
+        """Write the update, recompute derived memory, and call `probe`, which returns False to refuse the new weights.
 
-        If the update was prepared with `undoable` False, the memory then stays as written and must not be used.
+        If computing or the probe fails, the update is undone and `WeightsError` is raised. If the update was prepared
+        with `undoable` False, the memory then stays as written and must not be used.
         """
         self.applied = True
         try:
@@ -161,7 +171,7 @@ class Swap:
             raise self._refused("the probe returned False")
 
     def undo(self) -> None:
-        """Write back the old codes. Raises `WeightsError` if nothing was applied or the old codes were not kept."""
+        """Write back the old weights. Raises `WeightsError` if nothing was applied or they were not kept."""
         if not self.applied or not self.undoable:
             why = "it is committed, or was prepared with undoable=False" if self.applied else "it was not applied"
             raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that you want")
@@ -171,7 +181,7 @@ class Swap:
         self.applied = False
 
     def commit(self) -> None:
-        """Free what was kept for an undo."""
+        """Free what was kept for an undo. The update cannot be undone afterwards."""
         self.writes.clear()
         self.derived.clear()
         self.put = self.put_back = _nothing
@@ -208,10 +218,7 @@ class _Hook:
 
 
 def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Arena | None) -> _Write:
-    """Prepare the write of a piece: changes, or the complete piece if there is no list or scattering would take longer.
-
-    `kept`: allocates what an undo needs; None: the update cannot be undone.
-    """
+    """Prepare the write of a piece, in full if scattering would take longer. `kept`: allocates what an undo needs."""
     window = piece.window
     fill = partial(piece.fill, known.spec, known.codes) if isinstance(known, Tensor) else None
     if change is None:
@@ -234,7 +241,7 @@ def _spec(known: Tensor | Spec) -> Spec:
 
 
 def _nothing() -> None:
-    """Does nothing: the undo of an update whose old codes were not kept."""
+    """Do nothing: the undo of an update whose old codes were not kept."""
 
 
 def _check_equal(first: _PlannedWrite, second: _PlannedWrite, tensors: Known) -> None:

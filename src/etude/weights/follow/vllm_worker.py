@@ -42,10 +42,10 @@ _AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
 class WorkerExtension:
-    """The class that vLLM mixes into its worker class. Not thread-safe: vLLM makes one call at a time.
+    """The class that vLLM mixes into its worker class: methods with which the worker follows a channel of weights.
 
-    A version is passed as a mapping of `step`, `incarnation` and `digest`. Before `etude_follow`, every other method
-    raises `WeightsError`.
+    Not thread-safe: vLLM makes one call at a time. A version is passed as a dict of `step`, `incarnation` and `digest`.
+    Before `etude_follow`, every other method raises `WeightsError`.
     """
 
     model_runner: Any  # vLLM's
@@ -55,9 +55,12 @@ class WorkerExtension:
     def etude_follow(
         self, store: str, name: str = "policy", branch: str = "", public_key: str = "", cache: str = ""
     ) -> None:
-        """Start to follow a channel of a store. Fetches nothing yet. `store` and `cache`: locations as for
-        `open_store`. `public_key`: 64 hex digits; accept only versions signed by this key. Raises `WeightsError` for a
-        model that cannot be mapped."""
+        """Start to follow channel `name` of a store, or a branch of it. Fetches nothing yet.
+
+        `store`: its location, as for `open_store`. `cache`: a local directory for fetched objects; empty: none.
+        `public_key`: 64 hex digits; accept only versions signed by this key; empty: accept all. Raises `WeightsError`
+        for a model that cannot be mapped.
+        """
         try:
             key = bytes.fromhex(public_key) or None
         except ValueError as error:
@@ -71,33 +74,43 @@ class WorkerExtension:
         self.etude_weight_sync = _WeightSync(follower, memory, rows, self.rank % rows.size, base=base)
 
     def etude_prepare(self, version: Mapping[str, Any] | None = None) -> None:
-        """Start to fetch and verify the newest version, or `version`, while requests run. Does nothing if a version is
-        being prepared or waits to be adopted; a waiting version is replaced if another one is named."""
+        """Start to fetch and verify the newest version, or `version`, while requests run. Returns at once.
+
+        Does nothing if a version is being prepared or waits to be adopted; a waiting version is replaced if another one
+        is named.
+        """
         _sync_of(self).prepare(None if version is None else Version(**version))
 
     def etude_prepared(self) -> dict[str, Any] | None:
-        """The version that waits to be adopted; None if there is none. Raises the error if preparing failed."""
+        """Return the version that waits to be adopted (a dict), or None. Raises the error if preparing failed."""
         swap = _sync_of(self).prepared()
         return None if swap is None else _version_fields(swap.version)
 
     def etude_preparing(self) -> bool:
-        """Whether a version is being prepared or waits to be adopted."""
+        """Return whether a version is being prepared or waits to be adopted."""
         return _sync_of(self).preparing
 
     def etude_adopt(self) -> dict[str, Any]:
-        """Write the prepared version. Returns its `version`, `pause_s` (seconds in which nothing else ran) and
-        `list_bytes`. Raises `WeightsError` if nothing is prepared, or if writing failed: its hint says whether the old
-        weights were restored. (The first version, and the first after an undo or a failure, cannot be undone.)"""
+        """Write the prepared version into the worker's weights.
+
+        Return a dict of its `version`, `pause_s` (seconds in which nothing else ran) and `list_bytes` (memory of the
+        lists of changes). Raises `WeightsError` if nothing is prepared, or if writing failed: its hint says whether the
+        old weights were restored. The first version, and the first after an undo or a failure, cannot be undone.
+        """
         return _sync_of(self).adopt()
 
     def etude_undo(self) -> None:
-        """Write back the weights before the last adoption and drop the prepared version. The next version is fetched
-        from an anchor. Raises `WeightsError` if there is nothing to undo."""
+        """Write back the weights before the last adoption, and drop the prepared version.
+
+        The next version is fetched from a full snapshot. Raises `WeightsError` if there is nothing to undo.
+        """
         _sync_of(self).undo()
 
     def etude_check(self) -> list[str]:
-        """Compare memory with the adopted version, bit for bit. Returns the checkpoint names that differ. Raises
-        `WeightsError` if nothing is adopted or the next version is being prepared."""
+        """Compare memory with the adopted version, bit for bit. Return the checkpoint names of tensors that differ.
+
+        Raises `WeightsError` if nothing is adopted or the next version is being prepared.
+        """
         return _sync_of(self).check()
 
 
@@ -192,7 +205,6 @@ class _WeightSync:
         self._follower, self._preparing, self._adopted = self._new_follower(), None, None
 
     def _new_follower(self) -> Follower:
-        """A new follower that holds nothing, and still refuses a pointer that moved back."""
         return self._make(followed=self._follower.followed)
 
     def _prepare(self, version: Version | None) -> Swap | None:
@@ -246,7 +258,7 @@ def _version_fields(version: Version) -> dict[str, Any]:
 
 
 def _wait_for_gpu() -> bool:
-    """Wait for the work queued on the GPU. Used as the probe of a swap."""
+    """Wait for the work queued on the GPU, as the probe of a swap."""
     import torch
 
     if torch.cuda.is_available():
@@ -271,7 +283,7 @@ def _rows(config: Any) -> _Rows:
 
 
 def _memory(model: Any) -> _Memory:
-    """vLLM's parameters; on the CPU build, unpacked copies of those that it packed."""
+    """Return vLLM's parameters; on the CPU build, unpacked copies of those that it packed."""
     from vllm.platforms import current_platform  # type: ignore[import-not-found]  # in vLLM's environment alone
 
     found, on_cpu = _Memory(), current_platform.is_cpu()
@@ -288,8 +300,7 @@ def _memory(model: Any) -> _Memory:
 
 
 def _refuse_rearranged(name: str, module: Any, *, on_cpu: bool) -> None:
-    """Raise `WeightsError` for memory whose order differs from the checkpoint, or that has copies which would not be
-    updated."""
+    """Raise `WeightsError` for memory in another order than the checkpoint's, or with copies that are not updated."""
     backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     if hasattr(module, "W_UV") or hasattr(module, "W_UK_T"):
         facts = "its attention stores products of kv_b_proj"
@@ -302,8 +313,7 @@ def _refuse_rearranged(name: str, module: Any, *, on_cpu: bool) -> None:
 
 
 def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Call | None]:
-    """For modules that the CPU build packs in `process_weights_after_loading` (linears, embeddings and heads, experts):
-    memory in the order of the checkpoint, and the function that packs it."""
+    """Return memory in the order of the checkpoint for a module that the CPU build packs, and the packing function."""
     import torch
     from vllm.model_executor.layers.linear import LinearBase  # type: ignore[import-not-found]
 

@@ -29,13 +29,18 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The blocks of some tiles."""
+    """The items (elements) of some tiles, cut into blocks, each of which one device program reads.
 
-    table: torch.Tensor  # [blocks, FIELDS] int64
-    tile: torch.Tensor  # [blocks] index of the tile
-    first: torch.Tensor  # [tiles] first block
-    full: torch.Tensor  # int32: blocks that can be read without masks
-    partial: torch.Tensor  # int32: all others
+    All tensors are on the device. `table` [blocks, len(FIELDS)] int64: one row per block, with the columns of `FIELDS`.
+    `tile` [blocks]: the index of the block's tile. `first` [tiles]: the first block of each tile. `full` (int32): the
+    numbers of the blocks that can be read without masks; `partial`: those of all others.
+    """
+
+    table: torch.Tensor
+    tile: torch.Tensor
+    first: torch.Tensor
+    full: torch.Tensor
+    partial: torch.Tensor
 
     @property
     def size(self) -> int:
@@ -44,7 +49,10 @@ class Blocks:
 
 
 def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width: int, block: int) -> Blocks:
-    """Cut the items of tiles into blocks of at most `block` items."""
+    """Cut tiles (parts of tensors) into blocks of at most `block` items, each of which one device program reads.
+
+    `old[i]`, `new[i]`: the items of tensor i in both snapshots. `width`: bits per item.
+    """
     of_piece = [
         (i, tile.high, tile.classes, old[t].address, new[t].address, *shape)
         for i, tile in enumerate(tiles)
@@ -75,8 +83,11 @@ def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width
 
 
 def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
-    """[pieces, 6]: address, start, cols, stride, position in the tile, number of items; and [tiles + 1]: where each
-    tile's pieces start."""
+    """Return a table of the rectangles (pieces) of all tiles, and where those of each tile start in it.
+
+    The table is [pieces, 6]: address, start, cols, stride, position in the tile, number of items. The second array is
+    [tiles + 1].
+    """
     table = [
         (arrays[t].address, start, cols, stride, base, size)
         for tile in tiles
@@ -87,8 +98,7 @@ def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
 
 
 def _shapes(tile: Tile) -> list[tuple[int, ...]]:
-    """For each piece that has items: tensor, start, rows (1 if it is one range), cols, stride, number of items,
-    position in the tile."""
+    """Return tensor, start, rows (1 for a range), cols, stride, size and position in the tile of each piece."""
     shapes: list[tuple[int, ...]] = []
     base = 0
     for piece in tile.pieces:

@@ -1,8 +1,8 @@
-"""`layout.Kernels` for device memory: the same bytes as the numpy and the native kernels.
+"""The inner loops of the codec (`layout.Kernels`) for device memory. They produce the bytes of the host's kernels.
 
 The device does what needs its bandwidth: it compares, sorts by class, numbers items by prefix sums, and maps numbers
 back to positions. Only the changes are copied to the host, once. The host packs them into the coded form and unpacks
-that form: a few per cent of the bytes. Knows nothing of objects and manifests (`update.py`).
+that form: a few per cent of the bytes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,17 @@ Unpacked = tuple[Longs, Flags, Numbers]
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """The changes of some tiles, on the device."""
+    """The changes of some tiles (parts of tensors), on the device.
+
+    `splits` [tiles + 1]: where each tile's changes start. `places` [changes] int32: positions in their tile, unordered.
+    `codes` [changes]: the new items, one integer each.
+    """
 
     kind: DType
     tiles: Sequence[Tile]
-    splits: Longs  # [tiles + 1] where each tile's changes start
-    places: torch.Tensor  # [changes] int32, positions in their tile, unordered
-    codes: torch.Tensor  # [changes] the new items, one integer each
+    splits: Longs
+    places: torch.Tensor
+    codes: torch.Tensor
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +64,9 @@ class Lists:
 
 
 class DeviceKernels:
-    """Implements `layout.Kernels` with `Items` on one device in place of numpy arrays. Not thread-safe.
+    """The inner loops of the codec for one device: `layout.Kernels`, but with `Items` instead of numpy arrays.
+
+    Not thread-safe.
 
     `block`: items that one program reads, a power of two up to 16384; `warps`: warps per program.
     """
@@ -102,16 +108,24 @@ class DeviceKernels:
     def lists(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[Lists]:
-        """Decode tiles to lists of changes on the device. Raises `WeightsError` for bytes that no encoder wrote."""
+        """Decode tiles to lists of changes on the device. `payloads`: the encoded bytes of each tile.
+
+        Raises `WeightsError` for bytes that no encoder wrote.
+        """
         return [lists for _, lists in self._listed(kind, tiles, old, payloads)]
 
     def writer(self, lists: Lists, new: Sequence[Items]) -> Callable[[], None]:
-        """Create a function that scatters the new items into tensors. Does nothing else; its writes are absolute and
-        safe to repeat."""
+        """Return a function that writes the new items of `lists` to their positions in the tensors `new`.
+
+        The function does nothing else. Its writes are absolute and safe to repeat.
+        """
         return _scatter(lists, new, read=False)
 
     def read(self, lists: Lists, old: Sequence[Items]) -> Lists:
-        """Read the items at the positions of `lists`. Writing them later undoes the update."""
+        """Return lists like `lists`, with the items that are in memory now instead of the new ones.
+
+        Writing the result later undoes the update.
+        """
         held = Lists(lists.kind, lists.tiles, lists.splits, lists.places, torch.empty_like(lists.codes))
         _scatter(held, old, read=True)()
         return held
@@ -124,11 +138,11 @@ class DeviceKernels:
         new: Sequence[Items],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Decode and write the changes into `new`, which contains the old items or *is* `old`, without a list on the
-        device.
+        """Decode the tiles and write the changes into `new`, which contains the old items or *is* `old`.
 
-        All bytes are checked before the first write: if it raises `WeightsError`, nothing was written. This cannot be
-        undone. Lists (`lists`, then `writer`) can be, and take less of the pause if few items change.
+        No list is created on the device. All bytes are checked before the first write: if it raises `WeightsError`,
+        nothing was written. This cannot be undone. Lists (`lists`, then `writer`) can be, and take less of the pause if
+        few items change.
         """
         by_mode = _Payloads(kind, payloads)
         if kind.width < 8:  # two programs could write items of one byte
@@ -144,8 +158,12 @@ class DeviceKernels:
     def changed(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items]
     ) -> tuple[Longs, Longs, Numbers, npt.NDArray[np.int32]]:
-        """[tiles, classes] number of items; [tiles + 1] where the changes of each tile start; which items change; by
-        how many steps."""
+        """Find what changed in tiles, in the form in which the host packs it. Return four arrays.
+
+        They are the number of items of each class [tiles, classes], where the changes of each tile start [tiles + 1],
+        which items change, and by how many signed ULP steps [changes]. Changed items are numbered by class, then by
+        position.
+        """
         table = blocks.cut(tiles, old, new, kind.width, self._block)
         device = table.table.device
         counts = _ints(device, table.size, 2 * MAX_CLASSES)
@@ -178,7 +196,6 @@ class DeviceKernels:
     def _listed(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[tuple[list[int], Lists]]:
-        """Lists, with the numbers of their tiles: of raw tiles, and of coded ones."""
         by_mode = _Payloads(kind, payloads)
         raw = self._raw(kind, tiles, by_mode, old)
         found = [(list(by_mode.raw), raw)] if raw else []
@@ -273,8 +290,7 @@ class _Numbered:
 
 
 def _scatter(lists: Lists, arrays: Sequence[Items], *, read: bool) -> Callable[[], None]:
-    """Create a function that writes the items to their positions, or reads them. Its tables are copied to the device
-    now."""
+    """Return a function that writes or reads the items at their positions. Tables are copied to the device now."""
     table, firsts = blocks.pieces(lists.tiles, arrays)
     chunks = [
         (first, min(first + SPREAD, stop), *firsts[tile : tile + 2].tolist())
@@ -308,7 +324,6 @@ def _constants(kind: DType) -> dict[str, int]:
 
 
 def _exponents(kind: DType) -> tuple[int, int]:
-    """The shift and the mask of the exponent of an item; 0 for integers."""
     if kind.exponent_shift is None:
         return 0, 0
     return kind.exponent_shift, (1 << kind.width - 1 - kind.exponent_shift) - 1
@@ -324,14 +339,14 @@ def _ints(device: torch.device, *shape: int) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[Unpacked], firsts: Longs) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Where all tiles change, each offset by its first bit, and the signed steps, as the device needs them."""
+    """Return where all tiles change, each offset by its first bit, and the signed steps, as the device needs them."""
     where = [where + first for (where, _, _), first in zip(parts, firsts.tolist(), strict=True)]
     steps = [np.where(down, -size.view(np.int32), size.view(np.int32)) for _, down, size in parts]
     return np.concatenate(where).astype(np.int32), np.concatenate(steps)
 
 
 def _sampled(items: Items, kind: DType, stride: int) -> torch.Tensor:
-    """Every `stride`-th block of 64 items, as int64."""
+    """Return every `stride`-th block of 64 items, as int64."""
     codes = items.codes
     if stride > 1:
         codes = codes[: items.size // 64 * 64 // items.per_code].view(-1, 64 // items.per_code)[::stride].reshape(-1)
@@ -340,7 +355,6 @@ def _sampled(items: Items, kind: DType, stride: int) -> torch.Tensor:
 
 
 def _host(lists: torch.Tensor) -> Any:
-    """Copy the lists to host memory, in one copy."""
     pinned = torch.empty(lists.shape, dtype=lists.dtype, pin_memory=lists.is_cuda)
     return pinned.copy_(lists).numpy()
 

@@ -1,6 +1,6 @@
 """A tensor in device memory as items: a view of its own bits, never a copy.
 
-Like `to_items` on the host, except that two 4-bit items stay in their byte.
+An item is an element as an unsigned integer, or one half of it (`tensors.DType`). Two 4-bit items stay in their byte.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ _CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # t
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The items of one tensor."""
+    """The items of one tensor in device memory: its elements as integers, or halves of them (`tensors.DType`).
 
-    codes: torch.Tensor  # 1-D, contiguous: uint8, int16 or int32; two 4-bit items per byte
-    size: int  # number of items
+    `codes`: 1-D, contiguous; uint8, int16 or int32, with two 4-bit items per byte. `size`: the number of items.
+    """
+
+    codes: torch.Tensor
+    size: int
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, spec: Spec) -> Items:
-        """Create a view of a tensor. Raises `WeightsError` if its memory does not fit the spec or is not contiguous."""
+        """Create a view of a tensor as items. `name` is for the error.
+
+        Raises `WeightsError` if its memory does not fit the spec or is not contiguous.
+        """
         kind = DTYPES[spec.dtype]
         if tensor.numel() * tensor.element_size() != spec.num_bytes or not tensor.is_contiguous():
             raise WeightsError(
@@ -47,13 +53,13 @@ class Items:
         return self.size // self.codes.numel() if self.size else 1
 
     def host(self, kind: DType) -> Codes:
-        """Copy the items to host memory, in the form of the numpy kernels."""
+        """Copy the items to host memory, in the form of `tensors.to_items`."""
         codes: Codes = self.codes.cpu().numpy().view(f"u{self.codes.element_size()}")
         return to_items(codes, kind) if kind.width == 4 else codes.view(kind.items)
 
 
 def fetched(tile: Tile, arrays: list[Items], kind: DType) -> Codes:
-    """Copy a tile's items to host memory, in order."""
+    """Copy the items of a tile to host memory, in order. `arrays`: the items of each tensor."""
     parts = []
     for piece in tile.pieces:
         if not piece.size:

@@ -40,7 +40,10 @@ def at(address, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def unpacked(word, index, WIDTH: tl.constexpr):
-    """Items as 32-bit integers; bits above their width are 0."""
+    """Return items (elements as integers of `WIDTH` bits) as 32-bit integers; bits above `WIDTH` are 0.
+
+    `word`: the loaded words. `index`: the numbers of the items; two 4-bit items share a word.
+    """
     item = word.to(tl.uint32)
     if WIDTH == 4:
         item = (item >> ((index & 1) * 4).to(tl.uint32)) & 15
@@ -51,8 +54,11 @@ def unpacked(word, index, WIDTH: tl.constexpr):
 
 @triton.jit
 def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """The item numbers of a block, relative to the tensor, or in a full block to its first item; and a mask of the
-    existing ones."""
+    """Return the numbers of the items of a block, and a mask of those that exist.
+
+    `row`: pointer to the block's row in the table of blocks. The numbers are relative to the tensor, or in a full block
+    to its first item.
+    """
     j = tl.arange(0, BLOCK)
     if FULL:
         index = j.to(tl.int64)
@@ -67,7 +73,10 @@ def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def items(row, side: tl.constexpr, index, inside, WIDTH: tl.constexpr, FULL: tl.constexpr):
-    """Pointers to a block's items in one snapshot, and the items."""
+    """Load the items of a block from one snapshot. Return pointers to them, and the items.
+
+    `row`: pointer to the block's row in the table of blocks. `side`: OLD or NEW. `index`, `inside`: from `numbers`.
+    """
     address = tl.load(row + side)
     if FULL:
         address += tl.load(row + START) * WIDTH // 8
@@ -79,7 +88,11 @@ def items(row, side: tl.constexpr, index, inside, WIDTH: tl.constexpr, FULL: tl.
 
 @triton.jit
 def classes_of(row, old, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr):
-    """The class of each item of a block, from its old code."""
+    """Return the class of each item of a block, which follows from the exponent of its old code.
+
+    `row`: pointer to the block's row in the table of blocks. `old`: the old items. `SHIFT`, `EXPONENTS`: shift and mask
+    of the exponent.
+    """
     exponent = ((old >> SHIFT) & EXPONENTS).to(tl.int32)
     last = tl.load(row + CLASSES).to(tl.int32) - 1
     return tl.minimum(tl.maximum(tl.load(row + HIGH).to(tl.int32) - exponent, 0), last)
@@ -87,8 +100,10 @@ def classes_of(row, old, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of items of the same class before each item of a block. `GROUPS`: groups of four classes; 0: a single
-    class."""
+    """Return the number of items of the same class before each item of a block.
+
+    `kind`: the class of each item; `inside`: which items exist. `GROUPS`: groups of four classes; 0: a single class.
+    """
     rank = tl.arange(0, BLOCK)
     if GROUPS > 0:
         lane = ((kind & 3) * 16).to(tl.int64)
@@ -102,7 +117,7 @@ def ranks(kind, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Items on the monotone scale, like `ulp_steps.to_order`."""
+    """Map items to integers in the order of the floats that they stand for, as `ulp_steps.to_order` does."""
     if EXPONENTS != 0:
         negative = ((item >> (WIDTH - 1)) & 1) == 1
         item = tl.where(negative, item ^ (2**WIDTH - 1), item ^ (2 ** (WIDTH - 1)))
@@ -111,7 +126,7 @@ def in_order(item, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
-    """Items moved by `step` on the monotone scale."""
+    """Return each old item moved by `step` ULP steps (signed) in the order of floats."""
     item = in_order(old, WIDTH, EXPONENTS) + step.to(tl.uint32, bitcast=True)
     if EXPONENTS != 0:
         positive = ((item >> (WIDTH - 1)) & 1) == 1
@@ -121,7 +136,7 @@ def moved(old, step, WIDTH: tl.constexpr, EXPONENTS: tl.constexpr):
 
 @triton.jit
 def bits_below(word, bit):
-    """The number of set bits of a word below a bit."""
+    """Return the number of set bits of a word below the bit with number `bit`."""
     x = word & ((1 << bit) - 1)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -135,10 +150,12 @@ def scan(
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
     GROUPS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find what changed in a block, in order: class and rank (in the block) in `found`, and the step in `steps`.
+    """Find what changed in a block of items, in order, and count its items by class.
 
-    The block reserves space for its changes in `total`; nothing is written above `capacity`, and the caller repeats the
-    call with more. `counts`: unchanged items by class, then changed items by class.
+    `blocks`: the table of blocks; `which`: the number of the block of each program. Each change is written to `found`
+    (its class, and its rank among the block's items of that class) and `steps` (its signed ULP steps). The block
+    reserves space for its changes in `total`; nothing is written above `capacity`, and the caller repeats the call with
+    more. `counts`: unchanged items by class, then changed items by class.
     """
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
@@ -164,9 +181,11 @@ def scan(
 
 @triton.jit
 def sort_out(counts, starts, bases, slots, found, steps, where, sizes, CHUNK: tl.constexpr):
-    """Sort the changes of a block by tile, class and rank. `where` counts items in the order of classes.
+    """Sort the changes that `scan` found in a block by tile, class and rank, and write them to `where` and `sizes`.
 
-    `bases`: by class, the number of the block's first item; `slots`: the number of its first change.
+    `where`: the numbers of the changed items, in the order of classes. `sizes`: their steps. `bases`: by class, the
+    number of the block's first item; `slots`: the number of its first change. `CHUNK`: changes that are sorted at a
+    time.
     """
     block = tl.program_id(0)
     kinds = tl.arange(0, 16)
@@ -192,7 +211,7 @@ def count(
     blocks, which, counts,
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the items of each class in a block."""
+    """Count the items of each class in a block, and store the counts in the block's row of `counts`."""
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
     index, inside = numbers(row, FULL, BLOCK)
@@ -203,7 +222,7 @@ def count(
 
 @triton.jit
 def mark(where, words, size, CHUNK: tl.constexpr):
-    """Set the bits with these numbers."""
+    """Set the bits with the numbers `where[:size]` in an array of 32-bit words."""
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     bit = tl.load(where + i, mask=i < size, other=0)
     tl.atomic_or(words + (bit >> 5), tl.full([CHUNK], 1, tl.int32) << (bit & 31), mask=i < size)
@@ -215,10 +234,10 @@ def place(
     WIDTH: tl.constexpr, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr,
     GROUPS: tl.constexpr, LISTED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the changed items of a block, from their bits in the order of classes. They are written over the old
-    items, or listed if `LISTED`.
+    """Compute the changed items of a block, and write them over the old items, or to lists if `LISTED`.
 
-    `before`: for each word, the number of the first change in it.
+    `words`: a bit per item, in the order of classes, that says whether it changes. `before`: for each word, the number
+    of the first change in it. `steps`: the signed ULP steps of the changes.
     """
     block = tl.load(which + tl.program_id(0))
     row = blocks + block.to(tl.int64) * FIELDS
@@ -243,11 +262,11 @@ def scatter(
     chunks, pieces, places, codes,
     WIDTH: tl.constexpr, HALF: tl.constexpr, READ: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write items to their positions in tiles; or read what is there, if `READ`.
+    """Write items to their positions in tiles; with `READ`, read what is there instead.
 
-    For 4-bit items, only those of one `HALF` of their byte, so that no two programs write one byte in one launch. A row
-    of `chunks`: first change and end of the changes, first piece and end of the pieces of the tile. A row of `pieces`:
-    address, start, cols, stride, position of its first item in the tile, number of items.
+    For 4-bit items, only those of one `HALF` of their byte are handled, so that no two programs write one byte in one
+    launch. A row of `chunks`: first change and end of the changes, first piece and end of the pieces of the tile. A row
+    of `pieces`: address, start, cols, stride, position of its first item in the tile, number of items.
     """
     chunk = chunks + tl.program_id(0) * 4
     i = tl.load(chunk) + tl.arange(0, CHUNK)

@@ -39,12 +39,11 @@ def encode(
     mode: Mode = "best",
     kernels: DeviceKernels | None = None,
 ) -> bytes:
-    """Encode the delta from `old` to `new`, torch tensors on one device. Returns the same bytes as `codec.encode` over
-    the specs, in their order.
+    """Encode the delta from `old` to `new`, torch tensors on one device. Return the bytes that `codec.encode` returns.
 
-    `specs`: dtype and shape of each tensor, by name. A name that is not in `old` is stored in full; a tensor whose
-    shape or dtype changed must not be in `old`. Waits for the work queued on the current stream. Raises `WeightsError`
-    for memory that does not fit its spec.
+    `specs`: dtype and shape of each tensor by name; the delta has the tensors in this order. A name that is not in
+    `old` is stored in full; a tensor whose shape or dtype changed must not be in `old`. Waits for the work queued on
+    the current stream. Raises `WeightsError` for memory that does not fit its spec.
     """
     kernels = kernels or DeviceKernels()
     after: list[Items | None] = []
@@ -75,10 +74,15 @@ def encode(
 
 @dataclass
 class Prepared:
-    """A prepared update on the device. Call `write` in the pause, then drop it, or `undo`, also in the pause."""
+    """An update that is ready on the device, from `prepare`.
+
+    Call `write` in the engine's pause; then drop it, or call `undo`, also in a pause.
+
+    `num_bytes`: device memory of the lists of changes, without tensors that are stored in full. `writes`, `undoes`: the
+    functions that `write` and `undo` call.
+    """
 
     num_bytes: int = 0
-    """Device memory of the lists, in bytes, without tensors that are stored in full."""
     writes: list[Callable[[], object]] = field(default_factory=list)
     undoes: list[Callable[[], object]] | None = None
 
@@ -88,7 +92,7 @@ class Prepared:
             write()
 
     def undo(self) -> None:
-        """Queue writing back the old codes. Raises `WeightsError` if they were not kept."""
+        """Queue writing back the old codes on the current stream. Raises `WeightsError` if they were not kept."""
         if self.undoes is None:
             raise WeightsError(
                 "an update in device memory cannot be undone",
@@ -107,10 +111,11 @@ def prepare(
     undoable: bool = True,
     kernels: DeviceKernels | None = None,
 ) -> Prepared:
-    """Prepare an update before the pause: everything that takes time or can fail. Nothing is written.
+    """Prepare an update before the engine's pause: do everything that takes time or can fail. Nothing is written.
 
-    `data`: the delta object. `live`: the engine's tensors by name, which hold the base version, and memory for each new
-    tensor; nothing may write them until the update is written. `undoable`: keep the old codes. Raises `WeightsError`.
+    `data`: the delta object. `specs`: dtype and shape of its tensors by name, in its order. `live`: the engine's
+    tensors by name, which hold the base version, and memory for each new tensor. Nothing may write them until the
+    update is written. `undoable`: keep the old codes. Raises `WeightsError`.
     """
     kernels = kernels or DeviceKernels()
     header, held = _held(data, specs, live)
@@ -139,8 +144,11 @@ def apply(
     *,
     kernels: DeviceKernels | None = None,
 ) -> None:
-    """Decode directly into live memory, a batch at a time and without lists: for updates of most weights, or if memory
-    is short. Cannot be undone. If it raises `WeightsError`, `live` may be partly written."""
+    """Decode a delta object directly into live memory, a batch at a time and without lists.
+
+    For updates of most weights, or if memory is short. Cannot be undone. If it raises `WeightsError`, `live` may be
+    partly written. The arguments are those of `prepare`.
+    """
     kernels = kernels or DeviceKernels()
     header, held = _held(data, specs, live)
     for kind, tiles, payloads in codec.changed_tiles(header, data, BATCH_ITEMS):
@@ -150,7 +158,6 @@ def apply(
 
 
 def _held(data: bytes, specs: Mapping[str, Spec], live: Mapping[str, torch.Tensor]) -> tuple[Header, list[Items]]:
-    """The header, and the memory of each tensor that the object changes."""
     header = codec.parse_object(data, list(specs.values()))
     held = []
     for form, (name, spec) in zip(header.layout.forms, specs.items(), strict=True):
@@ -161,7 +168,6 @@ def _held(data: bytes, specs: Mapping[str, Spec], live: Mapping[str, torch.Tenso
 
 
 def _wholes(header: Header, data: bytes, held: Sequence[Items]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The memory of tensors that are stored in full, and their codes in host memory."""
     found = []
     for i, form in enumerate(header.layout.forms):
         if form == WHOLE:
@@ -172,5 +178,5 @@ def _wholes(header: Header, data: bytes, held: Sequence[Items]) -> list[tuple[to
 
 
 def _as_codes(items: list[Items | None]) -> list[Codes | None]:
-    """Type cast for `choose`, which only uses sizes and passes the rest to the kernels."""
+    """Cast the type for `choose`, which only uses sizes and passes the rest to the kernels."""
     return cast("list[Codes | None]", items)

@@ -1,10 +1,9 @@
 """Follows some of a channel's tensors by range reads: those that one rank of an engine needs.
 
 For a rank that holds some experts, or some rows of tensors that are published in parts (`follow.parts`). Of each object
-it reads the header, which the manifest verifies, then the pages with the needed tiles, which the header verifies. The
-unit is one entry of the manifest's table: each entry has its own digest, so it can be verified without the others.
-Small tensors share tiles, and decoding a tile needs the old codes of all tensors in it: these are fetched and verified
-as well.
+it reads the header, which the manifest verifies, then the pages with the needed tiles, which the header verifies. Each
+tensor or part has its own digest in the manifest, so it can be verified without the others. Small tensors share tiles,
+and decoding a tile needs the old codes of all tensors in it: these are fetched and verified as well.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ Wants = Callable[[str], bool]
 
 
 class PartFollower(Follower):
-    """Follows a channel as `Follower` does, but holds only some tensors. Not thread-safe.
+    """A `Follower` that fetches and holds only some tensors of a channel. Not thread-safe.
 
-    `wants` is called with each tensor name of the manifest; `parts.part_of` parses names of parts such as
-    `w[512:1024]`. Keeps nothing for an undo. Other arguments as for `Follower`.
+    `wants` is called with each tensor name of the manifest, and returns whether to hold that tensor. A name such as
+    `w[512:1024]` is a part of a tensor (`parts.part_of`). Updates cannot be undone. The other arguments are those of
+    `Follower`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PartFollower(Follower):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The wanted tensors of the held version."""
+        """The wanted tensors of the held version by name."""
         held = self._held.tensors if self._held else {}
         return MappingProxyType({name: tensor for name, tensor in held.items() if self._wants(name)})
 
@@ -82,9 +82,11 @@ def fetch_some(
     tensors: Mapping[str, Tensor] | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> plans.Rebuilt:
-    """Fetch and verify the wanted tensors of the target by the cheapest plan that works. The result also has the
-    tensors that share tiles with them, which the next version may need. Arguments and errors as for
-    `plans.fetch_version`."""
+    """Fetch and verify the wanted tensors of version `target`, with the fewest bytes.
+
+    `wants(name)` returns whether a tensor is wanted. The result also has the tensors that are coded together with
+    wanted ones, which the next version may need. The other arguments and the errors are those of `plans.fetch_version`.
+    """
     search, failures = plans.Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
         walk = _Walk(store, wants)
@@ -120,22 +122,17 @@ class _NotHeld(WeightsError):
 
 @dataclass(frozen=True)
 class _Opened:
-    """An object whose header was read, and the entries that it covers."""
-
     entries: Sequence[TensorEntry]
     parts: Parts
 
 
 class _Walk:
-    """Runs one plan for the wanted tensors only."""
-
     def __init__(self, store: BlobStore, wants: Wants) -> None:
         self._store, self._wants = store, wants
         self.fetched_bytes = 0
         self.at: plans.Hop | None = None  # the current hop, for error messages
 
     def take(self, plan: plans.Plan, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a plan from start to end. Returns the tensors."""
         last = {entry.name for entry in plan.hops[-1].manifest.tensors}
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
@@ -167,7 +164,7 @@ class _Walk:
 
 
 def _objects_with(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
-    """The objects of a hop that contain some of these tensors, with all entries that each covers."""
+    """Return the objects of a hop that contain some of these tensors, each with all entries that it covers."""
     found: list[tuple[StoredObject, Sequence[TensorEntry]]] = []
     start = 0
     for item in hop.way.objects:
@@ -181,7 +178,6 @@ def _objects_with(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, S
 def _decode_hop(
     hop: plans.Hop, objects: Sequence[_Opened], names: frozenset[str], base: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Decode the tensors of these names from one hop's objects."""
     made: dict[str, Tensor] = {}
     for one in objects:
         old = [base.get(entry.name) if hop.way.base else None for entry in one.entries]
@@ -194,7 +190,6 @@ def _decode_hop(
 
 
 def _verify(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
-    """Compare each tensor with the manifest. Returns the tensors. Raises `TensorMismatch`."""
     for entry in target.tensors:
         if entry.name in made:
             plans.verify_tensor(target, entry, made[entry.name], proof)

@@ -8,7 +8,7 @@ that of the largest shard.
 
 The trainer supplies the communication (`Exchange`): two collectives of bytes, for which torch.distributed has
 `gather_object` and `broadcast_object_list`. A rank that fails reports its error in the gather, rank 0 in the next
-broadcast: then all ranks raise, and none waits forever. Knows nothing of torch.
+broadcast: then all ranks raise, and none waits forever.
 """
 
 from __future__ import annotations
@@ -43,23 +43,28 @@ from etude.weights.tensors import Tensor
 
 
 class Exchange(Protocol):
-    """Communication between the ranks of a trainer. Both calls are collective. They must raise if a rank does not
-    arrive in time."""
+    """The communication between the ranks of a trainer, which the caller of `ShardedChannel` supplies.
+
+    Both methods are collective: every rank calls them, in the same order. They must raise if a rank does not arrive in
+    time. `rank`: the number of this rank.
+    """
 
     rank: int
 
     def gather(self, data: bytes) -> Sequence[bytes]:
-        """Send `data` to rank 0. Returns the bytes of all ranks, in order of rank, on rank 0; an empty sequence on the
-        others."""
+        """Send `data` to rank 0.
+
+        On rank 0, return the bytes of all ranks, in order of rank; on the others, an empty sequence.
+        """
         ...
 
     def broadcast(self, data: bytes) -> bytes:
-        """Send rank 0's `data` to every rank; returns it on each. The `data` of other ranks is ignored."""
+        """Send rank 0's `data` to every rank, and return it on each. The `data` of other ranks is ignored."""
         ...
 
 
 class SingleRank:
-    """The exchange of a single rank."""
+    """The `Exchange` of a trainer with a single rank: returns what it is given."""
 
     rank = 0
 
@@ -105,11 +110,11 @@ class _End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class ShardedChannel:
-    """The writer of a channel over several ranks. Each rank creates one, with its own store object for the same
-    location. `publish` is a collective call. Not thread-safe.
+    """The writer of a channel over several ranks. Not thread-safe.
 
-    `exchange`: the communication between the ranks. `incarnation`, `signer`, `anchors`: as for `Channel`; only those of
-    rank 0 are used.
+    Each rank creates one, with its own store object for the same location. All ranks must call its methods together.
+    `exchange`: the communication between the ranks. `name`: the channel. `incarnation`, `signer`, `anchors`: as for
+    `Channel`; only those of rank 0 are used.
 
     >>> import numpy as np
     >>> from etude.stores import MemoryStore
@@ -139,7 +144,7 @@ class ShardedChannel:
 
     @property
     def repair_note(self) -> str:
-        """As `Channel.repair_note` on rank 0; "" on the others."""
+        """A text about damage in the store that publishing repaired; "" if there was none, and on all ranks but 0."""
         return self._leader.repair_note if self._leader is not None else ""
 
     @repair_note.setter
@@ -156,11 +161,12 @@ class ShardedChannel:
         rollout_ids: Sequence[str],
         owned: bool = False,
     ) -> Published:
-        """Publish the tensors and parts of all ranks. Collective. As `Channel.publish`; all ranks pass the same
-        arguments except for `tensors`, which are copied unless they are `owned`.
+        """Publish the tensors and parts of all ranks as one version. All ranks must call this together.
 
-        Each name may be published by one rank only, and the parts of a tensor must follow each other without a gap;
-        else `WeightsError`. If a rank fails, all ranks raise and nothing is published.
+        All ranks pass the same arguments except for `tensors`: those of the rank, copied unless `owned` is True. The
+        arguments and the result are those of `Channel.publish`. Each name may be published by one rank only, and the
+        parts of a tensor must follow each other without a gap; else `WeightsError`. If a rank fails, all ranks raise
+        and nothing is published.
         """
         shard = self._writer.offer(tensors, owned)
         shards = self._exchange.gather(msgspec.json.encode(shard))
@@ -173,7 +179,10 @@ class ShardedChannel:
             self._exchange.gather(msgspec.json.encode(self._writer.write(message)))
 
     def publish_once(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `channel.publish_once`. Collective."""
+        """Publish the tensors of all ranks as step 0, unless the newest version has the same content already.
+
+        All ranks must call this together, each with its own tensors. Raises as `publish` does.
+        """
         shards = self._exchange.gather(msgspec.json.encode(_Shard(table(tensors))))
         known = self._leader is not None and self._leader.holds(shards)
         if not msgspec.json.decode(self._exchange.broadcast(msgspec.json.encode(known)), type=bool):
@@ -196,7 +205,6 @@ class _ShardWriter:
             return _Shard(error=_error_parts(error))
 
     def write(self, order: _Order) -> _Written:
-        """Encode and store what an order asks for."""
         new = list(self._offered.values())
         try:
             old: list[Tensor | None] = [None] * len(new)
@@ -217,7 +225,6 @@ class _ShardWriter:
             return _Written(error=_error_parts(error))
 
     def hold(self, end: _End) -> None:
-        """Keep the tensors that are published, or may be, for the next delta."""
         if end.version is not None:
             last = {} if end.published is not None else self._held
             self._held = {**last, end.version: self._offered}
@@ -238,8 +245,7 @@ class _ShardWriter:
         return put_objects(self._store, self._name, order.nonce, new, lambda a, b: old[a:b])
 
     def _base(self, ref: Ref) -> dict[str, Tensor] | None:
-        """This rank's tensors of the version published last: from memory, or read back from the store after a restart.
-        None if the store no longer has them."""
+        """Return this rank's tensors of the version published last, or read them back; None if they are lost."""
         if ref.version not in self._held:
             try:
                 at = history.load(self._store, ref)
@@ -283,7 +289,7 @@ class _Leader(Channel):
         return published
 
     def holds(self, shards: Sequence[bytes]) -> bool:
-        """Whether the head has the same content as these shards; False if that cannot be determined."""
+        """Return whether the head has the same content as these shards; False if that cannot be determined."""
         try:
             entries = self._merge([msgspec.json.decode(data, type=_Shard) for data in shards])
             pointer = history.head(self._store, self._name)
@@ -294,12 +300,11 @@ class _Leader(Channel):
 
     @property
     def _version_in_doubt(self) -> Version | None:
-        """The version of a commit that got no answer."""
+        """The version of a commit that got no answer; None if there is none."""
         unknown = self._unknown_commit
         return unknown.ref.version if unknown is not None and unknown.ref is not None else None
 
     def _merge(self, shards: Sequence[_Shard]) -> tuple[TensorEntry, ...]:
-        """Concatenate the tables of all shards to one. Raises `WeightsError`."""
         for rank, shard in enumerate(shards):
             _refuse(rank, shard.error)
         self._counts = [len(shard.entries) for shard in shards]
@@ -316,14 +321,12 @@ class _Leader(Channel):
         return entries
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
-        """Empty: each rank has its own tensors."""
-        return {}
+        return {}  # each rank has its own tensors
 
     def _write(
         self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], PublishMetrics]:
-        """Let all ranks write, and combine the results. An anchor is due by the deltas published so far, so it is
-        written one version later than by `Channel`, which also counts the current delta."""
+        """Let all ranks write, and combine the results. An anchor is one version later than by `Channel`."""
         base = head.ref if head.tensors is not None else None
         order = _Order(nonce, base, base is None or (self._anchors and head.cost.is_due))
         written = self._ask(order)
@@ -353,7 +356,7 @@ class _Leader(Channel):
 
 
 def _combine_metrics(written: Sequence[_Written]) -> PublishMetrics:
-    """Over all shards: the sum of the bounds, the share of all elements, the longest encoding time."""
+    """Combine the metrics of all shards: the sum of bounds, the share of all elements, the longest encoding time."""
     facts = [(one.facts, one.num_elements) for one in written if one.facts is not None]
     total = max(1, sum(size for _, size in facts))
     return PublishMetrics(

@@ -1,4 +1,4 @@
-"""The machine agent as PID 1 of a machine: its identity there, and how it is started.
+"""Start the machine agent as PID 1 of a machine, with its own identity there.
 
 A machine's user namespace has three ids, each mapped to an own id of the host: its user's, its root's and the agent's.
 The namespace belongs to a slot, not to a machine: it is only an id map, so it is created once. Agents are clones of one
@@ -23,18 +23,25 @@ _ROOT_CAPABILITIES = 0xFB  # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, 
 
 
 def id_map(base: int | None, slot: int) -> str:
-    """The content of /proc/PID/uid_map and gid_map for a slot. Without privilege there is one id for all."""
+    """Return the content of /proc/PID/uid_map and gid_map for a machine in the slot (number) `slot`.
+
+    `base`: the first host id of machines. None without privilege: then there is one id for all.
+    """
     first = confine.user_of(base, slot)
     ids = (USER,) if base is None else (USER, ROOT, AGENT)
     return "".join(f"{inside} {first + i} 1\n" for i, inside in enumerate(ids))
 
 
 class Agents:
-    """Starts agents as clones of a template.
+    """Starts agents as clones of a template process.
 
-    `program`: descriptor of the agent's program. `base`: first host id of machines, None without privilege. `filter_`:
-    the system-call filter of commands. `users_of`: returns a slot's user namespace. `command_user`: the default user of
-    commands. `agent_id`: the agent's id in the machine.
+    - `program`: descriptor of the agent's program
+    - `base`: first host id of machines; None without privilege
+    - `hierarchies`: the control groups that machines enter
+    - `filter_`: the system-call filter of commands, as bytes
+    - `users_of`: returns a descriptor of a slot's user namespace
+    - `command_user`: the default user of commands
+    - `agent_id`: the agent's user id in the machine
     """
 
     def __init__(
@@ -67,7 +74,10 @@ class Agents:
             os.close(fd)
 
     def start(self, slot: int) -> tuple[int, int]:
-        """Start an agent in the current namespaces. Returns (its PID here, the host's end of its channel)."""
+        """Start an agent in the current namespaces, as PID 1 of a machine in the slot `slot`. Call `prepare` before.
+
+        Returns (its PID as this process sees it, descriptor of the host's end of its channel).
+        """
         host_end, agent_end = socket.socketpair()
         with host_end, agent_end:
             socket.send_fds(self._template, [b"\0"], [agent_end.fileno(), *self._slot_fds[slot]])
@@ -77,11 +87,11 @@ class Agents:
             return pid, host_end.detach()
 
     def prepare(self, slot: int) -> None:
-        """Open what every agent of a slot receives; once per slot."""
+        """Open the descriptors that every agent of a machine slot receives. Call it once per slot."""
         self._slot_fds[slot] = [self._users_of(slot), *(hierarchy.entrance(slot) for hierarchy in self._hierarchies)]
 
 
 def write_maps(pid: int, ids: str) -> None:
-    """Write the id maps of a process's user namespace."""
+    """Write the text `ids` (see `id_map`) as both id maps of a process's user namespace."""
     for name in ("uid_map", "gid_map"):
         confine.write(f"/proc/{pid}/{name}", ids)

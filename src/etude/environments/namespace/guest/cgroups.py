@@ -19,7 +19,11 @@ _PERIOD_US = 100_000
 
 
 class Hierarchy:
-    """This process's folder in one mounted hierarchy, with the controllers that it may use there."""
+    """This process's folder in one mounted control-group hierarchy, with the controllers that it may use there.
+
+    `path`: the folder, created by the constructor. `version`: 1 or 2. It has a group for each machine slot, whose
+    number is the `index` of the methods.
+    """
 
     def __init__(self, path: str, controllers: tuple[str, ...], version: int) -> None:
         self.path, self.controllers, self.version = path, controllers, version
@@ -27,7 +31,7 @@ class Hierarchy:
         self._entrances: dict[int, int] = {}
 
     def make(self, index: int, memory_bytes: int, processes: int, cpus: float) -> None:
-        """Create a slot's group and set its limits."""
+        """Create the group of a machine slot and set its limits."""
         name = str(index)
         os.mkdir(name, 0o755, dir_fd=self.fd)
         values = _LIMITS[self.version]
@@ -39,12 +43,14 @@ class Hierarchy:
                     self._write(f"{name}/{file}", text)
 
     def enter(self, index: int) -> None:
-        """Move this process, which has one thread, into a slot's group."""
+        """Move this process, which must have one thread, into the group of a machine slot."""
         os.write(self.entrance(index), b"0")
 
     def entrance(self, index: int) -> int:
-        """Open file of a slot's group; a process that writes to it enters the group. Cached for this process and its
-        forks."""
+        """Return a descriptor of a slot's group; a process that writes "0" to it enters the group.
+
+        It is opened once for this process and its forks.
+        """
         fd = self._entrances.get(index)
         if fd is None:
             name = f"{index}/{_ENTRANCE[self.version]}"
@@ -52,13 +58,15 @@ class Hierarchy:
         return fd
 
     def entrance_path(self, index: int) -> str:
-        """Path of that file."""
+        """Return the path of the file that `entrance` opens."""
         return f"{self.path}/{index}/{_ENTRANCE[self.version]}"
 
     @property
     def accounts(self) -> tuple[str, str]:
-        """Path templates (with ``{slot}``) of a slot's CPU time and of its list of threads; "" if this hierarchy
-        does not count CPU time."""
+        """Paths of the files with a slot's CPU time and with its list of threads, with ``{slot}`` for its number.
+
+        Both are "" if this hierarchy does not count CPU time.
+        """
         files = {1: ("cpuacct", "cpuacct.usage", "tasks"), 2: ("cpu", "cpu.stat", "cgroup.threads")}
         controller, usage, threads = files[self.version]
         if controller not in self.controllers:
@@ -66,7 +74,7 @@ class Hierarchy:
         return f"{self.path}/{{slot}}/{usage}", f"{self.path}/{{slot}}/{threads}"
 
     def close(self) -> None:
-        """Release the lock: the next start may remove what is left."""
+        """Release the lock on the folder: the next start may remove what is left."""
         for fd in (*self._entrances.values(), self.fd):
             os.close(fd)
         self._entrances = {}
@@ -98,10 +106,10 @@ _ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # "tasks": moving a thread avoids a
 
 
 def claim_all(name: str, membership: str, root: str = ROOT, *, of: tuple[str, ...] = CONTROLLERS) -> list[Hierarchy]:
-    """Create a folder in each hierarchy that offers one of the controllers `of` and is writable; the result may be
-    empty.
+    """Create a folder in each hierarchy that offers one of the controllers `of` and is writable.
 
     `name`: the folder's name. `membership`: the text of /proc/self/cgroup. `root`: where hierarchies are mounted.
+    Returns [] if there is no such hierarchy.
     """
     found: list[Hierarchy] = []
     taken: set[str] = set()
@@ -181,7 +189,10 @@ def _remove(path: str) -> None:
 
 
 def remove_all(hierarchies: list[Hierarchy], deadline_s: float = 5.0) -> None:
-    """Remove the folders once their processes have ended; the kernel needs a moment after the last exit."""
+    """Remove the folders of hierarchies once their processes have ended; give up after `deadline_s` seconds.
+
+    The kernel needs a moment after the last exit.
+    """
     end = time.monotonic() + deadline_s
     for hierarchy in hierarchies:
         while os.path.isdir(hierarchy.path):

@@ -1,5 +1,4 @@
-"""The runner: start commands in machines, kill those past their deadline with all their processes, and report how they
-ended.
+"""The runner: a process that starts commands in machines, kills those past their deadline, and reports how they ended.
 
 A command is a fork of this process into a machine's namespaces. It ends with its first process; other processes that it
 started continue until the machine is frozen or closed. After each fork the runner copies every memory page that it
@@ -57,7 +56,7 @@ class _Process:
 
 
 def serve(control: int, confinement: confine.Confinement) -> None:
-    """Serve requests until the host closes the channel."""
+    """Serve requests on the socket `control` (a descriptor) until the host closes it."""
     sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
     sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
     channel = socket.socket(fileno=control)

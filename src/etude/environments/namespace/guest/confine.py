@@ -21,7 +21,7 @@ _SHARED = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_
 
 
 class Limits(NamedTuple):
-    """Resource limits of one machine. The host sends them as JSON."""
+    """Resource limits of one machine, like `MachineLimits`. The host sends them as JSON."""
 
     memory_bytes: int
     processes: int
@@ -34,34 +34,49 @@ class Limits(NamedTuple):
 
 
 class CommandUser(NamedTuple):
-    """The user of commands as the machine sees it, and where commands start."""
+    """The default user of commands as the machine sees it.
+
+    `work`: the folder where commands start. `path`: the variable PATH of commands; "": the agent's default.
+    """
 
     uid: int = USER
     gid: int = USER
     work: str = WORK
     name: str = "user"
-    path: str = ""  # PATH of commands; "": the agent's default
+    path: str = ""
 
 
 class Confinement(NamedTuple):
-    """Settings for all commands of all machines. `base`: the first host id of machines, None without privilege."""
+    """Settings for all commands of all machines.
+
+    - `base`: the first host id of machines; None without privilege
+    - `filter_`: the system-call filter
+    - `outer_proc`: device number of the /proc that machines must not see
+    - `own_root`: whether machines have this process's root, and so its interpreter
+    """
 
     limits: Limits
     base: int | None
     hierarchies: list[Hierarchy]
     filter_: ctypes.Structure
-    outer_proc: int  # device of the /proc that machines must not see
+    outer_proc: int
     command_user: CommandUser
-    own_root: bool  # whether machines have this process's root, and so its interpreter
+    own_root: bool
 
 
 def user_of(base: int | None, slot: int) -> int:
-    """uid and gid of a machine's user, as the launcher sees them. Without privilege there is only one."""
+    """Return uid and gid (one number) of the user of a slot's machines, as the launcher sees them.
+
+    `base`: the first host id of machines; None without privilege: then all machines have one user.
+    """
     return 0 if base is None else base + IDS * slot
 
 
 def mount_private(limits: Limits, owner: int) -> None:
-    """Mount a new machine's file systems, in its mount namespace. Its /proc is mounted by its first command."""
+    """Mount the file systems of a new machine, from inside its mount namespace. Its first command mounts /proc.
+
+    `owner`: uid and gid of the working directory.
+    """
     flags = sys_.MS_NOSUID | sys_.MS_NODEV
     own = f"nr_inodes={limits.inodes},uid={owner},gid={owner}"
     sys_.mount("tmpfs", WORK, "tmpfs", flags, f"size={limits.work_bytes},mode=755,{own}")
@@ -69,8 +84,11 @@ def mount_private(limits: Limits, owner: int) -> None:
 
 
 def enter(init: int, slot: int, cpu_s: int, to: Confinement) -> None:
-    """Confine this process: a fork of the runner in the PID namespace of the machine whose PID 1 is `init` (a
-    pidfd)."""
+    """Confine this process, which the runner has forked, in a machine.
+
+    It must be in the PID namespace of the machine. `init`: a pidfd of the machine's PID 1. `cpu_s`: limit of CPU
+    seconds. `to`: the settings.
+    """
     for hierarchy in to.hierarchies:
         hierarchy.enter(slot)
     sys_.unshare(sys_.CLONE_NEWCGROUP)
@@ -98,7 +116,7 @@ def enter(init: int, slot: int, cpu_s: int, to: Confinement) -> None:
 
 
 def rlimits(limits: Limits) -> dict[str, int]:
-    """Resource limits of each process that are equal for all commands, by their names."""
+    """Return the resource limits of each process that are equal for all commands: name in lower case to value."""
     return {
         "as": limits.address_bytes,
         "nproc": limits.processes,
@@ -119,7 +137,7 @@ def _limit(limits: Limits, cpu_s: int) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write to a file of the kernel."""
+    """Write a text to a file of the kernel."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

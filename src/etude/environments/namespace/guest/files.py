@@ -1,7 +1,8 @@
 """Files of a machine's work folder: read, write, and load or save the whole tree. Links are never followed.
 
-A tree is a flat list of fields, three for each entry in order of path: ``path, "d" | "l" | "x" | "f", content``
-(folder, symbolic link with its target as content, executable file, file). The same content gives the same bytes.
+`root` is a descriptor of the work folder. A tree is a flat list of fields, three for each entry in order of path:
+``path, "d" | "l" | "x" | "f", content`` (folder, symbolic link with its target as content, executable file, file). The
+same content gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MAX_DEPTH = 100  # of nested folders: a walk keeps all of them open
 
 
 class PathError(ValueError):
-    """A path that leaves the work folder, goes through a link, is no regular file, or is too large."""
+    """Raised for a path that leaves the work folder, goes through a link, is no regular file, or is too large."""
 
 
 def _open(root: int, path: str, flags: int, mode: int = 0) -> int:
@@ -43,7 +44,8 @@ def _regular(fd: int, path: str) -> os.stat_result:
 
 
 def read(root: int, path: str, max_bytes: int) -> bytes:
-    """Content of a regular file. Raises `PathError` beyond `max_bytes`, `OSError` from the kernel."""
+    """Return the content of a regular file. Raises `PathError` if it has more than `max_bytes`, `OSError` from the
+    kernel."""
     fd = _open(root, path, _READ)
     with open(fd, "rb", buffering=0) as file:
         _regular(fd, path)
@@ -56,7 +58,7 @@ def read(root: int, path: str, max_bytes: int) -> bytes:
 
 
 def write(root: int, path: str, data: bytes, mode: int = 0o644) -> None:
-    """Create or replace a regular file and its parent folders."""
+    """Create or replace a regular file and its parent folders. Raises `PathError`, `OSError`."""
     _make_folders(root, path.rpartition("/")[0])
     fd = _open(root, path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, mode)
     with open(fd, "wb", buffering=0) as file:
@@ -83,7 +85,11 @@ def _make_folders(root: int, path: str) -> None:
 
 
 def load(root: int, fields: list[bytes]) -> None:
-    """Write a tree into an empty work folder. Links are created last, so nothing is written through one."""
+    """Write a file tree into an empty work folder. `fields`: path, kind and content of each entry, as `save` returns
+    them.
+
+    Links are created last, so nothing is written through one. Raises `PathError`, `OSError`.
+    """
     entries = [(os.fsdecode(fields[i]), fields[i + 1], fields[i + 2]) for i in range(0, len(fields), 3)]
     for path, kind, content in entries:
         if kind == b"d":
@@ -102,8 +108,12 @@ def load(root: int, fields: list[bytes]) -> None:
 
 
 def save(root: int, max_bytes: int) -> list[bytes]:
-    """The tree as fields. Sockets, pipes and devices are left out. Raises `PathError` beyond `max_bytes` of content
-    or for too deeply nested folders."""
+    """Return the work folder as a flat list: path, kind ("d", "l", "x" or "f") and content of each entry, in order of
+    path.
+
+    Sockets, pipes and devices are left out. Raises `PathError` if the files have more than `max_bytes`, or folders are
+    nested too deeply.
+    """
     try:
         return _saved(root, max_bytes)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The launcher: create machines, each made of namespaces, two small file systems and a PID 1.
+"""The launcher: a process that creates machines, each made of namespaces, two small file systems and a PID 1.
 
 PID 1 is the machine agent where it was built (`agents`). Otherwise no program of etude is in the machine: PID 1 is a
 copy of this process without its memory (`MADV_DONTFORK`) that only calls pause(2). It holds the namespaces, its death
@@ -32,8 +32,14 @@ _LEAST_BYTES = 128 << 10  # smaller mappings may stay in PID 1
 
 
 class Machines:
-    """Creates machines on request and reaps them. Each live machine has a slot (user ids, control groups); slots are
-    reused."""
+    """Creates machines when the host requests them, and reaps them. The launcher process has one.
+
+    - `channel`: the socket to the host
+    - `base`: first host id of machines; None without privilege
+    - `runner`: PID of the runner process
+    - `program`: descriptor of the agent's program; None: machines have no agent
+    - `root`: makes the roots of machines: `overlay.Roots` for an image, else a `root.Frame`
+    """
 
     def __init__(
         self,
@@ -72,7 +78,7 @@ class Machines:
             sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
 
     def serve(self) -> None:
-        """Serve requests until the host closes the channel or a helper process dies."""
+        """Serve requests until the host closes the channel or a helper process (runner, agent template) dies."""
         for awaited in (self._channel.fileno(), *self._helpers):
             self._poller.register(awaited, select.POLLIN)
         while True:
@@ -221,7 +227,10 @@ class Sleeper:
             self._keep_from_forks(large, False)
 
     def clone(self, flags: int = 0) -> int:
-        """PID of a new child. It must ignore SIGCHLD from its start, so this process ignores it for a moment."""
+        """Create a child that only sleeps, and return its PID. `flags`: of clone(2), for new namespaces.
+
+        The child must ignore SIGCHLD from its start, so this process ignores it for a moment. Raises `OSError`.
+        """
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
             pid: int = self._libc.clone(self._pause, self._top, flags | signal.SIGCHLD, None)

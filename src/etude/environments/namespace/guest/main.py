@@ -37,7 +37,10 @@ _USER_BASE = 1_900_000_000  # host ids of machines; above the ranges of distribu
 
 
 def main(config_json: str) -> None:
-    """Run the steward, and in forked processes their roles. Never returns."""
+    """Run the steward, and the other roles in processes forked from it. Never returns.
+
+    `config_json`: the launcher's configuration, made by `namespace.launcher`.
+    """
     role: Callable[[], object] = partial(_steward, json.loads(config_json))
     while True:
         try:

@@ -46,7 +46,10 @@ _REFUSED = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENODEV, errno.EOPNOTS
 
 
 class Size(NamedTuple):
-    """Limits on what a machine may add to its image, and the image's own size. The host sends it as JSON."""
+    """Limits on what a machine may add to its image, and the image's own size. The host sends it as JSON.
+
+    `upper_*` limit the changes to the image's files, `tmp_*` the content of /tmp.
+    """
 
     upper_bytes: int
     upper_inodes: int
@@ -57,15 +60,22 @@ class Size(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A machine's open folders; the receiver closes them."""
+    """Descriptors of a machine's folders; the receiver closes them.
+
+    `work`: the working directory. `upper`: the overlay's upper folder with the machine's changes; the whole root if the
+    image was copied. `root`: the root.
+    """
 
     work: int
-    upper: int  # the overlay's upper folder with the machine's changes; the whole root if the image was copied
+    upper: int
     root: int
 
 
 def enter_frame(image: str) -> None:
-    """Create the frame of `image` (a host folder) in a new mount namespace, and make it this process's root."""
+    """Create the frame of an image in a new mount namespace, and make it this process's root.
+
+    The frame has the image, device files and /proc. `image`: the folder of the image on the host.
+    """
     unshare(CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     new = next(
@@ -87,10 +97,10 @@ def enter_frame(image: str) -> None:
 
 
 class Roots:
-    """Creates the roots of machines from the frame.
+    """Creates the roots of an image's machines, from the frame that `enter_frame` made.
 
-    `base`: the first host id of machines, None without privilege. `uid`, `gid`: the user of commands, inside the
-    machine.
+    `base`: the first host id of machines; None without privilege. `size`: limits. `uid`, `gid`: the user of commands,
+    inside the machine. The methods get the number of a machine's slot, which has a range of host ids.
     """
 
     def __init__(self, base: int | None, size: Size, workdir: str, uid: int, gid: int) -> None:
@@ -100,26 +110,31 @@ class Roots:
         self.mode = next((mode for mode in modes if self._works(mode)), COPIED)
 
     def first(self, slot: int) -> int:
-        """Host id (as the launcher sees it) of root in this slot's machine."""
+        """Return the host id, as the launcher sees it, of root in this slot's machine."""
         return 0 if self._base is None else self._base + slot * NUM_IDS
 
     def maps(self, slot: int) -> str:
-        """The id map of that machine's user namespace."""
+        """Return the text of the id map of this slot's user namespace."""
         return f"{self._uid} 0 1\n" if self._base is None else f"0 {self.first(slot)} {NUM_IDS}\n"
 
     def owner(self, slot: int) -> int:
-        """Host id (as the launcher sees it) of the commands' user."""
+        """Return the host id, as the launcher sees it, of the user of commands in this slot's machine."""
         return 0 if self._base is None else self.first(slot) + self._uid
 
     def prepare(self, slot: int, users_of: Callable[[int], int]) -> int:
-        """The user namespace of a slot's machines, made once by `users_of`. Call it before entering a machine's
-        namespaces."""
+        """Return a descriptor of the user namespace of a slot's machines; `users_of` makes it on the first call.
+
+        Call this before entering a machine's namespaces.
+        """
         if slot not in self._namespaces:
             self._namespaces[slot] = users_of(slot)
         return self._namespaces[slot]
 
     def make(self, slot: int) -> Opened:
-        """Enter a machine's root, in a new mount namespace copied from the launcher's. Nothing else stays reachable."""
+        """Enter a machine's root, from inside a new mount namespace that was copied from the launcher's.
+
+        Nothing else stays reachable. Returns descriptors of the machine's folders.
+        """
         first, size = self.first(slot), self._size
         copied = self.mode == COPIED
         num_bytes, inodes = size.upper_bytes, size.upper_inodes
@@ -186,7 +201,7 @@ class Roots:
         mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, layers + options)
 
     def users_of(self, slot: int) -> int:
-        """Descriptor of a slot's user namespace, from a short-lived fork of this process."""
+        """Return a descriptor of a new user namespace for a slot, made by a short-lived fork of this process."""
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -240,7 +255,8 @@ def _make_folders(path: str, owner: int) -> None:
 
 
 def copy(source: str, target: str, first: int) -> None:
-    """Copy a tree into an empty folder, with all owner ids shifted by `first`. Follows no link."""
+    """Copy a folder tree into an empty folder, with all owner ids shifted by `first`. Links are copied, not
+    followed."""
     with os.scandir(source) as entries:
         for entry in entries:
             to = f"{target}/{entry.name}"

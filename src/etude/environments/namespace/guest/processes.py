@@ -20,8 +20,10 @@ _STOPPED = "TtZX"
 
 
 def below(pid: int) -> list[int]:
-    """PIDs of all descendants, zombies included. Raises `FileNotFoundError` on a kernel without `children` files in
-    /proc."""
+    """Return the PIDs of all descendants of a process, zombies included.
+
+    Raises `FileNotFoundError` on a kernel without `children` files in /proc.
+    """
     found, at = list[int](), 0
     found += _children(pid)
     while at < len(found):
@@ -52,8 +54,10 @@ def _all_are(pid: int, states: str) -> bool:
 
 
 def end_tree(pid: int) -> None:
-    """Kill a command's first process and all its descendants. The first process is killed last, as it adopts
-    orphans."""
+    """Kill a command's first process and all its descendants.
+
+    The first process is killed last, as it adopts orphans.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         with contextlib.suppress(FileNotFoundError):
@@ -74,8 +78,10 @@ def end_all() -> None:
 
 
 def stop_all(roots: Iterable[int]) -> None:
-    """Stop every process of this PID namespace except PID 1, and wait until all have stopped. `roots`: PID 1 and the
-    first processes of running commands, with their PIDs in this /proc."""
+    """Stop every process of this PID namespace except PID 1, and wait until all have stopped.
+
+    `roots`: PID 1 and the first processes of running commands, as PIDs in this /proc.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGSTOP)
     init, *commands = roots
@@ -98,14 +104,14 @@ def continue_all() -> None:
 
 
 def pid_in_namespace(pid: int) -> int:
-    """PID of a process in its innermost PID namespace; 0 if it has ended."""
+    """Return the PID of a process in its innermost PID namespace; 0 if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/status", "rb") as file:
         return int(file.read().partition(b"\nNSpid:")[2].partition(b"\n")[0].split()[-1])
     return 0
 
 
 class Become(BaseException):
-    """Unwinds a forked process to its outermost frame and runs `role` there, so that nothing of its parent's frames
+    """Raised in a forked process to run `role` in its outermost frame, so that nothing of its parent's frames
     remains."""
 
     def __init__(self, role: Callable[[], object]) -> None:

@@ -25,14 +25,14 @@ NAMES = ("python", "python3")
 
 
 def serves(argv: list[str]) -> bool:
-    """Whether `run` can execute this command."""
+    """Return whether `run` can execute this command."""
     if len(argv) < 2 or argv[0] not in NAMES:
         return False
     return not argv[1].startswith("-") or (argv[1] in ("-c", "-m") and len(argv) > 2)
 
 
 def run(argv: list[str]) -> NoReturn:
-    """Run ``python argv[1:]`` on descriptors 0, 1 and 2, and exit with its exit code.
+    """Run ``python argv[1:]`` on descriptors 0, 1 and 2, and exit with its exit code. Never returns.
 
     The standard streams are the launcher's: bound to the same descriptors, and never used before.
     """

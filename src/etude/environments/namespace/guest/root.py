@@ -1,10 +1,10 @@
-"""The filesystem that all machines start from: a read-only root with what Python needs and nothing else.
+"""The filesystem that all machines without an image start from: read-only, with what Python needs and nothing else.
 
-The launcher builds its frame once, and then has no other root either. A machine's own root consists of a few overlays
-of the frame without upper layer: nothing is copied, and still no inode is shared with another machine, which could lock
-or watch it. If the kernel supports no such overlay, or something is mounted below an overlaid folder, machines share
-bind mounts of the same folders. A machine adds its work folder, /tmp and /proc. /usr/local is left out unless the
-interpreter is there: what an operator installed by hand is not part of a machine.
+The launcher builds it once, as the *frame*, and then has no other root either. A machine's own root consists of a few
+overlays of the frame without upper layer: nothing is copied, and still no inode is shared with another machine, which
+could lock or watch it. If the kernel supports no such overlay, or something is mounted below an overlaid folder,
+machines share bind mounts of the same folders. A machine adds its work folder, /tmp and /proc. /usr/local is left out
+unless the interpreter is there: what an operator installed by hand is not part of a machine.
 """
 
 from __future__ import annotations
@@ -59,25 +59,29 @@ READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
 
 
 class Overlay(NamedTuple):
-    """One overlay of a machine's root: its mount point, and its layers, the upper one first."""
+    """One overlay mount of a machine's root: its mount point, and its layers, the upper one first."""
 
     place: str
     layers: tuple[str, ...]
 
 
 class Frame(NamedTuple):
-    """What machines' roots are made of. `overlays` is empty if machines share the launcher's root."""
+    """What the roots of machines are made of. `enter` builds it.
+
+    `overlays`: mounts of each machine's root; empty if machines share the launcher's root. `has_nodes`: whether there
+    are device files of its own.
+    """
 
     overlays: tuple[Overlay, ...]
-    has_nodes: bool  # whether it has device files of its own
+    has_nodes: bool
 
     @property
     def mode(self) -> str:
-        """OWN or SHARED: whether machines have inodes of their own."""
+        """OWN if machines have inodes of their own, SHARED if they share those of the launcher's root."""
         return OWN if self.overlays else SHARED
 
     def make(self) -> None:
-        """Enter a new root, in a mount namespace copied from the launcher's."""
+        """Enter a new root for a machine, from inside a mount namespace that was copied from the launcher's."""
         root, held = f"{_FRAME}/root", ["/proc"] if self.has_nodes else ["/proc", "/dev"]
         for place, layers in self.overlays:
             flags = MS_RDONLY | MS_NOSUID | (MS_NODEV if place != "/" or not self.has_nodes else 0)
@@ -93,8 +97,11 @@ class Frame(NamedTuple):
 
 
 def enter(python: str, prefix: str) -> Frame:
-    """Build the frame in a new mount namespace and make it this process's root. `prefix`: the interpreter's
-    installation."""
+    """Build the root that machines start from, called the frame, in a new mount namespace, and make it this process's
+    root.
+
+    `python`: path of the interpreter. `prefix`: the folder where it is installed.
+    """
     unshare(CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     new = next(d for d in ("/mnt", "/media", "/srv", "/sys") if os.path.isdir(d) and not f"{prefix}/".startswith(d))
@@ -128,7 +135,6 @@ def _covered(prefix: str, sources: list[str]) -> bool:
 
 
 def _mounted() -> list[str]:
-    """All mount points."""
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         return [line.split()[4] for line in lines]
 

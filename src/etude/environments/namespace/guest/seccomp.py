@@ -70,7 +70,6 @@ class _Backwards:
         return self._put(_LOAD, 0, 0, offset)
 
     def when(self, test: int, value: int, then: int, otherwise: int) -> int:
-        """Jump to one of two positions."""
         here = len(self.steps)
         return self._put(test, here - then, here - otherwise, value)
 
@@ -109,7 +108,7 @@ def _places(program: _Backwards, column: int) -> dict[int, int]:
 
 
 def instructions(machine: str) -> list[_Instruction]:
-    """The filter for an architecture ("x86_64", "aarch64")."""
+    """Return the filter for an architecture ("x86_64", "aarch64") as BPF instructions."""
     column = list(_AUDIT_ARCH).index(machine)
     program = _Backwards()
     places = _places(program, column)
@@ -129,11 +128,17 @@ def instructions(machine: str) -> list[_Instruction]:
 
 
 def packed() -> bytes:
-    """The filter for this architecture, eight bytes per instruction. Raises `KeyError` for an unknown architecture."""
+    """Return the filter for this architecture as bytes, eight per instruction.
+
+    Raises `KeyError` for an unknown architecture.
+    """
     return b"".join(struct.pack("<HBBI", *step) for step in instructions(os.uname().machine))
 
 
 def build() -> ctypes.Structure:
-    """The filter for this architecture, for `syscalls.set_seccomp`. Raises `KeyError` for an unknown architecture."""
+    """Return the filter for this architecture in the form that `syscalls.set_seccomp` needs.
+
+    Raises `KeyError` for an unknown architecture.
+    """
     program = packed()
     return _Program(len(program) // 8, program)

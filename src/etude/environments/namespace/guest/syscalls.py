@@ -1,4 +1,4 @@
-"""System calls that Python 3.11 does not wrap. Each raises `OSError` with the call's name."""
+"""System calls that Python 3.11 does not wrap. Each function raises `OSError` with the call's name."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def _check(result: int, call: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces in `flags` for new ones."""
+    """Leave the namespaces in `flags` (CLONE_NEW* constants) for new ones."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, kind: int) -> None:
-    """Join the namespace behind `fd`, or the namespaces of the process behind a pidfd."""
+    """Join the namespace behind the descriptor `fd`, or the namespaces `kind` of the process behind a pidfd."""
     _check(_libc.setns(fd, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2). `kind`: the type of file system."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode() or None)
     _check(result, f"mount {kind or 'bind'} on {target}")
 
@@ -74,19 +74,19 @@ def protect(target: str, attributes: int, *, recursive: bool) -> None:
 
 
 def clone_tree(path: str) -> int:
-    """A detached copy of the mount at `path` and of those below it."""
+    """Copy the mount at `path` and those below it, without a mount point. Returns a descriptor of the copy."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
     return _check(_libc.syscall(ctypes.c_long(_OPEN_TREE), _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
 
 
 def move_tree(tree: int, target: str) -> None:
-    """Attach a detached mount."""
+    """Mount what `clone_tree` returned at `target`."""
     result = _libc.syscall(ctypes.c_long(_MOVE_MOUNT), tree, b"", _AT_FDCWD, target.encode(), _MOVE_FROM_FD)
     _check(result, f"move_mount to {target}")
 
 
 def map_ids(tree: int, namespace: int) -> None:
-    """Map the owners of files below a detached mount through a user namespace."""
+    """Map the owners of files below a detached mount through a user namespace. Both are descriptors."""
     packed = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_IDMAP, 0, 0, namespace)
     size = ctypes.c_size_t(ctypes.sizeof(packed))
     result = _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), tree, b"", _AT_EMPTY_PATH, packed, size)
@@ -94,7 +94,7 @@ def map_ids(tree: int, namespace: int) -> None:
 
 
 def pivot_into(new_root: str) -> None:
-    """Make `new_root` (a mount point) the root and unmount the old one."""
+    """Make `new_root`, a mount point, the root and unmount the old root."""
     os.chdir(new_root)
     _check(_libc.syscall(ctypes.c_long(_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -102,12 +102,15 @@ def pivot_into(new_root: str) -> None:
 
 
 def unmount(path: str) -> None:
-    """umount2(2), with all mounts below."""
+    """Call umount2(2) for a mount and all mounts below it."""
     _check(_libc.umount2(path.encode(), MNT_DETACH), f"umount {path}")
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """openat2(2): open `path` below `directory`, never through a link or out of it."""
+    """Open `path` below the descriptor `directory` with openat2(2), never through a link or out of it.
+
+    Returns a descriptor.
+    """
     how = (ctypes.c_uint64 * 3)(
         flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
     )
@@ -124,23 +127,23 @@ def forget_signal(number: int) -> None:
 
 
 def prctl(option: int, value: int = 0) -> None:
-    """prctl(2) with one argument."""
+    """Call prctl(2) with one argument."""
     _check(_libc.prctl(option, value, 0, 0, 0), "prctl")
 
 
 def set_seccomp(program: ctypes.Structure) -> None:
-    """Install a filter; no_new_privs must be set."""
+    """Install a system-call filter for this process; no_new_privs must be set."""
     _check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program), 0, 0), "prctl(seccomp)")
 
 
 def set_hostname(name: str) -> None:
-    """sethostname(2)."""
+    """Call sethostname(2)."""
     _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
 
 
 @contextlib.contextmanager
 def acting_on_files_as(user: int | None) -> Iterator[None]:
-    """In this block, the thread's file accesses use `user` as uid and gid. None changes nothing."""
+    """Let file accesses of this thread use `user` as uid and gid during a `with` block. None changes nothing."""
     if user is None:
         yield
         return
@@ -153,12 +156,12 @@ def acting_on_files_as(user: int | None) -> Iterator[None]:
 
 
 def advise(start: int, size: int, advice: int) -> None:
-    """madvise(2)."""
+    """Call madvise(2)."""
     _check(_libc.madvise(start, size, advice), "madvise")
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities; later programs cannot gain any.
+    """Drop all capabilities; programs that are executed later cannot gain any.
 
     The bounding set stays: with no_new_privs, nosuid on every mount and a powerless uid 0 it has no effect.
     """

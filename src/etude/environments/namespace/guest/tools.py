@@ -31,13 +31,16 @@ BROKEN_EXIT = 125  # the host checks the request then, as any program may exit w
 
 
 def request(argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> bytes:
-    """A command's request: NUL-separated words."""
+    """Encode a command's request as NUL-separated words."""
     return os.fsencode("\0".join([cwd, str(len(env)), *(f"{name}={value}" for name, value in env.items()), *argv]))
 
 
 def start(init: int, streams: list[int], flags: int, slot: int, deadline_s: float, to: confine.Confinement) -> NoReturn:
-    """Start a command's process; its outermost frame. `streams`: its request and output, then its standard error and
-    input if `flags` say so."""
+    """Start a command's process: confine this fork of the runner, then execute the program. Never returns.
+
+    `init`: a pidfd of the machine's PID 1. `streams`: descriptors of the request and the output, then of standard error
+    and input if `flags` say so. `to`: the settings.
+    """
     request_fd, out, *other_fds = streams
     try:
         os.setsid()

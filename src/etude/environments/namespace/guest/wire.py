@@ -1,7 +1,7 @@
-"""Frames of a prepared tree: ``u8 kind | u32 count | count x (u32 length | bytes)``, little endian.
+"""Encode and decode frames for file trees: ``u8 kind | u32 count | count x (u32 length | bytes)``, little endian.
 
-Fields are opaque bytes, so a parser allocates only what is there. Used instead of JSON or pickle: contents are bytes,
-and a frame must not be able to name a type.
+Fields are opaque bytes, so a parser allocates only what is there. They are used instead of JSON or pickle, since
+contents are bytes and a frame must not be able to name a type.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ TREE = 1
 
 
 class FrameError(ValueError):
-    """Bytes that are not a frame."""
+    """Raised for bytes that are not a frame as this module describes it."""
 
 
 class Frame(NamedTuple):
-    """A frame's kind and fields."""
+    """A decoded frame. `kind`: TREE for a file tree (`files` describes its fields)."""
 
     kind: int
     fields: list[bytes]
 
 
 def pack(kind: int, *fields: bytes) -> bytes:
-    """Encode a frame.
+    """Encode a frame of kind `kind` with these fields.
 
     >>> unpack(pack(TREE, b"calc.py", b"f", b"x = 1"))
     Frame(kind=1, fields=[b'calc.py', b'f', b'x = 1'])
@@ -40,7 +40,7 @@ def pack(kind: int, *fields: bytes) -> bytes:
 
 
 def unpack(body: bytes) -> Frame:
-    """Decode a frame. Raises `FrameError`."""
+    """Decode a frame. Raises `FrameError` for anything else."""
     if len(body) < _BODY.size:
         raise FrameError(f"a frame of {len(body)} bytes has no header")
     kind, count = _BODY.unpack_from(body)

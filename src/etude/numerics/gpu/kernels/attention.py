@@ -16,8 +16,7 @@ first `WIDE` numbers of the keys, read once.
 Gradients are sums over fixed blocks, too: one program per tile of queries, then one program per block of keys, which
 passes over all rows that see it, first to last. There are no atomic additions.
 
-Tile shapes: ROWS queries, KEYS keys. Scores are in base 2.
-"""
+Tile shapes: ROWS queries, KEYS keys. Scores are in base 2."""
 
 from __future__ import annotations
 
@@ -31,7 +30,9 @@ LOW = tl.constexpr(float("-inf"))
 
 @triton.jit
 def places(starts, sequence, index, head, SHARE: tl.constexpr):
-    """Token and query head of the rows of a tile, and whether they exist."""
+    """Return token and query head of the rows of a tile, and whether they exist.
+
+    `index`: the rows within the sequence, which has `SHARE` rows per token. `head`: the key head that they share."""
     first = tl.load(starts + sequence)
     there = index < (tl.load(starts + sequence + 1) - first) * SHARE
     return first + tl.where(there, index // SHARE, 0), head * SHARE + index % SHARE, there
@@ -39,13 +40,15 @@ def places(starts, sequence, index, head, SHARE: tl.constexpr):
 
 @triton.jit
 def tile_of(memory, there, lane, WIDTH: tl.constexpr):
-    """Load a tile at the given row addresses."""
+    """Load a tile with row addresses `memory` and columns `lane`; 0 where a row is not `there` or beyond `WIDTH`."""
     return tl.load(memory + lane[None, :], mask=there[:, None] & (lane < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
-    """Load a tile of queries or keys in its two widths; without `REST`, the first one twice."""
+    """Load a tile of queries or keys with row addresses `memory`, in its two widths.
+
+    Without `REST`, the first part is returned twice."""
     wide = tile_of(memory, there, tl.arange(0, WIDE), WIDTH)
     rest = wide
     if REST:
@@ -55,7 +58,7 @@ def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.cons
 
 @triton.jit
 def keep(memory, there, lane, tile, WIDTH: tl.constexpr):
-    """Write a tile to the given row addresses, rounded once."""
+    """Write a tile to the row addresses `memory`, rounded once, where a row is `there` and within `WIDTH`."""
     mask = there[:, None] & (lane < WIDTH)[None, :]
     tl.store(memory + lane[None, :], rounded(tile, memory.dtype.element_ty), mask=mask)
 
@@ -71,7 +74,9 @@ def keep_slopes(memory, there, wide, rest, scale, WIDTH: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def met(most, total, acc, other_most, other_total, other_acc):
-    """Merge the sums of two runs of keys, relative to the higher maximum. An empty second run changes nothing."""
+    """Merge the sums over two runs of keys: maximum of the scores, Σ of the weights, and weighted Σ of the values.
+
+    The result is relative to the higher maximum. An empty second run changes nothing."""
     now = tl.maximum(most, other_most)
     shrink = tl.exp2(most - now)
     other_shrink = tl.exp2(other_most - now)
@@ -81,7 +86,7 @@ def met(most, total, acc, other_most, other_total, other_acc):
 
 @triton.jit
 def settled(most, total, acc, o_at, lse_at, there, value, VALUE: tl.constexpr):
-    """Write a tile's results."""
+    """Divide a tile's weighted sum by its total, and write the output and the log of its sum."""
     result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
     keep(o_at, there, value, result, VALUE)
     tl.store(lse_at, most + tl.log2(total), mask=there)
@@ -94,7 +99,7 @@ def over_keys(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, Σ 2^(score - maximum), and the same weighted by values, over keys [first, stop), block by block."""
+    """Compute maximum, Σ 2^(score - maximum), and this sum weighted by values, over keys [first, stop), by block."""
     wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
     most = tl.full([ROWS], LOW, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -130,11 +135,10 @@ def attend(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads] of a tile. `positions`: of each sequence's first query.
+    """Compute o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads] of a tile.
 
-    `SPREAD`: one span of keys a program, its sums unfinished in o [spans, rows, VALUE] and marks [2, spans, rows].
-    `SPAN` 0: all keys are one.
-    """
+    `positions`: of each sequence's first query. `SPREAD`: one program has one span of keys, and writes unfinished sums
+    to o [spans, rows, VALUE] and marks [2, spans, rows]. `SPAN` 0: all keys are one span."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
@@ -177,7 +181,9 @@ def attend(
 
 @triton.jit(do_not_specialize=["rows", "spans"])
 def meet(sums, marks, o, lse, rows, spans, VALUE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):
-    """Merge the results that `attend` wrote for each span, in their order."""
+    """Merge the results that `attend` wrote for each span, in their order.
+
+    `sums`, `marks`: its unfinished results. `o`, `lse`: the finished output and log-sums."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     there, value = row < rows, tl.arange(0, VALUES)
     all_most = tl.full([ROWS], LOW, tl.float32)
@@ -199,8 +205,9 @@ def weights_and_slopes(
     q_wide, q_rest, do, k_wide, k_rest, values, lse, delta, scale, seen,
     REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attention weights of a tile of rows and keys, and the gradients of the scores (without the factor scale ·
-    ln 2)."""
+    """Compute attention weights of a tile of queries and keys, and the gradients of their scores.
+
+    The gradients lack the factor scale · ln 2. `seen`: which keys a row attends to."""
     score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
     if REST:
         score = dot(q_rest, tl.trans(k_rest), score)
@@ -217,7 +224,7 @@ def query_gradient(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of packed sequences, and delta [N, heads] = Σ o · do for the keys' gradient."""
+    """Compute dq of a tile of packed sequences, and delta [N, heads] = Σ o · do for the keys' gradient."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
@@ -264,7 +271,7 @@ def key_gradient(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of packed sequences. Here `tile_starts` counts blocks of keys."""
+    """Compute dk and dv of a block of keys of packed sequences. Here `tile_starts` counts blocks of keys."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:

@@ -1,7 +1,6 @@
 """Shared parts of the Triton kernels: product of two tiles, rounding, tree of partial sums.
 
-Products have full precision: float32 operands are multiplied as IEEE float32, never as TF32.
-"""
+Products have full precision: float32 operands are multiplied as IEEE float32, never as TF32."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ explicitly."""
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a · b in float32, in the order of the tensor core for this shape."""
+    """Compute acc + a · b in float32, in the order of the tensor core for this shape."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -24,7 +23,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
-    """Round to a dtype: to nearest, ties to even."""
+    """Round to the dtype `KIND`: to nearest, ties to even."""
     if INTERPRETED and tl.bfloat16 == KIND and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -34,7 +33,7 @@ def rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def bound(number):
-    """The end of a loop. The interpreter's numpy needs a Python integer."""
+    """Return a number as the end of a loop. The interpreter's numpy needs a Python integer."""
     if INTERPRETED:
         return number.handle.data.item() if isinstance(number, tl.tensor) else number
     return number
@@ -42,8 +41,9 @@ def bound(number):
 
 @triton.jit
 def find(tile_starts, tile, number, LANES: tl.constexpr):
-    """Which of `number` ranges a tile belongs to, where range i begins at tile_starts[i]; `number` where there is
-    none."""
+    """Return which of `number` ranges a tile belongs to, or `number` where there is none.
+
+    Range i begins at tile_starts[i]."""
     lane = tl.arange(0, LANES)
     ends = tl.load(tile_starts + 1 + lane, mask=lane < number, other=2147483647)
     return tl.sum((ends <= tile).to(tl.int32), 0)
@@ -51,7 +51,9 @@ def find(tile_starts, tile, number, LANES: tl.constexpr):
 
 @triton.jit
 def carried(total, one, pair, four, LEAF: tl.constexpr):
-    """Add a leaf's sum to those before it that it completes, in the tree of `joined`. Also returns the open sums."""
+    """Add a leaf's sum to the sums before it that it completes, in the tree of `joined`.
+
+    Returns the new sum, and the sums of the last two and four leaves that still wait for their partner."""
     if LEAF % 2 == 1:
         total = one + total
         if LEAF % 4 == 1:
@@ -67,7 +69,9 @@ def carried(total, one, pair, four, LEAF: tl.constexpr):
 
 @triton.jit
 def joined(sums, first, step, inside, LEAVES: tl.constexpr):
-    """The sum of up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7))."""
+    """Sum up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7)).
+
+    `first`: addresses of the first partial sum; `step`: the distance to the next. `inside`: which numbers exist."""
     one = tl.load(sums + first, mask=inside, other=0.0)
     pair = one
     four = one

@@ -8,8 +8,7 @@ leaves, and the tree stays in registers. The additions are the same.
 
 For Hopper: tiles of 64 or 128 rows by 128 are full wgmma instructions (m64n128k16), operands are copied asynchronously
 into shared memory in a pipeline, and programs are numbered in bands of row tiles, so that concurrent programs share
-operands in L2. Weights may be wider than the rows: they are rounded as they are read.
-"""
+operands in L2. Weights may be wider than the rows: they are rounded as they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from etude.numerics.gpu.kernels.common import bound, carried, dot, find, rounded
 
 @triton.jit
 def place(number, row_tiles, OUT_TILES: tl.constexpr, BAND: tl.constexpr):
-    """The tile (row, output) of a program: down a band of row tiles first, then to the next outputs."""
+    """Return the tile (row, output) of a program: down a band of row tiles first, then to the next outputs."""
     band = number // (BAND * OUT_TILES)
     size = tl.minimum(row_tiles - band * BAND, BAND)
     within = number % (BAND * OUT_TILES)
@@ -36,11 +35,10 @@ def product(
     GROUPS: tl.constexpr, LANES: tl.constexpr, GATHER: tl.constexpr,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """y = x · wᵀ of a tile. `SPLIT`: of one leaf, a partial sum in y [LEAVES, rows, OUT].
+    """Compute y = x · wᵀ of a tile. With `SPLIT`, of one leaf only: a partial sum in y [LEAVES, rows, OUT].
 
-    `GROUPS` > 0: rows [starts[g], starts[g+1]) go with matrix g, and its tiles begin at tile_starts[g].
-    `GATHER`: row r of the product is row source[r] of x.
-    """
+    `GROUPS` > 0: rows [starts[g], starts[g+1]) go with matrix g, and its tiles begin at tile_starts[g]. `GATHER`: row r
+    of the product is row source[r] of x."""
     OUT_TILES: tl.constexpr = (OUT + OUTS - 1) // OUTS
     LEAF: tl.constexpr = IN // LEAVES
     tile, out_tile = place(tl.program_id(0), row_tiles, OUT_TILES, BAND)
@@ -97,10 +95,9 @@ def weight_gradient(
     OUT: tl.constexpr, IN: tl.constexpr, GROUPED: tl.constexpr, GATHER: tl.constexpr,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
 ):  # fmt: skip
-    """dw = dyᵀ · x of a tile of one matrix, over its rows first to last; dw [matrices or parts, OUT, IN].
+    """Compute dw = dyᵀ · x of a tile of one matrix, over its rows first to last; dw [matrices or parts, OUT, IN].
 
-    `GROUPED`: matrix g has rows [starts[g], starts[g+1]); else part p has `part_rows` rows from p · part_rows.
-    """
+    `GROUPED`: matrix g has rows [starts[g], starts[g+1]); else part p has `part_rows` rows from p · part_rows."""
     IN_TILES: tl.constexpr = (IN + INS - 1) // INS
     tile, number = tl.program_id(0), tl.program_id(1)
     out = tile // IN_TILES * OUTS + tl.arange(0, OUTS)

@@ -1,8 +1,7 @@
 """Triton kernels of routing: probabilities, top-k with ties to the lowest index, gates in slot order; and the gradient.
 
 Softmax (Qwen3-MoE), or sigmoid with a selection bias and groups of experts (DeepSeek-V3). Each program has a tile of
-rows. K choices are K reductions over the experts: the maximum, then the lowest index that has it.
-"""
+rows. K choices are K reductions over the experts: the maximum, then the lowest index that has it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from etude.numerics.gpu.kernels.common import rounded
 
 @triton.jit
 def probabilities(logits, row, rows, row_stride, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, LANES: tl.constexpr):
-    """Probabilities of a tile, float32 [ROWS, LANES], zero beyond the experts."""
+    """Compute probabilities of a tile, float32 [ROWS, LANES], zero beyond the experts."""
     expert = tl.arange(0, LANES)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     memory = logits + row.to(tl.int64)[:, None] * row_stride + expert[None, :]
@@ -34,7 +33,7 @@ def scores(
     logits, y, rows, row_stride,
     EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities, float32 [rows, EXPERTS]."""
+    """Compute a router's probabilities by softmax or sigmoid, float32 [rows, EXPERTS]."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
     memory = y + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
@@ -46,7 +45,7 @@ def scores_gradient(
     dy, y, dlogits, rows,
     EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `scores`."""
+    """Compute the gradient of `scores`."""
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
@@ -58,14 +57,14 @@ def scores_gradient(
 
 @triton.jit
 def lowest_of_the_highest(score, lane, LANES: tl.constexpr):
-    """The lowest index of each row's maximum."""
+    """Return the lowest index of each row's maximum."""
     most = tl.max(score, 1)
     return tl.minimum(tl.min(tl.where(score == most[:, None], lane[None, :], LANES), 1), LANES - 1)
 
 
 @triton.jit
 def in_best_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr):
-    """Scores of the experts in the best groups, by the sum of a group's two best scores; -inf for the others."""
+    """Return the scores of the experts in the best groups, by a group's two best scores; -inf for the others."""
     low = float("-inf")
     group = expert // (EXPERTS // GROUPS)
     mark = tl.zeros_like(score) + low  # at a group's number: its sum
@@ -89,8 +88,9 @@ def choose(
     GROUPS: tl.constexpr, KEPT: tl.constexpr, REPLAYED: tl.constexpr, MISSING: tl.constexpr, NORMALISED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Gates, used experts, and the router's own choice, [rows, TOP]. A row whose first route is `MISSING` chooses
-    live."""
+    """Compute gates, used experts, and the router's own choice, [rows, TOP].
+
+    A row whose first recorded route is `MISSING` uses its own choice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, slot = tl.arange(0, LANES), tl.arange(0, SLOTS)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
@@ -127,7 +127,7 @@ def choose_gradient(
     EXPERTS: tl.constexpr, TOP: tl.constexpr, SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the gates with respect to the logits, for a fixed choice."""
+    """Compute the gradient of the gates with respect to the logits, for a fixed choice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, LANES)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)

@@ -2,8 +2,7 @@
 
 Each program has a row, or a fixed tile of rows; the layout of its sums follows from the row's width alone. Everything
 is computed in float32 and rounded once. All kernels are bound by memory: each reads and writes every number once. They
-run without fused multiply-add (`enable_fp_fusion=False`), so that a formula has the same bits wherever it occurs.
-"""
+run without fused multiply-add (`enable_fp_fusion=False`), so that a formula has the same bits wherever it occurs."""
 
 from __future__ import annotations
 
@@ -18,7 +17,9 @@ def rms_norm(
     x, weight, y, scales, rows, heads, x_row, x_head, eps,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = x / √(mean x² + eps) · weight; `scales` stores 1 / √…. Row r is head r % heads of row r // heads of x."""
+    """Compute y = x / √(mean x² + eps) · weight; `scales` stores 1 / √….
+
+    Row r is head r % heads of row r // heads of x."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -39,8 +40,9 @@ def rms_norm_gradient(
     dy, x, weight, scales, dx, parts, rows, heads, x_row, x_head,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `rms_norm`; `parts` [programs, WIDTH] are sums of the weight's gradient over ROWS · TURNS
-    rows."""
+    """Compute the gradient of `rms_norm`.
+
+    `parts` [programs, WIDTH] are sums of the weight's gradient over ROWS · TURNS rows."""
     column = tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for turn in range(TURNS):
@@ -63,7 +65,7 @@ def rms_norm_gradient(
 
 @triton.jit(do_not_specialize=["rows"])
 def column_sums(x, y, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Σ over rows of x [rows, WIDTH]: every ROWS-th row in turn, then those sums."""
+    """Sum the rows of x [rows, WIDTH]: every ROWS-th row in turn, then those sums."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -79,7 +81,7 @@ def rotate(
     x, cos, sin, y, rows, heads, x_row, x_head,
     WIDTH: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = x[i] · cos[i] + x[i + half] · sin[i], indices modulo the width; `BACK`: its transpose."""
+    """Compute y[i] = x[i] · cos[i] + x[i + half] · sin[i], indices modulo the width; with `BACK` its transpose."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     other = (column + WIDTH // 2) % WIDTH
@@ -97,7 +99,7 @@ def rotate(
 
 @triton.jit
 def gated(h, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """y = silu(a) · b of rows h = [a, b]."""
+    """Compute y = silu(a) · b of rows h = [a, b]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -108,7 +110,7 @@ def gated(h, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gated_gradient(dy, h, dh, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of `gated`."""
+    """Compute the gradient of `gated`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -127,7 +129,7 @@ def combine(
     out, slots, gates, y,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y[n] = Σ over k of gates[n, k] · out[slots[n, k]], k ascending."""
+    """Compute y[n] = Σ over k of gates[n, k] · out[slots[n, k]], k ascending."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -145,7 +147,9 @@ def combine_gradient(
     dy, out, slots, gates, dout, dgates,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `combine`: one program per (n, k), whose row is its own, since dispatch is a permutation."""
+    """Compute the gradient of `combine`, with one program per (n, k).
+
+    The row of each program is its own, since dispatch is a permutation."""
     at = tl.program_id(0).to(tl.int64)
     token = at // SLOTS
     slot = tl.load(slots + at).to(tl.int64)
@@ -160,7 +164,7 @@ def combine_gradient(
 
 @triton.jit
 def vocabulary_parts(x, parts, x_row, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Maximum and Σ exp(x - maximum) of a block of a row, in parts [2, rows, BLOCKS]."""
+    """Compute maximum and Σ exp(x - maximum) of a block of a row, in parts [2, rows, BLOCKS]."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + row * x_row + column, mask=column < WIDTH, other=float("-inf")).to(tl.float32)
@@ -174,7 +178,7 @@ def vocabulary_parts(x, parts, x_row, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 def log_softmax(
     x, parts, y, x_row, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A block of log-probabilities, from the parts of its row."""
+    """Compute a block of log-probabilities from the parts of its row."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, LANES)
     most = tl.load(parts + row * BLOCKS + lane, mask=lane < BLOCKS, other=float("-inf"))
@@ -188,7 +192,7 @@ def log_softmax(
 
 @triton.jit
 def log_softmax_gradient(dy, y, dx, dy_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """dy - exp(y) · Σ dy, of one row."""
+    """Compute dy - exp(y) · Σ dy, of one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
