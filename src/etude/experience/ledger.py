@@ -302,9 +302,9 @@ class Ledger:
 
     @_atomic
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
-        """Record that the version of the weights that was trained on these rollouts is published.
+        """Record that `version`, which was trained on these rollouts, is published.
 
-        Rollouts in the batch become trained, or no-signal if they had no sample."""
+        Batched rollouts become trained, or no-signal if they had no sample. The others keep their state."""
         self._published(version)
         rows, columns = self.require_rows(rollout_ids), {"version": str(version)}
         self._trained(rows, f"in {version}", columns)
@@ -421,7 +421,7 @@ class Ledger:
         self._log([(m.row.rollout_id, m.row.state, m.to, m.attempt, m.reason, m.facts) for m in moves])
 
     def _set(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Update the same columns of several rollouts: one update per row, since each costs a CRC."""
+        """Update the same columns of several rollouts, each row only once, since every update of a row costs a CRC."""
         if not values:
             return
         columns = list(next(iter(values.values())))
@@ -536,7 +536,7 @@ class Ledger:
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """Return those of the rollouts that batches took more than once, also batches that a restart took back."""
+        """Return those of the rollouts that batches took more than once. Batches that a restart took back count too."""
         sql = "SELECT rollout_id FROM transitions WHERE rollout_id IN (*) AND state = ? GROUP BY rollout_id"
         return self._among(rollout_ids, f"{sql} HAVING count(*) > 1", State.BATCHED)
 
@@ -608,7 +608,7 @@ class Ledger:
         return self._among(group_ids, f"{sql} HAVING min(reward) < max(reward)", State.GRADED)
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return those of the groups that any batch ever took, also batches that a restart took back."""
+        """Return those of the groups that a batch ever took. Batches that a restart took back count too."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"
         return self._among(group_ids, f"{sql} AND transitions.state = ?", State.BATCHED)
 
