@@ -17,10 +17,11 @@ from etude.telemetry import read_events
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "corpus.num_demonstrations=60", "corpus.sources=[]", "mid_training.num_tokens=30000", "experience.groups_per_step=4",
-    "experience.group_size=4", "rl.steps=2", "rl.checkpoint_every=1", "evals.heldout_tasks=4", "evals.during_tasks=2",
-    "evals.baseline_tasks=4", "model.hidden_size=64", "model.head_dim=16", "model.expert_size=32", "harness.max_turns=14",
-    "harness.require_submit=false", 'rewards.terms=[{name = "spread", weight = 1.0, kind = "spread:Spread"}]',
+    "corpus.num_demonstrations=60", "corpus.sources=[]", "mid_training.num_tokens=30000",
+    "experience.groups_per_step=4", "experience.group_size=4", "rl.steps=2", "rl.checkpoint_every=1",
+    "evals.heldout_tasks=4", "evals.during_tasks=2", "evals.baseline_tasks=4", "model.hidden_size=64",
+    "model.head_dim=16", "model.expert_size=32", "harness.max_turns=14", "harness.require_submit=false",
+    'rewards.terms=[{name = "spread", weight = 1.0, kind = "spread:Spread"}]',
 )  # fmt: skip
 SPREAD = """
 from etude.records.reward import Score

@@ -184,7 +184,7 @@ class Episode:
             )
             raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
-        request = self._request(prompt, number, max_tokens)
+        request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
         reply = self.chat.parse(completion.token_ids, signatures)
         message = assistant_message(reply, turn=number)
@@ -268,7 +268,8 @@ class Episode:
             self.failure = self.failure or error
             raise
 
-    def _request(self, prompt: Prompt, turn: int, max_tokens: int) -> CompletionRequest:
+    def _request(self, prompt: Prompt, turn: int, max_tokens: int, *, last: bool) -> CompletionRequest:
+        """Make the request of a turn. `last`: no other turn is likely to continue its session."""
         options, limits = self.options, self.limits
         num_before = self._num_asked[prompt.key]
         self._num_asked[prompt.key] += 1
@@ -287,7 +288,7 @@ class Episode:
             pin_step=options.pin_step,
             routes_from=prompt.routes_from if options.keep_routes else None,
             deadline_s=limits.turn_deadline_s,
-            keep_session=turn + 1 < limits.max_turns,
+            keep_session=turn + 1 < limits.max_turns and not last,
         )
 
 

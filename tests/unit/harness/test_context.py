@@ -205,6 +205,7 @@ def test_the_request_for_a_summary_continues_the_tokens_of_the_conversation() ->
     _, engine, _ = play([*[CAT] * reads, text("calc is wrong"), say("submit")])
     before, asked = engine.requests[-3], engine.requests[-2]
     assert asked.session_id == before.session_id
+    assert (before.keep_session, asked.keep_session) == (True, False), "its KV cache can be freed at once"
     sampled = [*before.prompt_ids.tolist(), *CAT]
     assert asked.prompt_ids[: len(sampled)].tolist() == sampled
 
