@@ -59,9 +59,10 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def oldest_steps(self) -> dict[int, int]:
         """The number of sampled tokens by the oldest version step that they depend on, ascending by step."""
-        steps: Counter[int] = Counter()
+        steps: dict[int, int] = {}
         for places, count in self.sampled_by:
-            steps[min(self.versions[place].step for place in places)] += count
+            oldest = min(self.versions[place].step for place in places)
+            steps[oldest] = steps.get(oldest, 0) + count
         return dict(sorted(steps.items()))
 
 
