@@ -1,4 +1,6 @@
-"""Milliseconds of a decoding step by how its rows are sampled: ``python -m benchmarks.masked_steps [--repeats N] [--vocabularies A,B]``.
+"""Milliseconds of a decoding step by how its rows are sampled.
+
+``python -m benchmarks.masked_steps [--repeats N] [--vocabularies A,B]``
 
 The reference engine, on one thread of a CPU, samples 64 tokens of each of B requests: plainly, with truncation, with
 penalties, with the likeliest tokens, and under a JSON schema whose text does not end. Each vocabulary size has a model
