@@ -186,12 +186,22 @@ class TurnTree:
             new_ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
             return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
         remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
-        ended = parent.completion.stop_reason is StopReason.STOP
-        new_ids = self._chat.continuation(
-            messages[:known], messages[known:], signatures, ended=ended, max_tokens=remaining
-        )
+        new_ids = self._continuation(parent, messages, known, signatures, max_tokens=remaining)
         token_ids = np.concatenate([parent.context(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
+
+    def prompt_tokens(
+        self, messages: Sequence[Message], signatures: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> int:
+        """Return how many tokens the prompt of a request would have. Nothing is recorded, and no session is taken.
+
+        The arguments are those of `prompt`. Raises what the chat format raises."""
+        keys = conversation_keys(tools, messages)
+        with self._lock:
+            parent = self._deepest(keys[:-1])
+        if parent is None:
+            return len(self._chat.encode_prompt(messages, signatures))
+        return parent.num_tokens + len(self._continuation(parent, messages, keys.index(parent.key) + 1, signatures))
 
     def record(
         self,
@@ -251,6 +261,20 @@ class TurnTree:
                 )
                 for node in nodes
             )
+        )
+
+    def _continuation(
+        self,
+        parent: Node,
+        messages: Sequence[Message],
+        known: int,
+        signatures: Mapping[str, Any],
+        max_tokens: int | None = None,
+    ) -> I32:
+        """Encode the messages after the first `known` ones, which are the context of `parent`."""
+        ended = parent.completion.stop_reason is StopReason.STOP
+        return self._chat.continuation(
+            messages[:known], messages[known:], signatures, ended=ended, max_tokens=max_tokens
         )
 
     # The caller of these methods holds the lock.
