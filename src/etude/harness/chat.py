@@ -32,7 +32,8 @@ from tokenizers import Tokenizer
 
 from etude.errors import ContextFull
 from etude.file_checksums import verify_files
-from etude.harness.commands import Call, Signature, read_call, write_words
+from etude.grammars import from_lark
+from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
 from etude.records.wire import I32
 
@@ -238,6 +239,14 @@ class ChatFormat:
     def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
         """Return None: completions in etude's format have no reasoning."""
         return None
+
+    def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
+        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`."""
+        lines = [f"start: call{{1,{max_calls}}}"]
+        for i, signature in enumerate(signatures.values()):
+            lines.append(f"tool{i}: <[{self._call_id}]> {json.dumps(signature.name)}{words_grammar(signature)}")
+        lines.append("call: " + " | ".join(f"tool{i}" for i in range(len(signatures))))
+        return from_lark("\n".join(lines))
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return the number of leading tokens of a completion that come before its first tool call.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from etude.grammars import Tool, from_tool_calls
 from etude.harness.call_formats import NONE, call_format_of
 from etude.harness.chat import PLACEHOLDER, ChatFormat, Message, Reply
 from etude.harness.commands import Call, Signature
@@ -118,6 +119,20 @@ class CheckpointChatFormat(ChatFormat):
     def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
         """Return whether a prompt ends within the model's reasoning, because the template wrote ``<think>``."""
         return self.decode(prompt_ids[-8:], special=True).rstrip().endswith("<think>")
+
+    def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
+        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`.
+
+        Raises `ValueError` for a checkpoint without a tool-call format."""
+        if self.calls is NONE:
+            raise ValueError("the checkpoint has no tool-call format")
+        schemas = {s.name: s.to_openai()["function"].get("parameters") or {} for s in signatures.values()}
+        tools = [Tool(name, {"additionalProperties": False, **schema}) for name, schema in schemas.items()]
+        opening, call, closing = self.calls.parts()
+        between = "" if opening else "\n"
+        return from_tool_calls(
+            tools, call, tokens=self._added, opening=opening, closing=closing, between=between, max_calls=max_calls
+        )
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return the number of leading tokens before the first one that opens a tool call, or that is special."""
