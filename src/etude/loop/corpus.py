@@ -52,7 +52,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     library = list(library_documents(budget_chars=corpus.library_chars, seed=config.seed))
     with telemetry.span("corpus.demonstrations", count=corpus.num_demonstrations):
         talks = _demonstrate(config)
-    held = {"seed": config.seed, "first": 2_000_000, "right_body": 1.0, "split": Split.VALIDATION}
+    held: dict[str, Any] = {"seed": config.seed, "first": 2_000_000, "right_body": 1.0, "split": Split.VALIDATION}
     own = [text for plugin in corpus.sources for text in plugin_documents(plugin, seed=config.seed)]
     assert_no_heldout(chain(code, own))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):

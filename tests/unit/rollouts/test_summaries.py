@@ -20,9 +20,9 @@ from etude.testing import MemoryMachine, MemoryRuntime
 
 CHAT = laptop_chat()
 LIMITS = HarnessConfig(
-    tools=("cat", "edit", "submit"), max_turns=60, turn_tokens=80, context_tokens=400, summary_tokens=60
+    tools=("cat", "edit", "submit"), max_turns=60, turn_tokens=80, context_tokens=320, summary_tokens=60
 )
-SOURCE = Logs()
+SOURCE = Logs(num_logs=13)
 
 
 def roll(task: Task, script: Script, limits: HarnessConfig = LIMITS) -> Rollout:
