@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from etude.capture import Message
+from etude.capture import KeptMessage, Message
 from etude.gateway.errors import invalid_request, unknown_parameter, unsupported_value
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
@@ -141,6 +143,53 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     if len(found) != len(bias) or not all(-100 <= value <= 100 for value in found.values()):
         raise invalid_request("logit_bias maps token ids to numbers from -100 to 100", "logit_bias")
     return tuple(sorted(found.items()))
+
+
+class MessageCache(Generic[B]):
+    """Keeps parsed messages by their JSON, since each request of a conversation repeats all earlier ones. Thread-safe.
+
+    `decoder` parses one message. `convert` returns its canonical messages; its second argument is the place that an
+    error names. The least recently used ones are dropped when their JSON has more than `max_bytes`."""
+
+    def __init__(
+        self,
+        decoder: msgspec.json.Decoder[B],
+        convert: Callable[[B, str], Sequence[Message]],
+        *,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        self._decoder, self._convert, self._max_bytes = decoder, convert, max_bytes
+        self._kept: OrderedDict[bytes, list[Message]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, parts: Sequence[msgspec.Raw], where: str) -> list[Message]:
+        """Parse the messages of a conversation. `where` is the name of the field that they are in."""
+        found: list[Message] = []
+        for i, part in enumerate(parts):
+            raw = bytes(part)
+            with self._lock:
+                if (known := self._kept.get(raw)) is not None:
+                    self._kept.move_to_end(raw)
+            found += known if known is not None else self._parse(raw, f"{where}[{i}]")
+        return found
+
+    def _parse(self, raw: bytes, where: str) -> list[Message]:
+        try:
+            message = self._decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            place = _path.search(str(error))
+            raise invalid_request(f"{where}: {error}", where + (f".{place[1]}" if place and place[1] else "")) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid_request(f"the body is not JSON: {error}") from None
+        parsed: list[Message] = [KeptMessage(one) for one in self._convert(message, where)]
+        with self._lock:
+            self._num_bytes += 0 if raw in self._kept else len(raw)
+            self._kept[raw] = parsed
+            while self._num_bytes > self._max_bytes:
+                old, _ = self._kept.popitem(last=False)
+                self._num_bytes -= len(old)
+        return parsed
 
 
 def check_range(name: str, value: float | None, low: float, high: float = float("inf")) -> None:

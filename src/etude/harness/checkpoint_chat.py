@@ -65,32 +65,23 @@ class CheckpointChatFormat(ChatFormat):
         """Encode a document for mid-training, the text and the end token, as token ids, [T] int32."""
         return np.array([*self._plain(text), self.end_id], np.int32)
 
-    def continuation(
-        self,
-        previous: Sequence[Message],
-        new: Sequence[Message],
-        signatures: Mapping[str, Signature] | None = None,
-        *,
-        ended: bool = True,
-        max_tokens: int | None = None,
-    ) -> I32:
-        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
+    def _after_reply(
+        self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
+    ) -> str:
+        """Return the rendering after the stop token of the reply, which is the last message of `previous`.
 
-        They are what the template writes after the stop token of the reply, which is the last message of `previous`, up
-        to the tokens that begin the model's next reply. With `ended` False, the reply was cut off without a stop token,
-        and the result starts with this token. The sampled tokens are in the context already, so the template may render
-        them differently. Raises `ContextFull` as `encode_prompt` does, and `ChatError` when the rendering lacks the
-        reply or its stop token."""
-        escaped = self._escape_messages([*previous, *new], signatures or {})
+        The sampled tokens are in the context already, so the template may render them differently. Raises `ChatError`
+        when the rendering lacks the reply or its stop token."""
+        escaped = self._escape_messages([*previous, *new], signatures)
         last = len(previous) - 1
         escaped[last] = {**escaped[last], "content": _REPLY}
-        rendering = self._render(escaped, signatures or {}, generate=True)
+        rendering = self._render(escaped, signatures, generate=True)
         at = rendering.rfind(_REPLY)
         end = rendering.find(self.end, at)
         if at < 0 or end < 0:
             what = "the rendering lacks the reply" if at < 0 else f"no {self.end} ends the reply"
             raise ChatError("the chat template cannot be continued after a sampled reply", what, hint=_HINT)
-        return self._encode_rendering(rendering[end + len(self.end) if ended else end :], max_tokens=max_tokens)
+        return rendering[end + len(self.end) if ended else end :]
 
     def encode_call(self, call: Call) -> I32:
         """Encode a tool call as the token ids of a completion with its stop token, [T] int32.

@@ -14,6 +14,7 @@ from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStr
 from etude.gateway.errors import invalid_request, openai_error
 from etude.gateway.requests import (
     ChatRequest,
+    MessageCache,
     canonical_call,
     checked_messages,
     checked_schema,
@@ -81,7 +82,7 @@ class _Format(msgspec.Struct):
 
 
 class _ChatBody(Body, kw_only=True):
-    messages: list[_Message]
+    messages: list[msgspec.Raw]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -97,7 +98,7 @@ def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` with status 400."""
     body = decode_body(data, _decoder, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
     fields = common(body)
-    messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
+    messages = _cache.read(body.messages, "messages")
     tools, must_call = _tools(body)
     form, schema = body.response_format, None
     if form is not None and form.type != "text":
@@ -130,7 +131,7 @@ def _tools(body: _ChatBody) -> tuple[list[dict[str, Any]], bool]:
     return chosen_tools(tools, names), choice.allowed_tools.mode == "required"
 
 
-def _canonical(message: _Message, where: str) -> Message:
+def _canonical(message: _Message, where: str) -> list[Message]:
     """Convert a message to its canonical form, in which it is rendered and compared."""
     content = message.content
     if isinstance(content, list):
@@ -152,7 +153,10 @@ def _canonical(message: _Message, where: str) -> Message:
             canonical_call(c.function.name, c.function.arguments, c.id, f"{where}.tool_calls")
             for c in message.tool_calls
         ]
-    return canonical
+    return [canonical]
+
+
+_cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
 
 
 def _tool_calls(answer: Answer, head: ResponseHead, index: int) -> list[dict[str, Any]]:

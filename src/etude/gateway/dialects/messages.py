@@ -14,6 +14,7 @@ from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request
 from etude.gateway.requests import (
     ChatRequest,
+    MessageCache,
     canonical_call,
     check_range,
     check_stops,
@@ -116,7 +117,7 @@ class _ContextManagement(msgspec.Struct):
 
 class _Body(msgspec.Struct, kw_only=True):
     model: str
-    messages: list[_Message]
+    messages: list[msgspec.Raw]
     max_tokens: int | None = None
     system: str | list[_Block] | None = None
     stop_sequences: list[str] | None = None
@@ -151,8 +152,7 @@ def read_count(data: bytes) -> ChatRequest:
             what = f"context_management of type {edit.type[:100]!r} is not offered by this model"
             raise invalid_request(f"{what}\n  hint: leave it out", "context_management")
     messages = _system(body.system)
-    for i, message in enumerate(body.messages):
-        messages += _canonical(message, f"messages[{i}]")
+    messages += _cache.read(body.messages, "messages")
     choice = body.tool_choice or _ToolChoice("auto")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     form = body.output_config.format if body.output_config is not None else None
@@ -226,6 +226,9 @@ def _assistant(blocks: Sequence[_Block], where: str) -> Message:
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
     return message | ({"tool_calls": calls} if calls else {})
+
+
+_cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
 
 
 def _tool(tool: _Tool, where: str) -> dict[str, Any]:
