@@ -84,14 +84,15 @@ def decode_body(
     are ignored. Any other one that the decoder does not know is refused."""
     try:
         body = decoder.decode(data)
+        fields = _names_decoder.decode(data)
     except msgspec.ValidationError as error:
         place = _path.search(str(error))
         raise invalid_request(str(error), place[1] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid_request(f"the body is not JSON: {error}") from None
-    for name, raw in _names_decoder.decode(data).items():
+    for name, raw in fields.items():
         if name in neutral:
-            if (value := msgspec.json.decode(raw)) not in neutral[name]:
+            if (value := _decode_value(raw)) not in neutral[name]:
                 raise unsupported_value(name, value, list(neutral[name]))
         elif name not in body.__struct_fields__ and name not in harmless:
             raise unknown_parameter(name, {*body.__struct_fields__, *harmless, *neutral})
@@ -143,6 +144,13 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     if len(found) != len(bias) or not all(-100 <= value <= 100 for value in found.values()):
         raise invalid_request("logit_bias maps token ids to numbers from -100 to 100", "logit_bias")
     return tuple(sorted(found.items()))
+
+
+def _decode_value(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_request(f"the body is not JSON: {error}") from None
 
 
 class MessageCache(Generic[B]):

@@ -113,7 +113,7 @@ class _Body(msgspec.Struct, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(_Body)
-_echo_decoder = msgspec.json.Decoder(dict[str, Any])
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ECHOED = (
     "instructions",
     "max_output_tokens",
@@ -150,7 +150,6 @@ def read(data: bytes) -> ChatRequest:
     schema = None if form is None or form.type == "text" else {"type": "object"} if form.schema is None else form.schema
     offered = chosen_tools(tools, only, none=choice == "none")
     logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
-    given = _echo_decoder.decode(data)
     return ChatRequest(
         model=body.model,
         messages=checked_messages(messages, "input"),
@@ -164,8 +163,18 @@ def read(data: bytes) -> ChatRequest:
         temperature=1.0 if body.temperature is None else body.temperature,
         stream=bool(body.stream),
         return_token_ids=bool(body.return_token_ids),
-        echo={name: given[name] for name in ECHOED if given.get(name) is not None},
+        echo=_echoed(data),
     )
+
+
+def _echoed(data: bytes) -> dict[str, Any]:
+    """Return the fields of a body that the response repeats."""
+    fields = _fields_decoder.decode(data)
+    try:
+        found = {name: msgspec.json.decode(fields[name]) for name in ECHOED if name in fields}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_request(f"the body is not JSON: {error}") from None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:
