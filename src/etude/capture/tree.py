@@ -161,12 +161,14 @@ class TurnTree:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         reuse: bool = False,
+        take: bool = True,
     ) -> Prompt:
         """Encode a request: the tokens of the deepest recorded turn, then those of the messages after it.
 
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
         same tools in OpenAI's format, needed when the tools may change within the tree. `reuse`: if the tree has a turn
-        of an equal request, return it as `Prompt.answered`; then no session is taken. Raises `ContextFull`, before it
+        of an equal request, return it as `Prompt.answered`; then no session is taken. `take`
+        False: the caller only counts tokens and will not sample; no session is taken. Raises `ContextFull`, before it
         tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
         keys = conversation_keys(tools, messages)
         with self._lock:
@@ -174,8 +176,8 @@ class TurnTree:
                 self._touch(answered)
                 return answered.prompt()
             parent = self._deepest(keys[:-1])
-            start = self._start(parent, tools, keys[0])
-            session_id, fork_from = self._session(parent)
+            start = self._start(parent, tools, keys[0]) if take else Start.FIRST
+            session_id, fork_from = self._session(parent) if take else ("", None)
             known = 0 if parent is None else keys.index(parent.key) + 1
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
             recorded = {node.reply_digest for node in self._nodes} if replies else set()
