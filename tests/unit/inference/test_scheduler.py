@@ -426,7 +426,7 @@ CALLS = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(CALLS, st.sampled_from(["step", "step", "swap", "cancel"])), max_size=30))
-def test_whatever_is_shared_each_row_holds_the_keys_of_its_own_context(moves: list[Any]) -> None:
+def test_whatever_is_forked_each_row_holds_the_keys_of_its_own_context(moves: list[Any]) -> None:
     """A model of the runner's memory: a row's key at a position is (version, token)."""
     queue = scheduler(num_slots=3, max_waiting=99, context_tokens=256)
     rows: list[list[Any]] = [[None] * 256 for _ in range(3)]
