@@ -1,20 +1,25 @@
-"""An agent in a few lines of plain Python: it talks to any OpenAI server, and acts with a shell command.
+"""An agent that edits lines of a file and hands in. Standard library only; it talks to any OpenAI server.
 
-It knows nothing of etude but `etude-machine`, which runs a command in the machine of the task."""
+It runs beside its machine and knows nothing of etude but `etude-machine`, which reads and writes the machine's files."""
+
+from __future__ import annotations
 
 import json
 import os
 import subprocess
 import urllib.request
 
-SHELL = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-TOOLS = [
-    {"type": "function", "function": {"name": "run", "description": "Run a shell command.", "parameters": SHELL}},
-    {"type": "function", "function": {"name": "submit", "description": "Hand in.", "parameters": {"type": "object"}}},
-]
+
+def tool(name: str, *parameters: str) -> dict:
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
 
 
-def ask(messages: list) -> dict:
+TOOLS = [tool("edit", "path", "line", "text"), tool("submit")]
+
+
+def ask(messages: list[dict]) -> dict:
     body = json.dumps({"model": "any", "messages": messages, "tools": TOOLS, "temperature": 0.2}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
@@ -22,16 +27,33 @@ def ask(messages: list) -> dict:
         return json.load(response)["choices"][0]["message"]
 
 
+def machine(*words: str, text: str = "") -> str:
+    return subprocess.run(["etude-machine", *words], input=text, capture_output=True, text=True, check=True).stdout
+
+
+def edit(path: str, line: str, text: str) -> str:
+    try:
+        lines = machine("--read", path).splitlines()
+        old = lines[int(line) - 1]
+        lines[int(line) - 1] = old[: len(old) - len(old.lstrip())] + text
+        machine("--write", path, text="\n".join(lines) + "\n")
+    except (ValueError, IndexError, subprocess.CalledProcessError):
+        return "refused"
+    return "ok"
+
+
 messages = [{"role": "user", "content": os.environ["ETUDE_TASK"]}]
 while True:
     reply = ask(messages)
     messages.append(reply)
     for call in reply.get("tool_calls", []):
+        print(call["function"], flush=True)
         if call["function"]["name"] == "submit":
             raise SystemExit(0)
-        command = json.loads(call["function"]["arguments"]).get("command", "")
-        done = subprocess.run(["etude-machine", command], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        print(f"$ {command}\n{done.stdout}")
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout or f"exit {done.returncode}"})
+        try:
+            output = edit(**json.loads(call["function"]["arguments"]))
+        except TypeError as error:
+            output = str(error)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
     if not reply.get("tool_calls"):
         messages.append({"role": "user", "content": "call a tool"})

@@ -53,3 +53,8 @@ class HarnessConfig:
             raise ValueError(
                 f"turn_tokens = {self.turn_tokens} leaves no room in context_tokens = {self.context_tokens}"
             )
+
+    @property
+    def is_command(self) -> bool:
+        """Whether the agent program is a command, with its own tools."""
+        return isinstance(self.program, Plugin) and self.program.path == COMMAND

@@ -96,10 +96,12 @@ def check_limits(
 
     `log` is called with a line when some tasks or tools do not fit. Raises `ConfigError` when none fits, and
     `ChatError` for a checkpoint whose chat format has no tool calls."""
-    tools = standard_tools(limits.tools)
-    _check_turns(limits, chat, tools.signatures, log)
+    signatures: Mapping[str, Signature] = {}  # a program that is a command has its own tools
+    if not limits.is_command:
+        signatures = standard_tools(limits.tools).signatures
+        _check_turns(limits, chat, signatures, log)
     first = ([{"role": "user", "content": task.instruction}] for task in tasks)
-    prompts = sorted(len(chat.encode_prompt(messages, tools.signatures)) for messages in first)
+    prompts = sorted(len(chat.encode_prompt(messages, signatures)) for messages in first)
     past = [tokens for tokens in prompts if tokens + limits.turn_tokens > limits.context_tokens]
     if not past:
         return

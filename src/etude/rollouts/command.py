@@ -57,8 +57,8 @@ class Submits(enum.StrEnum):
 class CommandProgram:
     """An agent program that is a command. Its fields are the settings under ``[harness.program]``.
 
-    - `argv`: the command line. In it and in `env` the words {instruction}, {base_url}, {model}, {workdir} and {python}
-      (the interpreter of etude) are replaced.
+    - `argv`: the command line. In it and in `env` the words {instruction}, {base_url}, {model}, {workdir}, {cwd} (the
+      folder in which the run was started) and {python} (the interpreter of etude) are replaced.
     - `where`: "outside", beside the worker in a new folder, or "inside", in the working directory of the machine.
     - `env`: variables to add.
     - `warm`: modules that are imported once for all rollouts, if `argv` starts with a Python interpreter: each rollout
@@ -180,6 +180,7 @@ class CommandProgram:
             "base_url": variables["OPENAI_BASE_URL"],
             "model": self.model,
             "workdir": workdir,
+            "cwd": os.getcwd(),
             "python": sys.executable,
         }
 
