@@ -18,8 +18,9 @@ STATES = {"restart": "was restarted", "hung": "did not answer and was killed"}
 
 
 def recovered_failures(view: RunView) -> list[tuple[str, int]]:
-    """List the failures that a run recovered from as (description, number of times), in the order of their first
-    time."""
+    """List the failures from which a run recovered, each with the number of times that it occurred.
+
+    They are sorted by kind: losses of processes, lost steps, troubles of engines, repairs, parity alarms."""
     found: Counter[str] = Counter()
     for event in losses(view):
         found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
@@ -51,7 +52,7 @@ def losses(view: RunView) -> list[Event]:
 
 
 def damage(view: RunView) -> list[str]:
-    """List a sentence for each damaged part of a run folder. A missing file is not damaged."""
+    """Describe each damaged part of a run folder in a sentence. A missing file is not damaged."""
     return [*view.unreadable(), *_missing_steps(view), *_damaged_files(view.path)]
 
 

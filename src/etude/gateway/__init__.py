@@ -8,18 +8,26 @@ A `Policy` samples completions of token ids; a chat format converts messages to 
 works with ``base_url``. The gateway keeps the tokens of each conversation (`etude.capture`), so it never tokenises a
 sampled reply again."""
 
+from etude.gateway.answers import Answer, ResponseHead, make_answer
 from etude.gateway.app import Gateway, create_app
 from etude.gateway.config import GatewayConfig
+from etude.gateway.dialects import DIALECTS, Dialect, EventStream, new_head
 from etude.gateway.errors import RequestRefused
 from etude.gateway.http import serving
-from etude.gateway.requests import ChatRequest, read_request
+from etude.gateway.requests import ChatRequest
 
 __all__ = [
+    "DIALECTS",
+    "Answer",
     "ChatRequest",
+    "Dialect",
+    "EventStream",
     "Gateway",
     "GatewayConfig",
     "RequestRefused",
+    "ResponseHead",
     "create_app",
-    "read_request",
+    "make_answer",
+    "new_head",
     "serving",
 ]

@@ -1,11 +1,9 @@
-"""Errors of the gateway's API, in OpenAI's format."""
+"""Errors of the gateway. A dialect writes them in its own format."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-
-from starlette.responses import JSONResponse
 
 from etude.errors import ContextFull, EngineError, EtudeError, nearest
 
@@ -13,22 +11,24 @@ from etude.errors import ContextFull, EngineError, EtudeError, nearest
 class RequestRefused(Exception):
     """Raised to refuse a request: the HTTP status, and the error that the client gets.
 
-    `message`, `code` and `param` are the fields of OpenAI's error object; `param` names the invalid request field."""
+    `code` and `param` are fields of OpenAI's error object; `param` names the invalid request field."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
-    def body(self) -> dict[str, object]:
-        """Return the JSON body: ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the HTTP response. With status 429 or 503 they have retry-after."""
+        found = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
+        return found.get(self.status, {})
 
-    def response(self) -> JSONResponse:
-        """Return the HTTP response. With status 429 or 503 it has a retry-after header."""
-        headers = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
-        return JSONResponse(self.body(), self.status, headers.get(self.status))
+
+def openai_error(refused: RequestRefused) -> dict[str, object]:
+    """Return the JSON body of an error: ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
+    return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
 
 
 def invalid_request(message: str, param: str | None = None) -> RequestRefused:

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from etude.errors import ConfigError, EtudeError
 from etude.gateway.config import GatewayConfig
-from etude.gateway.errors import RequestRefused, from_error
+from etude.gateway.dialects import DIALECTS
+from etude.gateway.errors import RequestRefused, from_error, openai_error
 from etude.http_server import bind, run_http_server
 
 T = TypeVar("T")
@@ -64,25 +65,31 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def _error(request: Request, refused: RequestRefused) -> Response:
+    """Return the response of an error, in the dialect of the request's path."""
+    path = request.scope["path"]
+    write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), openai_error)
+    return JSONResponse(write(refused), refused.status, refused.headers)
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRefused)
-    return error.response()
+    return _error(request, error)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, EtudeError)
-    return from_error(error).response()
+    return _error(request, from_error(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return RequestRefused(
-        status, f"{request.method} {request.scope['path']} is not offered", code="not_found"
-    ).response()
+    what = f"{request.method} {request.scope['path']} is not offered"
+    return _error(request, RequestRefused(status, what, code="not_found"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return RequestRefused(500, "the gateway failed; its log says why", code="internal_error").response()
+    return _error(request, RequestRefused(500, "the gateway failed; its log says why", code="internal_error"))
 
 
 HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}

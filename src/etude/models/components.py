@@ -138,7 +138,10 @@ class Routing:
         if rest or size < 2:
             raise ValueError(f"{num_experts} experts cannot be divided into {self.num_groups} groups of two or more")
         if not top_k <= self.top_groups * size <= num_experts:
-            raise ValueError(f"top_groups = {self.top_groups} of {self.num_groups} groups, and top_k = {top_k}")
+            raise ValueError(
+                f"top_groups = {self.top_groups}, top_k = {top_k}: there are {self.num_groups} groups of {size}"
+                " experts, and `top_groups` of them must have at least `top_k` experts"
+            )
 
 
 @dataclass(frozen=True)

@@ -102,13 +102,23 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}")
         if self.head_dim < 2 or self.rope_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim}, but RoPE needs an even number")
+            raise ValueError(
+                f"head_dim = {self.head_dim}, of which RoPE rotates {self.rope_dim}: that must be even and at least 2"
+            )
         if self.latent is not None and (self.num_kv_heads, self.head_dim) != (self.num_heads, self.latent.head_dim):
-            raise ValueError(f"num_kv_heads = {self.num_kv_heads}, head_dim = {self.head_dim} do not fit `latent`")
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads}, head_dim = {self.head_dim}:"
+                f" `latent` needs {self.num_heads} (num_heads) and {self.latent.head_dim} (nope_dim + rope_dim)"
+            )
         if self.top_k > self.num_experts or (self.num_experts and not self.top_k):
-            raise ValueError(f"top_k = {self.top_k} of num_experts = {self.num_experts}")
+            raise ValueError(
+                f"top_k = {self.top_k}, num_experts = {self.num_experts}:"
+                " top_k must be from 1 to num_experts, or 0 if there are no experts"
+            )
         if list(self.dense_layers) != sorted(set(self.dense_layers) & set(range(self.num_layers))):
-            raise ValueError(f"dense_layers = {list(self.dense_layers)[:8]} are not layers of {self.num_layers}")
+            raise ValueError(
+                f"dense_layers = {list(self.dense_layers)[:8]}: list indices from 0 to {self.num_layers - 1}, ascending"
+            )
         self.routing.check(self.num_experts, self.top_k)
         family.check(self)
 
@@ -297,10 +307,10 @@ class ModelFamily:
     def check_plain(self, c: ModelConfig) -> None:
         """Raise `ValueError` for latent attention, shared experts, or a router other than plain softmax."""
         if c.latent is not None:
-            raise ValueError(f"family = {self.name!r} has no latent attention")
+            raise ValueError(f"family = {self.name!r} has no latent attention: leave out `latent`")
         if c.num_shared or c.routing != Routing(normalise=c.routing.normalise):
             raise ValueError(
-                f"family = {self.name!r} has no shared experts and no sigmoid, scaling or groups in routers"
+                f"family = {self.name!r} supports only num_shared = 0, and of `routing` only the setting `normalise`"
             )
 
     def check_routers(self, c: ModelConfig) -> None:

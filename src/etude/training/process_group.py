@@ -52,12 +52,12 @@ class ProcessGroup(Protocol):
         """Return the indices of those of the `shares` parts of a batch that this rank computes."""
 
     def local_tokens(self, rows: FlatBatch) -> FlatBatch:
-        """Return the tokens of a share that this rank forwards.
-
-        They are all of them, or with context parallelism a part of each text."""
+        """Return the part of a share that this rank forwards: all, or with context parallelism a part of each text."""
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
-        """Return the `Cache` with which the tokens of `local_tokens` attend to each other."""
+        """Return the `Cache` for one forward pass of `rows`, which `local_tokens` returned.
+
+        With context parallelism, it lets this rank's tokens attend to those of other ranks."""
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a block without collectives, at whose end an error of one rank is raised on all.
@@ -84,9 +84,9 @@ class ProcessGroup(Protocol):
         """Load the trainable weights of a checkpoint, or this rank's part of them (`trainable.load_trainable`)."""
 
     def accumulator(self, optimizer: AdamW, shares: int) -> ShareAccumulator | None:
-        """Return what sums the gradients of a row over several shares of this rank, or over ranks.
+        """Return an object that sums the gradients of a row over several shares of this rank, or over ranks.
 
-        None where backward passes alone do it."""
+        None if backward passes alone compute this sum."""
 
     def restore_optimizer(self, path: Path, optimizer: AdamW) -> None:
         """Restore the optimiser state of a checkpoint, whichever ranks saved it.
@@ -102,12 +102,12 @@ class ProcessGroup(Protocol):
         """Save the optimiser state into a checkpoint."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
+        """Send this rank's rows of each parameter, and return the full tensors of those parameters that it computes."""
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Exchange full parameters for this rank's rows of each, shaped as `like`: the reverse of `gather`."""
+        """Send the full tensors, and return this rank's rows of each parameter, shaped as `like`: undoes `gather`."""
 
     def reset(self, model: Transformer) -> None:
         """Reset the model after an interrupted forward or backward pass."""

@@ -15,7 +15,7 @@ from etude.environments.remote import connect
 from etude.environments.remote import messages as m
 from etude.environments.remote.api_errors import ApiError
 from etude.environments.remote.connect import Code, RpcError
-from etude.environments.remote.external_service import OutputCollector
+from etude.environments.remote.external_service import OutputCollector, result_of_error
 from etude.environments.remote.files import entry_of
 from etude.environments.remote.folder_watcher import changes
 from etude.environments.remote.multipart import parts
@@ -190,3 +190,19 @@ def test_who_falls_behind_a_commands_log_is_told_so():
 
 def test_an_answer_that_is_nested_without_end_is_a_proxys_error_page() -> None:
     assert connect.error_of_response(502, b"[" * 60_000).code is Code.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("message", "exit_code"),
+    [
+        ("error starting process: exec: no-such: executable file not found in $PATH", 127),
+        ("error starting process: fork/exec /bin/x: no such file or directory", 127),
+        ("error starting process: fork/exec ./notes.txt: permission denied", 126),
+        ("cwd /gone: no such file or directory", 126),
+    ],
+)
+def test_a_program_that_cannot_start_exits_with_127_if_missing_and_126_otherwise(message: str, exit_code: int) -> None:
+    collector = OutputCollector(1 << 16, None, began=0.0)
+    result = result_of_error(RpcError(Code.INVALID_ARGUMENT, message), collector)
+    assert result is not None
+    assert (result.exit_code, result.output) == (exit_code, f"{message}\n".encode())

@@ -90,6 +90,7 @@ def test_step_facts_count_what_a_step_saw(kit, tmp_path):
         "turns_mean": 1.0,
         "sampled_mean": 4.0,
         "masked_share": 0.0,
+        "not_plain_share": 0.0,
     }
 
 

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.errors import ConfigError, ContextFull, EngineError
-from etude.gateway import ChatRequest, GatewayConfig, create_app, read_request, serving
+from etude.gateway import DIALECTS, ChatRequest, GatewayConfig, create_app, serving
 from etude.harness import Call, ChatFormat, chat_template, standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.testing import ScriptedEngine, StreamingPolicy
@@ -511,9 +512,10 @@ def test_a_long_body_is_read_apart_and_a_host_that_is_none_is_no_failure(monkeyp
 
     def read(data: bytes) -> ChatRequest:
         threads.append(threading.current_thread().name)
-        return read_request(data)
+        return chat.read(data)
 
-    monkeypatch.setattr("etude.gateway.app.read_request", read)
+    chat = DIALECTS["chat"]
+    monkeypatch.setitem(DIALECTS, "chat", replace(chat, read=read))
 
     async def work() -> None:
         async with door([text("ok")] * 2) as (client, _, url):

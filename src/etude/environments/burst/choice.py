@@ -63,8 +63,8 @@ class Chooser:
     """Chooses the host that starts a batch of machines, and estimates each host's speed from measurements.
 
     `costs`: expected durations on an idle host. `seed`: of the random choice of candidates. `suspect_s`: a host whose
-    last heartbeat is older than this is not chosen. `short_s`: batches that are expected to take less count less in the
-    estimate. All are in seconds, and `now_s` is the current time by the caller's clock.
+    last heartbeat is older than this is not chosen. `short_s`: a batch with a shorter expected duration
+    counts less in the estimate. Times are in seconds, and `now_s` is the current time by the caller's clock.
     """
 
     def __init__(self, hosts: Hosts, costs: Costs, *, seed: int, suspect_s: float, short_s: float) -> None:
@@ -104,9 +104,9 @@ class Chooser:
         return host.slowness > MAX_SLOWNESS * self.typical
 
     def wait_s(self, host: Host, base_s: float) -> float:
-        """Return how many seconds to expect for work on a host that takes `base_s` by the costs alone.
+        """Return the expected duration of work on a host, in seconds. `base_s`: the duration that `Costs` predicts.
 
-        This is `base_s` times the host's slowness, but at most `MAX_SLOWNESS` times the median slowness.
+        It is `base_s` times the host's slowness, but at most `MAX_SLOWNESS` times the median slowness.
         """
         return base_s * min(host.slowness, MAX_SLOWNESS * self.typical)
 
@@ -119,8 +119,10 @@ class Chooser:
             self.typical = statistics.median_low(host.slowness for host in self._hosts)
 
     def heartbeat(self, host: Host) -> None:
-        """Record a heartbeat: the host's slowness moves a little towards the median, so a slow host is tried again some
-        day."""
+        """Record a heartbeat: the host's slowness moves a little towards the median.
+
+        So a slow host is tried again some day.
+        """
         host.slowness += 0.02 * (self.typical - host.slowness)
         host.is_too_slow = host.is_too_slow and self.is_slow(host)
 

@@ -67,7 +67,8 @@ _CODES = {400: Code.INVALID_ARGUMENT, 409: Code.ALREADY_EXISTS, 502: Code.UNAVAI
 class RpcError(Exception):
     """An error of a Connect call; the server raises and sends it, and the client raises it again.
 
-    `hint` says what to do. It is an extra JSON field that clients other than etude's ignore.
+    `hint` says what to do, or is a word by which etude's client chooses its exception, such as "folder". It is an extra
+    JSON field that other clients ignore.
 
     >>> RpcError(Code.NOT_FOUND, "no process 7", hint="see List").body()
     b'{"code":"not_found","message":"no process 7","hint":"see List"}'

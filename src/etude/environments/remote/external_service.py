@@ -81,7 +81,7 @@ def result_of_error(error: RpcError, collector: OutputCollector) -> ExecResult |
     if error.code is not Code.INVALID_ARGUMENT or not ("starting process" in text or text.startswith("cwd ")):
         return None
     collector.add_output(2, f"{text}\n".encode())
-    missing = any(text in text for text in _NOT_FOUND) and not text.startswith("cwd ")
+    missing = any(reason in text for reason in _NOT_FOUND) and not text.startswith("cwd ")
     return collector.result(127 if missing else 126)
 
 

@@ -80,7 +80,7 @@ def raised(error):
 
 
 def answer(module, name, args, kwargs):
-    """Call a function of the agent, or look up a name (`args` None). Returns the answer as the module describes it."""
+    """Call a function of the agent, or look up a name (`args` None). Returns an answer as defined at the top."""
     try:
         found = getattr(importlib.import_module(module), name)
         if args is None:
@@ -112,7 +112,7 @@ def rebuilt(kind, text):
 
 
 class RemoteModules:
-    """The agent's modules, which run in the other machine. The test's process sends its calls through this object."""
+    """Calls the agent's modules, which run in the other machine. The test's process makes its calls through this."""
 
     def __init__(self, lines, out, nonce, modules):
         self.lines, self.out, self.nonce, self.modules = lines, out, nonce, modules
@@ -125,8 +125,8 @@ class RemoteModules:
     def request(self, module, name, args, kwargs):
         """Call a function of a remote module and return its result, or raise its exception.
 
-        With `args` None, return the module's attribute `name`: a value, or for a function a function that calls it
-        there.
+        With `args` None, return the module's attribute `name`: its value or, if it is a function, one that calls it
+        in the other machine.
         """
         call = [module, name, *((None, None) if args is None else (pack(args), pack(kwargs)))]
         reply = self.answer_to(call)
@@ -153,7 +153,10 @@ class RemoteModules:
 
 
 class Finder:
-    """Import hook that serves the agent's modules. Their attributes are requested from the other machine."""
+    """Import hook by which the test imports the agent's modules, as empty modules without code.
+
+    Each attribute that the test reads from one is requested from the machine that runs the agent's code.
+    """
 
     def __init__(self, names, remote):
         self.names, self.remote, self.made = names, remote, []  # modules that were imported

@@ -329,8 +329,6 @@ def stopped_processes() -> None:
 def unkillable_vfork() -> None:
     """Wait in vfork for a child that never executes anything; does not return."""
     libc = ctypes.CDLL(None)
-    code = f"import time; time.sleep({3600})"
-    del code
     if libc.vfork() == 0:
         while True:
             libc.pause()

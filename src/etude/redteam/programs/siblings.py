@@ -22,10 +22,10 @@ from .kit import FACTS, Refused, call, first, read
 _SHARED = ("/usr/bin", "/usr/lib/python3", "/etc/passwd", "/usr/bin/env", "/bin/sh", "/usr/share", "/lib")
 
 
-def hold() -> str:
+def hold() -> None:
     """Publish a secret in every place that sibling machines could share, until the end."""
     token, secret = str(FACTS["token"]), str(FACTS["secret"])
-    kept: list[object] = []
+    kept: list[object] = [secret.encode() * 64]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + token)
     listener.listen()
@@ -45,7 +45,6 @@ def hold() -> str:
             fd = os.open(path, os.O_RDONLY)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             kept.append(fd)
-    ballast = [secret.encode() * 64, kept]
     print("holding", flush=True)
     listener.settimeout(float(FACTS["hold_s"]))
     with contextlib.suppress(OSError):
@@ -53,7 +52,6 @@ def hold() -> str:
             connection, _ = listener.accept()
             connection.sendall(secret.encode())
             connection.close()
-    return str(len(ballast) * 0)
 
 
 def _key() -> int:

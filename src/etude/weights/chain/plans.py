@@ -253,7 +253,7 @@ def try_plans(
             assert at is not None, "a plan has hops"
             search.exclude(at.way)
     raise WeightsError(
-        f"no way leads to {target.version}" + (f" from {held}" if held else ""),
+        f"cannot build {target.version}" + (f" from {held}" if held else ""),
         "; ".join(failures) or "there is neither an anchor nor a delta from the held version",
         hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
     )

@@ -106,7 +106,7 @@ def size_parameters(values: Numbers, counts: Longs) -> Longs:
 
 
 def _rice_bits(values: Longs, counts: Longs, low: Longs) -> Longs:
-    """Return the bits of each group's Rice code, without the final one-bit of each quotient."""
+    """Return the number of bits of each group's Rice code, without the final one-bit of each quotient."""
     quotients = values >> np.repeat(low, counts)
     quotients[quotients >= streams.LONGEST_RUN] = streams.LONGEST_RUN + 32
     return low * counts + _sums(quotients, counts)
@@ -170,7 +170,10 @@ class _Classes:
 
 @dataclass(frozen=True)
 class _Lists:
-    """A subset of each of several consecutive ranges, coded by the gaps of a list; arrays of shape [ranges]."""
+    """A subset of the items of each of several consecutive ranges, coded as the gaps between listed items.
+
+    Arrays of shape [ranges].
+    """
 
     items: Longs
     listed: Longs
@@ -300,7 +303,7 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
 
 
 def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
-    """Decode what `pack` encoded, except for the first byte. Return `where`, `down` and `size` as given to `pack`.
+    """Decode what `pack` encoded: return its arguments `where`, `down` and `size`. `reader` is past the first byte.
 
     `items` [classes]: number of items of each class. Raises `WeightsError` for bytes that no encoder wrote.
     """
@@ -319,7 +322,10 @@ def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Code
 
 
 def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
-    """Decode the `count` new items of a tile that is stored raw, except for its first byte. Raises `WeightsError`."""
+    """Decode the `count` new items of a tile that is stored raw. `reader` is past its first byte.
+
+    Raises `WeightsError` for bytes that no encoder wrote.
+    """
     new = np.frombuffer(reader.take(count * kind.items.itemsize), kind.items.newbyteorder("<"))
     reader.end()
     if kind.width < 8 * kind.items.itemsize and new.size and int(new.max()) >> kind.width:

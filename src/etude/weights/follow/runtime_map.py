@@ -102,7 +102,7 @@ class Piece:
         return self.window.places(positions), self._converted(spec.dtype, codes)
 
     def part(self, spec: Spec, codes: Codes) -> Codes:
-        """Return the part of a complete tensor's `codes` that belongs in the window, in the window's shape.
+        """Return the part of `codes`, those of the complete tensor, that belongs in the window, in the window's shape.
 
         It is a view of `codes`, unless `reorder` is set.
         """
@@ -117,7 +117,7 @@ class Piece:
         return moved.reshape(self.window.shape)
 
     def fill(self, spec: Spec, codes: Codes) -> None:
-        """Write this piece of a complete tensor with these `codes` to the live memory.
+        """Write this piece's part of the tensor to the live memory. `codes`: of the complete tensor.
 
         Allocates at most one copy of the piece; in host memory nothing, unless `reorder` is set.
         """
@@ -128,7 +128,7 @@ class Piece:
             self.window.fill(self._converted(spec.dtype, part))
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
-        """Return whether the live memory equals this piece of a complete tensor with these `codes`, bit for bit.
+        """Return whether the live memory holds its part of the tensor, bit for bit. `codes`: of the complete tensor.
 
         In host memory, compares `CHECKED` elements at a time: a block fits in a core's cache, and other threads can run
         between two blocks.

@@ -101,7 +101,7 @@ class Target:
                 raise WeightsError(
                     f"{version} has no {name!r}",
                     f"the engine needs it; {len(tensors)} tensors are published",
-                    hint="the version is of another architecture; do not map tensors that the engine computes itself",
+                    hint="the version is of another architecture; or the engine computes it itself: then do not map it",
                 )
 
     def _places_of(self, name: str, tensors: Known) -> tuple[Piece, ...]:
@@ -110,7 +110,7 @@ class Target:
             raise WeightsError(
                 f"the engine has no place for {name!r}",
                 f"it has places for {len(self._map.pieces)} tensors",
-                hint=f"map it, or add it to `ignored`; {nearest(name, self._map.pieces)}",
+                hint=f"map it, or add it to `ignored` of the `Map`; {nearest(name, self._map.pieces)}",
             )
         for piece in pieces:
             piece.check(name, _spec(tensors[name]))

@@ -110,7 +110,7 @@ def fetch_some(
             failures.append(f"{error.what} ({error.facts})" if error.facts else error.what)
             search.exclude(walk.at.way if walk.at else plan.hops[-1].way)
     raise WeightsError(
-        f"no way leads to the wanted part of {target.version}" + (f" from {held}" if held else ""),
+        f"cannot build the wanted part of {target.version}" + (f" from {held}" if held else ""),
         "; ".join(failures) or "there is neither an anchor nor a delta from the held version",
         hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
     )

@@ -315,7 +315,7 @@ class _Leader(Channel):
                 if owners.setdefault(entry.name, rank) != rank:
                     raise WeightsError(
                         f"ranks {owners[entry.name]} and {rank} both publish {entry.name!r}",
-                        hint="a tensor that several ranks hold is published by one of them",
+                        hint="if several ranks hold a tensor, pass it to `publish` on only one of them",
                     )
         full_specs({entry.name: entry.spec for entry in entries})
         return entries
@@ -326,7 +326,7 @@ class _Leader(Channel):
     def _write(
         self, head: WriterState, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], PublishMetrics]:
-        """Let all ranks write, and combine the results. An anchor is one version later than by `Channel`."""
+        """Let all ranks write, and combine the results. Anchors come one version later than with `Channel`."""
         base = head.ref if head.tensors is not None else None
         order = _Order(nonce, base, base is None or (self._anchors and head.cost.is_due))
         written = self._ask(order)

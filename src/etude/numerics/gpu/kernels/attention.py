@@ -30,9 +30,10 @@ LOW = tl.constexpr(float("-inf"))
 
 @triton.jit
 def places(starts, sequence, index, head, SHARE: tl.constexpr):
-    """Return token and query head of the rows of a tile, and whether they exist.
+    """Return the token and the query head of each row of a tile, and whether the row exists.
 
-    `index`: the rows within the sequence, which has `SHARE` rows per token. `head`: the key head that they share."""
+    A row is one query head of one token. `head`: the key head of the tile, which `SHARE` query heads share. `index`:
+    the numbers of the rows within the sequence, counted token after token, `SHARE` rows each."""
     first = tl.load(starts + sequence)
     there = index < (tl.load(starts + sequence + 1) - first) * SHARE
     return first + tl.where(there, index // SHARE, 0), head * SHARE + index % SHARE, there
@@ -40,15 +41,17 @@ def places(starts, sequence, index, head, SHARE: tl.constexpr):
 
 @triton.jit
 def tile_of(memory, there, lane, WIDTH: tl.constexpr):
-    """Load a tile with row addresses `memory` and columns `lane`; 0 where a row is not `there` or beyond `WIDTH`."""
+    """Load a tile with row addresses `memory` and columns `lane`.
+
+    It has 0 in rows that are not `there`, and in columns from `WIDTH` on."""
     return tl.load(memory + lane[None, :], mask=there[:, None] & (lane < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
-    """Load a tile of queries or keys with row addresses `memory`, in its two widths.
+    """Load a tile of queries or keys with row addresses `memory`, as two tiles: `WIDE` columns, then `REST` columns.
 
-    Without `REST`, the first part is returned twice."""
+    With `REST` 0, the first tile is returned twice."""
     wide = tile_of(memory, there, tl.arange(0, WIDE), WIDTH)
     rest = wide
     if REST:
@@ -58,7 +61,7 @@ def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.cons
 
 @triton.jit
 def keep(memory, there, lane, tile, WIDTH: tl.constexpr):
-    """Write a tile to the row addresses `memory`, rounded once, where a row is `there` and within `WIDTH`."""
+    """Round a tile once, and write its rows that are `there`, up to `WIDTH` columns, to the row addresses `memory`."""
     mask = there[:, None] & (lane < WIDTH)[None, :]
     tl.store(memory + lane[None, :], rounded(tile, memory.dtype.element_ty), mask=mask)
 
@@ -86,7 +89,7 @@ def met(most, total, acc, other_most, other_total, other_acc):
 
 @triton.jit
 def settled(most, total, acc, o_at, lse_at, there, value, VALUE: tl.constexpr):
-    """Divide a tile's weighted sum by its total, and write the output and the log of its sum."""
+    """Divide a tile's weighted sum of values by the sum of weights, and write this output and log2 Σ 2^score (lse)."""
     result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
     keep(o_at, there, value, result, VALUE)
     tl.store(lse_at, most + tl.log2(total), mask=there)
@@ -137,8 +140,8 @@ def attend(
 ):  # fmt: skip
     """Compute o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads] of a tile.
 
-    `positions`: of each sequence's first query. `SPREAD`: one program has one span of keys, and writes unfinished sums
-    to o [spans, rows, VALUE] and marks [2, spans, rows]. `SPAN` 0: all keys are one span."""
+    `positions`: the position of each sequence's first query. `SPREAD`: one program has one span of keys, and writes
+    unfinished sums to o [spans, rows, VALUE] and marks [2, spans, rows]. `SPAN` 0: all keys are one span."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
