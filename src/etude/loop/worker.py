@@ -38,7 +38,9 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     config = read_config(run)
     runtime = runtime_from_config(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
-    scripted = replace(config.harness, program=LOOP) if config.harness.is_command else config.harness  # scripts use etude's tools
+    scripted = (
+        replace(config.harness, program=LOOP) if config.harness.is_command else config.harness
+    )  # scripts use etude's tools
     stable = config.experience.max_lag == 0
     fleet = Fleet(
         {},

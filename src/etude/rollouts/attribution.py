@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from etude.capture.tree import conversation_keys
 from etude.errors import ContextFull, EtudeError
-from etude.gateway.requests import ChatRequest
-from etude.gateway.responses import ModelResponse, make_response
+from etude.gateway import Answer, ChatRequest, ResponseHead, make_answer
 from etude.harness.chat import Message
 from etude.harness.episode import Episode, EpisodeEnded, ModelTurn, plain_argument
 from etude.harness.tools import clip
@@ -30,7 +29,8 @@ from etude.records.rollout import Ending, ToolCall, TurnKind
 
 MAX_PARALLEL = 64
 """The most requests of one rollout that run at the same time."""
-MAX_CHOICES = 16
+MAX_ANSWERS = 16
+"""The most answers to one request (`n`)."""
 SIDE_TOKENS = 1024
 """The longest answer that a side call asks for, in tokens."""
 _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
@@ -40,11 +40,11 @@ _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 class Asking:
     """A request as it arrived: what it asks, and how it may be a repetition of another one.
 
-    `max_tokens` is the longest answer that the client asked for, or None. `retry`: the client says that it repeats a
+    `num_answers`: how many answers it wants. `retry`: the client says that it repeats a
     request. `idempotency_key`: the same for all attempts of one request, or ""."""
 
     chat: ChatRequest
-    choices: int = 1
+    num_answers: int = 1
     retry: bool = False
     idempotency_key: str = ""
 
@@ -53,10 +53,12 @@ class Asking:
 class Asked:
     """A request that was accepted, and its answers. All attempts of a client at one request share one instance.
 
-    `num_clients` counts the connections that wait for it now; `delivered`: one of them has got the whole answer."""
+    `num_clients` counts the connections that wait for it now; `delivered`: one of them has got the whole answer. `head`
+    is the same in all responses."""
 
     key: bytes
-    answers: asyncio.Task[tuple[ModelResponse, ...]]
+    head: ResponseHead
+    answers: asyncio.Task[tuple[Answer, ...]]
     num_clients: int = 0
     delivered: bool = False
 
@@ -87,7 +89,7 @@ class Attribution:
         self._side, self._log = tuple(side), log
         self._by_key: dict[bytes, list[Asked]] = {}
         self._by_idempotency: dict[str, Asked] = {}
-        self._running = set[asyncio.Task[tuple[ModelResponse, ...]]]()
+        self._running = set[asyncio.Task[tuple[Answer, ...]]]()
         self._refused = set[str]()
 
     def ask(self, asking: Asking) -> Asked:
@@ -102,14 +104,16 @@ class Attribution:
             self.failed.set()
             raise EpisodeEnded(self.episode.ending)
         chat = asking.chat
-        limits = f"|{asking.choices}|{chat.max_tokens}|{chat.stop}".encode()
+        limits = f"|{asking.num_answers}|{chat.max_tokens}|{chat.stop}".encode()
         key = hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + limits).digest()
         if (earlier := self._repeated(key, asking)) is not None:
             self.num_joined += 1
             return earlier
         if len(self._running) >= MAX_PARALLEL:
             raise TooManyRequests
-        asked = Asked(key, asyncio.create_task(self._sample(asking), name="ask the policy"))
+        identity = hashlib.sha256(f"{self.episode.options.session_id}|{self.num_requests}".encode()).hexdigest()[:32]
+        head = ResponseHead(identity, chat.model, int(time.time()))
+        asked = Asked(key, head, asyncio.create_task(self._sample(asking), name="ask the policy"))
         self._running.add(asked.answers)
         asked.answers.add_done_callback(lambda _: self._ended(asked))
         self._by_key.setdefault(key, []).append(asked)
@@ -134,9 +138,9 @@ class Attribution:
         if self.episode.failure is not None or self.episode.ending is not None:
             self.failed.set()
 
-    async def _sample(self, asking: Asking) -> tuple[ModelResponse, ...]:
+    async def _sample(self, asking: Asking) -> tuple[Answer, ...]:
         try:
-            answers = [await self._turn(asking.chat) for _ in range(asking.choices)]
+            answers = [await self._turn(asking.chat) for _ in range(asking.num_answers)]
         except ContextFull as error:
             self.context_full = True
             self._once(f"a request did not fit: {error.facts}")
@@ -147,7 +151,7 @@ class Attribution:
         self.context_full = False
         return tuple(answers)
 
-    async def _turn(self, chat: ChatRequest) -> ModelResponse:
+    async def _turn(self, chat: ChatRequest) -> Answer:
         episode, messages = self.episode, list(chat.messages)
         kind = TurnKind.SIDE if self._is_side(chat) else TurnKind.ACT
         turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=chat.max_tokens, strict=False)
@@ -160,15 +164,13 @@ class Attribution:
             node.parent.calls = _with_outputs(node.parent.calls, chat.messages)
         first = conversation_keys((), chat.messages[:1])[0]
         self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
-        return make_response(
+        return make_answer(
             node.completion,
             chat=episode.chat,
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
             prompt_ids=node.prompt().token_ids,
-            response_id=f"chatcmpl-{hashlib.sha256(node.completion.request_id.encode()).hexdigest()[:32]}",
-            model=chat.model,
-            created=int(time.time()),
+            reply=turn.reply,
         )
 
     def _is_side(self, chat: ChatRequest) -> bool:

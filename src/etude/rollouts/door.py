@@ -32,13 +32,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
-from etude.gateway.errors import RequestRefused, from_error, invalid_request
-from etude.gateway.requests import NEUTRAL_OF_CHAT, ChatRequest, read_request
-from etude.gateway.responses import ModelResponse, chat_body
-from etude.gateway.streams import ChatStream, error_event
+from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
+from etude.gateway.errors import from_error, invalid_request, openai_error
 from etude.harness.episode import Episode, EpisodeEnded
 from etude.http_server import bind, run_http_server
-from etude.rollouts.attribution import MAX_CHOICES, MAX_PARALLEL, Asked, Asking, Attribution, TooManyRequests
+from etude.rollouts.attribution import MAX_ANSWERS, MAX_PARALLEL, Asked, Asking, Attribution, TooManyRequests
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
@@ -47,8 +45,14 @@ KEEP_ALIVE_S = 10.0
 """Seconds between two signs of life in a stream whose answer is not complete."""
 MAX_OUTPUT_BYTES = 1 << 20
 """The longest output of a command that is returned through `/machine/exec`."""
-_OVERRIDDEN = {*NEUTRAL_OF_CHAT, "temperature", "seed"} - {"tool_choice", "response_format"}
-_STOP_RETRYING = {"x-should-retry": "false"}
+_BY_PATH = {dialect.path: dialect for dialect in DIALECTS.values() if dialect.name != "text"}
+_SAMPLING = {
+    *("temperature", "seed", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "logit_bias", "min_tokens"),
+}
+"""Parameters for which the run's values are used, whatever a client asks."""
+_KEPT = {"messages", "input", "model", "tools", "system", "instructions", "stream", "max_tokens"}
+"""Parameters that are not left out when a dialect refuses them."""
 
 
 class Door:
@@ -63,16 +67,18 @@ class Door:
         self._episode, self._attribution, self._secret, self._log = episode, attribution, secret, log
         self._name = episode.options.session_id
         self._prefix = f"/r/{quote(self._name, safe='')}/{secret}" if secret is not None else ""
-        self._num_commands, self._logged_sampling = 0, False
+        self._num_commands = 0
         self.asked_sampling: dict[str, Any] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive)
+        dialect = next((d for path, d in _BY_PATH.items() if request.url.path.endswith(path)), None)
         try:
             response = await self._respond(request, send)
         except RequestRefused as refused:
-            response = refused.response()
+            body = openai_error(refused) if dialect is None else dialect.error(refused)
+            response = JSONResponse(body, refused.status, refused.headers)
         except ClientDisconnect:
             return
         except Exception as error:
@@ -87,8 +93,8 @@ class Door:
             return JSONResponse({"object": "list", "data": [self._card("etude")]})
         if path.startswith("/v1/models/") and request.method == "GET":
             return JSONResponse(self._card(path.removeprefix("/v1/models/")))
-        if path == "/v1/chat/completions" and request.method == "POST":
-            await self._chat(request, send)
+        if path in _BY_PATH and request.method == "POST":
+            await self._chat(_BY_PATH[path], request, send)
             return None
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
@@ -114,8 +120,9 @@ class Door:
         context = self._episode.limits.context_tokens
         return {"id": name, "object": "model", "created": 0, "owned_by": "etude", "max_model_len": context}
 
-    async def _chat(self, request: Request, send: Send) -> None:
-        asking = self._read(request, await _body(request))
+    async def _chat(self, dialect: Dialect, request: Request, send: Send) -> None:
+        asking = self._read(dialect, request, await _body(request))
+        chat = asking.chat
         try:
             asked = self._attribution.ask(asking)
         except (EpisodeEnded, TooManyRequests) as error:
@@ -123,23 +130,25 @@ class Door:
         gone = asyncio.create_task(_disconnected(request))
         asked.num_clients += 1
         try:
-            answered = await _wait(asked, gone, KEEP_ALIVE_S if asking.chat.stream else None)
+            answered = await _wait(asked, gone, KEEP_ALIVE_S if chat.stream else None)
             if gone.done():
                 return
             answers = self._answers(asked) if answered else ()  # an error has an HTTP status
-            if asking.chat.stream:
-                events = self._events(asked, asking.chat, gone, answers=answers)
-                response: Response = StreamingResponse(events, media_type="text/event-stream")
+            if chat.stream:
+                events = self._events(dialect, asked, chat, gone, answers=answers)
+                headers = {"cache-control": "no-cache"}
+                response: Response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
                 await response(request.scope, request.receive, send)
             else:
-                await JSONResponse(_body_of(answers, asking.chat))(request.scope, request.receive, send)
+                response = JSONResponse(dialect.body(chat, asked.head, answers))
+                await response(request.scope, request.receive, send)
                 asked.delivered = True
         finally:
             asked.num_clients -= 1
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
 
-    def _answers(self, asked: Asked) -> tuple[ModelResponse, ...]:
+    def _answers(self, asked: Asked) -> tuple[Answer, ...]:
         """Return the answers of a request that has ended. Raises `RequestRefused` when there are none."""
         try:
             return asked.answers.result()
@@ -147,52 +156,54 @@ class Door:
             raise _refusal(error, self._episode) from None
 
     async def _events(
-        self, asked: Asked, chat: ChatRequest, gone: asyncio.Task[None], *, answers: tuple[ModelResponse, ...]
+        self,
+        dialect: Dialect,
+        asked: Asked,
+        chat: ChatRequest,
+        gone: asyncio.Task[None],
+        *,
+        answers: tuple[Answer, ...],
     ) -> AsyncIterator[bytes]:
+        stream = dialect.stream(chat, asked.head, self._episode.chat)
         while not answers:
-            yield b": the answer is being sampled\n\n"
+            yield stream.ping
             answered = await _wait(asked, gone, KEEP_ALIVE_S)
             if gone.done():
                 return
             try:
                 answers = self._answers(asked) if answered else ()
             except RequestRefused as refused:
-                yield error_event(refused)
+                yield stream.error(refused)
                 return
-        answer = answers[0]
-        stream = ChatStream(
-            self._episode.chat,
-            stop=chat.stop,
-            response_id=answer.response_id,
-            model=answer.model,
-            created=answer.created,
-            usage=chat.include_usage,
-        )
-        for event in stream.end(answer):
+        for index, answer in enumerate(answers):
+            for event in stream.finish(answer, index):
+                yield event
+        for event in stream.end():
             yield event
             if gone.done():
                 return
         asked.delivered = True
 
-    def _read(self, request: Request, body: bytes) -> Asking:
-        """Parse a request; parameters that the run overrides are taken out and logged."""
+    def _read(self, dialect: Dialect, request: Request, body: bytes) -> Asking:
+        """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
             raise invalid_request("the body is not a JSON object")
-        choices = fields.pop("n", None) or 1
-        if type(choices) is not int or not 1 <= choices <= MAX_CHOICES:
-            raise invalid_request(f"n must be from 1 to {MAX_CHOICES}", "n")
-        asked = {name: fields.pop(name) for name in sorted(_OVERRIDDEN & fields.keys())}
-        if fields.get("tool_choice") not in (None, "none"):
-            asked["tool_choice"] = fields.pop("tool_choice")
-        if "response_format" in fields:
-            asked["response_format"] = fields.pop("response_format")
-        chat = read_request(json.dumps(fields).encode())
-        if choices > 1 and chat.stream:
-            raise invalid_request("n > 1 cannot be streamed here", "n")
+        num_answers = fields.pop("n", None) or 1
+        if type(num_answers) is not int or not 1 <= num_answers <= MAX_ANSWERS:
+            raise invalid_request(f"n must be from 1 to {MAX_ANSWERS}", "n")
+        asked = {name: fields.pop(name) for name in sorted(_SAMPLING & fields.keys())}
+        while True:
+            try:
+                chat = dialect.read(json.dumps(fields).encode())
+                break
+            except RequestRefused as refused:
+                if refused.param not in fields or refused.param in _KEPT:
+                    raise
+                asked[refused.param] = fields.pop(refused.param)
         try:
             self._episode.chat.signatures(chat.tools)
         except ValueError as error:
@@ -201,15 +212,15 @@ class Door:
         retry = request.headers.get("x-stainless-retry-count", "0")
         return Asking(
             chat=chat,
-            choices=choices,
+            num_answers=num_answers,
             retry=retry.isdigit() and int(retry) > 0,
             idempotency_key=request.headers.get("idempotency-key", ""),
         )
 
     def _log_sampling(self, asked: Mapping[str, Any]) -> None:
-        if asked and not self._logged_sampling:
-            self._logged_sampling, self.asked_sampling = True, dict(asked)
-            used = f"temperature {self._episode.options.temperature:g}, all others neutral"
+        if asked and not self.asked_sampling:
+            self.asked_sampling = dict(asked)
+            used = f"temperature {self._episode.options.temperature:g}, all others neutral or left out"
             self._log(f"sampling asked: {json.dumps(asked, default=str)[:500]}; used: {used}")
 
     async def _machine(self, what: str, request: Request) -> Response:
@@ -328,18 +339,6 @@ async def _wait(asked: Asked, gone: asyncio.Task[None], timeout_s: float | None)
     return asked.answers.done()
 
 
-def _body_of(answers: tuple[ModelResponse, ...], chat: ChatRequest) -> dict[str, Any]:
-    """Return the body of a chat completion; each answer is one choice."""
-    bodies = [chat_body(answer, return_token_ids=chat.return_token_ids) for answer in answers]
-    body = bodies[0]
-    body["choices"] = [{**one["choices"][0], "index": i} for i, one in enumerate(bodies)]
-    if len(bodies) > 1:
-        sampled = sum(one["usage"]["completion_tokens"] for one in bodies)
-        usage = body["usage"]
-        body["usage"] = {**usage, "completion_tokens": sampled, "total_tokens": usage["prompt_tokens"] + sampled}
-    return body
-
-
 def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
     """Convert what stopped a request to the error that the program gets."""
     if isinstance(error, EpisodeEnded):
@@ -366,5 +365,6 @@ class Ended(RequestRefused):
     def __init__(self, message: str, status: int = 403, code: str = "rollout_ended") -> None:
         super().__init__(status, message, code=code)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, _STOP_RETRYING)
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
