@@ -123,7 +123,7 @@ def check_limits(
 def _check_turns(
     limits: HarnessConfig, chat: ChatFormat, signatures: Mapping[str, Signature], log: Callable[[str], None]
 ) -> None:
-    calls = {name: len(chat.encode_call(_smallest_call(signature))) for name, signature in signatures.items()}
+    calls = {name: len(chat.encode_call(smallest_call(signature))) for name, signature in signatures.items()}
     past = {name: tokens for name, tokens in calls.items() if tokens > limits.turn_tokens}
     what = f"harness.turn_tokens = {limits.turn_tokens}"
     sizes = ", ".join(f"{name} {tokens}" for name, tokens in past.items())
@@ -137,7 +137,7 @@ def _check_turns(
         log(f"{what} is too small for the shortest call of some tools, in tokens: {sizes}")
 
 
-def _smallest_call(signature: Signature) -> Call:
-    """A call with the shortest possible values for the required parameters only."""
+def smallest_call(signature: Signature) -> Call:
+    """Return a call with the shortest possible values for the required parameters only."""
     required = (parameter for parameter in signature.parameters if parameter.required)
     return Call(signature.name, {parameter.name: _SMALLEST.get(parameter.kind, "x") for parameter in required})

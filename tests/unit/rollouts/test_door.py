@@ -108,7 +108,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    while not condition():
+    while not condition():  # noqa: ASYNC110  many kinds of conditions
         await asyncio.sleep(0.005)
 
 
