@@ -90,7 +90,7 @@ class Attribution:
         self._by_key: dict[bytes, list[Asked]] = {}
         self._by_idempotency: dict[str, Asked] = {}
         self._running = set[asyncio.Task[tuple[Answer, ...]]]()
-        self._refused = set[str]()
+        self._logged, self._closed = set[str](), False
 
     def ask(self, asking: Asking) -> Asked:
         """Return the request that this one repeats, or begin to sample its answers.
@@ -100,9 +100,9 @@ class Attribution:
         if self.num_requests > self.max_requests and self.episode.ending is None:
             self._log(f"more than {self.max_requests} requests: the rollout ends")
             self.episode.ending = Ending.TURNS
-        if self.episode.ending is not None:
+        if self._closed or self.episode.ending is not None:
             self.failed.set()
-            raise EpisodeEnded(self.episode.ending)
+            raise EpisodeEnded(self.episode.ending or Ending.STOPPED)
         chat = asking.chat
         limits = f"|{asking.num_answers}|{chat.max_tokens}|{chat.stop}".encode()
         key = hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + limits).digest()
@@ -191,15 +191,16 @@ class Attribution:
                 node.kind = TurnKind.SIDE
 
     async def close(self) -> None:
-        """Cancel the requests that still run, and wait for their end."""
+        """Refuse requests from now on, cancel those that still run, and wait for their end."""
+        self._closed = True
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def _once(self, line: str) -> None:
         """Log a line, the first time only."""
-        if line not in self._refused and len(self._refused) < MAX_PARALLEL:
-            self._refused.add(line)
+        if line not in self._logged and len(self._logged) < MAX_PARALLEL:
+            self._logged.add(line)
             self._log(line)
 
 

@@ -66,7 +66,7 @@ class Door:
     ) -> None:
         self._episode, self._attribution, self._secret, self._log = episode, attribution, secret, log
         self._name = episode.options.session_id
-        self._prefix = f"/r/{quote(self._name, safe='')}/{secret}" if secret is not None else ""
+        self._prefix = f"/r/{quote(self._name.replace('/', '.'), safe='')}/{secret}" if secret is not None else ""
         self._num_commands = 0
         self.asked_sampling: dict[str, Any] = {}
 

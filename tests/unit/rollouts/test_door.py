@@ -284,7 +284,7 @@ def test_strangers_and_swapped_urls_are_refused_and_nothing_is_attributed() -> N
             swapped = base + "/r/" + one.url.partition("/r/")[2]
             for url, headers, status in (
                 (swapped, {}, 404),
-                (f"{base}/r/g000001.1%2F0/guess", {}, 404),
+                (f"{base}/r/g000001.1.0/guess", {}, 404),
                 (base, {}, 401),
                 (base, {"authorization": f"Bearer {one.key}"}, 401),
                 (base, {"authorization": "Bearer \xff"}, 401),
