@@ -5,7 +5,7 @@ may instead send the secret as its API key to ``/v1``. Inside a machine the list
 in this machine's network namespace only, so there is no secret to steal.
 
     GET  /v1/models
-    POST /v1/chat/completions
+    POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     POST /machine/exec, /machine/read, /machine/write      (outside only)
 
 Any model name is accepted and means the policy. Answers are complete before the first event of a stream is sent, with
@@ -23,6 +23,7 @@ import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -33,7 +34,8 @@ from starlette.types import Receive, Scope, Send
 
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
-from etude.gateway.errors import from_error, invalid_request, openai_error
+from etude.gateway.dialects import messages
+from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
 from etude.harness.episode import Episode, EpisodeEnded
 from etude.http_server import bind, run_http_server
 from etude.rollouts.attribution import MAX_ANSWERS, MAX_PARALLEL, Asked, Asking, Attribution, TooManyRequests
@@ -51,7 +53,10 @@ _SAMPLING = {
     *("repetition_penalty", "logit_bias", "min_tokens"),
 }
 """Parameters for which the run's values are used, whatever a client asks."""
-_KEPT = {"messages", "input", "model", "tools", "system", "instructions", "stream", "max_tokens"}
+_KEPT = {
+    *("messages", "input", "system", "instructions", "model", "tools", "mcp_servers", "stream", "max_tokens"),
+    *("max_completion_tokens", "max_output_tokens", "previous_response_id", "conversation", "prompt"),
+}
 """Parameters that are not left out when a dialect refuses them."""
 
 
@@ -73,7 +78,7 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive)
-        dialect = next((d for path, d in _BY_PATH.items() if request.url.path.endswith(path)), None)
+        dialect = next((d for path, d in _BY_PATH.items() if path in request.url.path), None)
         try:
             response = await self._respond(request, send)
         except RequestRefused as refused:
@@ -96,6 +101,9 @@ class Door:
         if path in _BY_PATH and request.method == "POST":
             await self._chat(_BY_PATH[path], request, send)
             return None
+        if path == "/v1/messages/count_tokens" and request.method == "POST":
+            chat = self._parsed(messages.read_count, await _body(request))
+            return JSONResponse({"input_tokens": self._count(chat)})
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
         raise RequestRefused(404, f"{request.method} {path} is not offered to programs of a rollout", code="not_found")
@@ -121,8 +129,13 @@ class Door:
         return {"id": name, "object": "model", "created": 0, "owned_by": "etude", "max_model_len": context}
 
     async def _chat(self, dialect: Dialect, request: Request, send: Send) -> None:
-        asking = self._read(dialect, request, await _body(request))
-        chat = asking.chat
+        chat = self._parsed(dialect.read, await _body(request))
+        retry = request.headers.get("x-stainless-retry-count", "0")
+        asking = Asking(
+            chat=chat,
+            retry=retry.isdigit() and int(retry) > 0,
+            idempotency_key=request.headers.get("idempotency-key", ""),
+        )
         try:
             asked = self._attribution.ask(asking)
         except (EpisodeEnded, TooManyRequests) as error:
@@ -184,7 +197,13 @@ class Door:
                 return
         asked.delivered = True
 
-    def _read(self, dialect: Dialect, request: Request, body: bytes) -> Asking:
+    def _count(self, chat: ChatRequest) -> int:
+        try:
+            return self._episode.num_tokens(chat.messages, tools=chat.tools)
+        except EtudeError as error:
+            raise _refusal(error, self._episode) from None
+
+    def _parsed(self, read: Callable[[bytes], ChatRequest], body: bytes) -> ChatRequest:
         """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""
         try:
             fields = msgspec.json.decode(body)
@@ -192,30 +211,26 @@ class Door:
             fields = None
         if not isinstance(fields, dict):
             raise invalid_request("the body is not a JSON object")
-        num_answers = fields.pop("n", None) or 1
-        if type(num_answers) is not int or not 1 <= num_answers <= MAX_ANSWERS:
+        n = fields.pop("n", None) or 1
+        if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
             raise invalid_request(f"n must be from 1 to {MAX_ANSWERS}", "n")
         asked = {name: fields.pop(name) for name in sorted(_SAMPLING & fields.keys())}
         while True:
             try:
-                chat = dialect.read(json.dumps(fields).encode())
+                chat = replace(read(json.dumps(fields).encode()), n=n)
                 break
             except RequestRefused as refused:
                 if refused.param not in fields or refused.param in _KEPT:
                     raise
                 asked[refused.param] = fields.pop(refused.param)
+        if chat.must_call:
+            asked["tool_choice"] = fields.get("tool_choice")
         try:
             self._episode.chat.signatures(chat.tools)
         except ValueError as error:
             raise invalid_request(str(error), "tools") from None
         self._log_sampling({name: value for name, value in asked.items() if value is not None})
-        retry = request.headers.get("x-stainless-retry-count", "0")
-        return Asking(
-            chat=chat,
-            num_answers=num_answers,
-            retry=retry.isdigit() and int(retry) > 0,
-            idempotency_key=request.headers.get("idempotency-key", ""),
-        )
+        return chat
 
     def _log_sampling(self, asked: Mapping[str, Any]) -> None:
         if asked and not self.asked_sampling:
@@ -347,11 +362,8 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
     if isinstance(error, TooManyRequests):
         return RequestRefused(429, "too many requests of this rollout are running", code="rate_limit_exceeded")
     if isinstance(error, ContextFull):
-        message = (
-            f"This model's maximum context length is {episode.limits.context_tokens} tokens. However, your messages "
-            f"and the answer are longer: {error.facts or error.what}. Please reduce the length of the messages."
-        )
-        return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+        limit = episode.limits.context_tokens
+        return context_exceeded(limit, limit + 1, 0, facts=f"the request does not fit: {error.facts or error.what}")
     if isinstance(error, EngineError):
         return Ended(f"no engine answered, so the rollout ends: {error.what}", 503, "engine_unavailable")
     if isinstance(error, EtudeError):
