@@ -430,3 +430,53 @@ def test_the_machine_is_reached_with_the_same_secret() -> None:
                 assert response.status == 403
 
     run(work)
+
+
+REQUESTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_dialects_are_attributed(path: str, stream: bool) -> None:
+    async def work() -> None:
+        async with client(scripted(text("hello"))) as c:
+            async with c.post(path, {"model": "m", "temperature": 0.3, "stream": stream, **REQUESTS[path]}) as response:
+                said = await response.text()
+                assert response.status == 200, said
+                assert "hello" in said
+            (turn,) = c.episode.result().trace.turns
+            assert turn.sampling.temperature == 1.0
+
+    run(work)
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_errors_are_in_the_dialects_own_shape(path: str) -> None:
+    async def work() -> None:
+        async with client(scripted(), max_turns=1, turn_tokens=20, context_tokens=22) as c:
+            async with c.post(path, {"model": "m", **REQUESTS[path]}) as response:
+                said = await response.json()
+                assert response.status == 400
+                assert ("too long" if path == "/v1/messages" else "maximum context length") in said["error"]["message"]
+                assert (said.get("type") == "error") is (path == "/v1/messages")
+            c.episode.submit()
+            async with c.post(path, {"model": "m", **REQUESTS[path]}) as response:
+                assert response.status == 403
+                assert "the rollout has ended" in (await response.json())["error"]["message"]
+
+    run(work)
+
+
+def test_the_tokens_of_a_prompt_are_counted_and_nothing_is_recorded() -> None:
+    async def work() -> None:
+        async with client(scripted()) as c:
+            body = {"model": "m", "messages": [{"role": "user", "content": "fix"}]}
+            async with c.post("/v1/messages/count_tokens", body) as response:
+                assert (await response.json())["input_tokens"] == c.episode.num_tokens(body["messages"], tools=[])
+            assert c.episode.result().trace.turns == ()
+
+    run(work)
