@@ -22,6 +22,7 @@ import hmac
 import json
 import secrets
 import socket
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,7 @@ KEEP_ALIVE_S = 10.0
 """Seconds between two signs of life in a stream whose answer is not complete."""
 MAX_OUTPUT_BYTES = 1 << 20
 """The longest output of a command that is returned through `/machine/exec`."""
+_SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
 _BY_PATH = {dialect.path: dialect for dialect in DIALECTS.values() if dialect.name != "text"}
 _SAMPLING = {
     *("temperature", "seed", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
@@ -63,8 +65,7 @@ _KEPT = {
 class Door:
     """The endpoints of one rollout, as an ASGI app. `open_door` serves one.
 
-    `secret`: what a client must know; None inside a machine. `acts`: whether it may use the machine through this door.
-    `log` gets lines for the log of the rollout."""
+    `secret`: what a client must know; None inside a machine. `log` gets lines for the log of the rollout."""
 
     def __init__(
         self, episode: Episode, attribution: Attribution, *, secret: str | None, log: Callable[[str], None]
@@ -86,9 +87,15 @@ class Door:
             response = JSONResponse(body, refused.status, refused.headers)
         except ClientDisconnect:
             return
-        except Exception as error:
-            self._log(f"the endpoint failed: {type(error).__name__}: {error}")
-            raise
+        except Exception as error:  # noqa: BLE001  a defect of ours is no fault of the agent
+            traceback.print_exc()
+            facts = f"{type(error).__name__}: {error}"
+            self._log(f"the endpoint failed: {facts}")
+            failure = MachineError("the endpoints of the rollout failed", facts, hint="see the log of the worker")
+            self._episode.failure = self._episode.failure or failure
+            self._attribution.failed.set()
+            refused = Ended("the endpoints failed, so the rollout ends", 500, "internal_error")
+            response = JSONResponse(openai_error(refused), refused.status, refused.headers)
         if response is not None:
             await response(scope, receive, send)
 
@@ -102,7 +109,7 @@ class Door:
             await self._chat(_BY_PATH[path], request, send)
             return None
         if path == "/v1/messages/count_tokens" and request.method == "POST":
-            chat = self._parsed(messages.read_count, await _body(request))
+            chat = await self._read(messages.read_count, request)
             return JSONResponse({"input_tokens": self._count(chat)})
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
@@ -129,7 +136,7 @@ class Door:
         return {"id": name, "object": "model", "created": 0, "owned_by": "etude", "max_model_len": context}
 
     async def _chat(self, dialect: Dialect, request: Request, send: Send) -> None:
-        chat = self._parsed(dialect.read, await _body(request))
+        chat = await self._read(dialect.read, request)
         retry = request.headers.get("x-stainless-retry-count", "0")
         asking = Asking(
             chat=chat,
@@ -202,6 +209,12 @@ class Door:
             return self._episode.num_tokens(chat.messages, tools=chat.tools)
         except EtudeError as error:
             raise _refusal(error, self._episode) from None
+
+    async def _read(self, read: Callable[[bytes], ChatRequest], request: Request) -> ChatRequest:
+        body = await _body(request)
+        if len(body) <= _SHORT_BYTES:
+            return self._parsed(read, body)
+        return await asyncio.to_thread(self._parsed, read, body)
 
     def _parsed(self, read: Callable[[bytes], ChatRequest], body: bytes) -> ChatRequest:
         """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""

@@ -480,3 +480,14 @@ def test_the_tokens_of_a_prompt_are_counted_and_nothing_is_recorded() -> None:
             assert c.episode.result().trace.turns == ()
 
     run(work)
+
+
+def test_a_defect_of_the_endpoints_is_a_failure_and_not_the_agents_fault() -> None:
+    async def work() -> None:
+        async with client(Failing(ZeroDivisionError("ours"))) as c:
+            status, _ = await c.chat("a")
+            assert status == 500
+            assert "ZeroDivisionError: ours" in str(c.episode.result().failure)
+            assert c.asked.failed.is_set()
+
+    run(work)
