@@ -10,17 +10,20 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import EngineBehind, EngineError
+from etude.gateway import RequestRefused
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.records.rollout import Ending, TurnKind
 from etude.rollouts import attribution as attributing
 from etude.rollouts import door as doors
 from etude.rollouts.attribution import Attribution
-from etude.rollouts.door import open_door
+from etude.rollouts.door import Door, open_door
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
 
 CHAT = laptop_chat()
@@ -491,3 +494,36 @@ def test_a_defect_of_the_endpoints_is_a_failure_and_not_the_agents_fault() -> No
             assert c.asked.failed.is_set()
 
     run(work)
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+JSON = st.recursive(
+    LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x, max_size=3), max_leaves=8
+)
+NAMES = ["model", "messages", "tools", "n", "stream", "max_tokens", "tool_choice", "response_format", "input", "stop"]
+
+
+@given(
+    st.sampled_from(sorted(REQUESTS)),
+    st.binary(max_size=40)
+    | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), JSON, max_size=6).map(
+        lambda x: json.dumps(x).encode()
+    ),
+)
+def test_any_bytes_are_a_request_or_are_refused(path: str, body: bytes) -> None:
+    episode = Episode(
+        TASK,
+        MemoryMachine({}),
+        policy=scripted(),
+        chat=CHAT,
+        tools=standard_tools(),
+        limits=HarnessConfig(),
+        options=RequestOptions(session_id="s", seed=0),
+    )
+    door = Door(episode, Attribution(episode, log=lambda _: None), secret=None, log=lambda _: None)
+    try:
+        chat = door._parsed(doors._BY_PATH[path].read, body)
+    except RequestRefused as refused:
+        assert refused.message
+    else:
+        assert chat.messages
