@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -521,9 +522,5 @@ def test_any_bytes_are_a_request_or_are_refused(path: str, body: bytes) -> None:
         options=RequestOptions(session_id="s", seed=0),
     )
     door = Door(episode, Attribution(episode, log=lambda _: None), secret=None, log=lambda _: None)
-    try:
-        chat = door._parsed(doors._BY_PATH[path].read, body)
-    except RequestRefused as refused:
-        assert refused.message
-    else:
-        assert chat.messages
+    with contextlib.suppress(RequestRefused):
+        assert door._parsed(doors._BY_PATH[path].read, body).messages
