@@ -181,9 +181,12 @@ class CommandProgram:
             if inside:
                 yield _Inside(self, episode, note), variables
                 return
-            with ScratchDirectory("program") as folder:
-                variables |= _write_tools(folder, url)
-                yield _Outside(self, episode, folder / "work", note), variables
+            scratch = await asyncio.to_thread(ScratchDirectory, "program")
+            try:
+                variables |= _write_tools(scratch.path, url)
+                yield _Outside(self, episode, scratch.path / "work", note), variables
+            finally:
+                await uncancelled(asyncio.create_task(asyncio.to_thread(scratch.close)))  # it may have many files
 
     def words(self, episode: Episode, variables: Mapping[str, str], workdir: str) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the variables, with their placeholders replaced."""
