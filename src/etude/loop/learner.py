@@ -262,6 +262,7 @@ class LearnerProcess:
         files, found = rollout_files(self.run), dict[str, float]()
         for some in group_by_budget([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
             read = map(files.read, rollouts[some])
+            found |= {one.rollout_id: 0.0 for one in rollouts[some]}  # it may have no token in the loss
             found |= self.reference.k1(reference_samples(read, temperature=self.config.rl.temperature))
         return found
 
