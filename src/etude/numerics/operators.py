@@ -283,9 +283,7 @@ class _TorchCausal:
             o = F.scaled_dot_product_attention(q[None], *both, is_causal=True, enable_gqa=gqa, scale=scale)
             return o[0, :, start:]
         outs = []
-        for first, q in zip(
-            range(start, start + rows, _MASKED_ROWS), torch.split(q_HTA, _MASKED_ROWS, 1), strict=True
-        ):
+        for first, q in zip(range(start, start + rows, _MASKED_ROWS), torch.split(q_HTA, _MASKED_ROWS, 1), strict=True):
             stop = first + q.shape[1]
             mask = self._masks(first, stop, q)[: q.shape[1]]
             k, v = k_GTA[None, :, :stop], v_GTC[None, :, :stop]

@@ -143,8 +143,9 @@ def flatten_samples(
 ) -> FlatBatch:
     """Pack samples into a batch. Without samples it is an `empty_batch`.
 
-    `replay`: which recorded routes to replay; None: none. `share_prefixes`: compute tokens that paths share once. Raises
-    `ValueError` for a path that begins with a sampled token, and `ParityError` for routes that cannot be replayed."""
+    `replay`: which recorded routes to replay; None: none. `share_prefixes`: compute tokens that paths share once.
+    Raises `ValueError` for a path that begins with a sampled token, and `ParityError` for routes that cannot be
+    replayed."""
     if not samples:
         return empty_batch()
     ends = [num_forwarded(sample) for sample in samples]

@@ -13,6 +13,7 @@ import functools
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ def prefix_order(samples: Sequence[Sample], ends: Sequence[int], replay: RouteRe
     `replay`: which recorded routes are replayed, and so must be equal, too; None: none."""
     paths = [_Path(sample, end, replay) for sample, end in zip(samples, ends, strict=True)]
     order = sorted(range(len(paths)), key=functools.cmp_to_key(lambda a, b: paths[a].compare(paths[b])))
-    shared = [paths[a].shared(paths[b]) for a, b in zip(order, order[1:], strict=False)]
+    shared = [paths[a].shared(paths[b]) for a, b in pairwise(order)]
     return PrefixOrder(tuple(order), (0, *shared)[: len(order)], tuple(ends))
 
 
