@@ -65,7 +65,8 @@ def cases(vocabulary: int) -> dict[str, list[Sample]]:
 def _samples(paths: list[Turns], draw: np.random.Generator) -> list[Sample]:
     found = []
     for number, turns in enumerate(paths):
-        tokens, mask = np.concatenate([ids for ids, _ in turns]), np.repeat(*zip(*((m, len(t)) for t, m in turns)))
+        tokens = np.concatenate([ids for ids, _ in turns])
+        mask = np.concatenate([np.full(len(ids), loss) for ids, loss in turns])
         path = TokenPath(
             token_ids=tokens,
             mask=mask,
