@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from etude.models.components import GroupedQueries, QkNorm
 from etude.models.config import ModelConfig
@@ -74,6 +75,11 @@ class Packed:
         return self._attend(q_NHA, k_NGA, v_NGB, scale)
 
 
+MOST_COPIES = 8
+"""Each path attends to a copy of its keys and values. Where these copies have more than this many times the tokens of a
+tree, they are not stored for the backward pass but made again, with the attention, so that memory stays bounded."""
+
+
 @dataclass(frozen=True)
 class Branch:
     """The new tokens of a path in a tree of paths: `length` of them, after `start` tokens that earlier paths have.
@@ -108,6 +114,8 @@ class PackedTree:
     ) -> None:
         self._pieces, self._branches, self._causal = list(pieces), list(branches), operators.causal_attention()
         self._own = [branch.length for branch in branches]
+        copied = sum(branch.start + branch.length for branch in branches)
+        self._copy_again = copied > MOST_COPIES * sum(self._own)
         ranges = [torch.arange(branch.start, branch.start + branch.length) for branch in branches]
         self.positions = torch.cat(ranges).to(device)
 
@@ -118,9 +126,17 @@ class PackedTree:
         k_parts, v_parts = (torch.split(t.transpose(0, 1), self._pieces, 1) for t in (k_NGA, v_NGB))
         outs = []
         for q, branch in zip(q_parts, self._branches, strict=True):
-            k, v = (torch.cat([parts[i] for i in branch.seen], 1) for parts in (k_parts, v_parts))
-            outs.append(self._causal(q, k, v, scale, branch.start))
+            seen = [parts[i] for parts in (k_parts, v_parts) for i in branch.seen]
+            if self._copy_again and torch.is_grad_enabled():
+                one = checkpoint(self._one, branch, scale, q, *seen, use_reentrant=False, preserve_rng_state=False)
+            else:
+                one = self._one(branch, scale, q, *seen)
+            outs.append(one)
         return torch.cat(outs, 1).transpose(0, 1)
+
+    def _one(self, branch: Branch, scale: float | None, q: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
+        k, v = torch.cat(seen[: len(branch.seen)], 1), torch.cat(seen[len(branch.seen) :], 1)
+        return self._causal(q, k, v, scale, branch.start)
 
 
 class AttentionLayer(Protocol):

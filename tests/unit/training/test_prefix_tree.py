@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.models import Transformer, save_model
+from etude.models import Transformer, attention, save_model
 from etude.models.attention import PackedTree
 from etude.numerics import Exact, Mode, Native, NumericsConfig
 from etude.numerics.operators import Operators
@@ -161,6 +161,29 @@ def test_long_branches_have_the_bits_of_their_paths_in_exact_mode() -> None:
     model = Transformer(sizes, seed=1)
     bits = [model.run(r.tokens_N, r.cache(model.operators), None, r.rows_R).logits for r in both(samples)]
     assert torch.equal(*bits)
+
+
+def test_copies_of_long_prefixes_are_made_again_without_changing_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer(FAMILIES["qwen3-moe"], seed=3)
+    rows = both(forest(np.random.default_rng(5), 24))[1]
+    stored: list[int] = []
+
+    def store(tensor: torch.Tensor) -> torch.Tensor:
+        stored.append(tensor.numel())
+        return tensor
+
+    found = []
+    for most in (attention.MOST_COPIES, 0):
+        monkeypatch.setattr(attention, "MOST_COPIES", most)
+        model.zero_grad()
+        stored.clear()
+        with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
+            logits = model.run(rows.tokens_N, rows.cache(model.operators), None, rows.rows_R).logits
+        logits.square().sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((gradient, sum(stored)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[1][1] < found[0][1]
 
 
 # the learner
