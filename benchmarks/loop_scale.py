@@ -31,6 +31,7 @@ from benchmarks.report import report
 from etude.config import build, to_toml
 from etude.dashboard.plot import WIDE, Series, line_chart, standalone_svg
 from etude.experience import audit
+from etude.loop import event_loop
 from etude.loop.adjustable_semaphore import Limit
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig
@@ -121,7 +122,7 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
             await caller.lost.wait()
         return late, cpu_s
 
-    late, cpu_s = asyncio.run(reinforced())
+    late, cpu_s = event_loop.run(reinforced())
     for child in children:
         child.wait()
     telemetry.close()

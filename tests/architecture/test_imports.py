@@ -25,6 +25,7 @@ SHARED = {
     "scratch",
     "syntax",
     "file_checksums",
+    "grammars",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same

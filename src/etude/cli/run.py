@@ -77,8 +77,10 @@ def run(args: argparse.Namespace) -> int:
     if (code := msgspec.to_builtins(plugins)) != folder.plugins():
         folder.record_plugins(code)
     print(f"run {folder.path}", flush=True)
+    from etude.loop import event_loop
+
     try:
-        interrupted = asyncio.run(_run_phases(folder, config, on=args.on))
+        interrupted = event_loop.run(_run_phases(folder, config, on=args.on))
     except EtudeError as error:
         error.hint += f"; finished work is saved, resume with: etude run --resume {folder.path}"
         raise

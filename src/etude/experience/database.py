@@ -6,6 +6,7 @@ as the placeholder. This module knows nothing of the meaning of states."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -74,7 +75,7 @@ def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
     for first in range(0, len(rows), AT_ONCE):
         some = rows[first : first + AT_ONCE]
         row = f"({marks(some[0])})"
-        values = (value for one in some for value in one)
+        values = itertools.chain.from_iterable(some)
         db.execute(sql.replace("VALUES ?", f"VALUES {', '.join([row] * len(some))}"), *values)
 
 

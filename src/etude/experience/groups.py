@@ -49,8 +49,7 @@ class Group:
         return tuple(one.outcome for one in self.finished if isinstance(one.outcome, Invalid))
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """The state of one rollout, as its row in the ledger (the database of all rollouts of a run).
 
     - `reward`: composed from the terms when the rollout ended, without KL penalty; None until graded.
@@ -72,11 +71,12 @@ class Row:
     version: str | None
 
 
+_STATES = {state.value: state for state in State}  # a live run reads each row four times
 COLUMNS = "rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version"
 
 
 def as_row(values: tuple[Any, ...]) -> Row:
-    """Create a `Row` from the values of one result row of `SELECT {COLUMNS}`, in this order."""
-    found = list(values)
-    found[2], found[9] = State(values[2]), None if values[9] is None else bool(values[9])
-    return Row(*found)
+    """Create a `Row` from one result row of `SELECT {COLUMNS}`: its values, in this order."""
+    rollout_id, group_id, state, attempt, reason, reward, boundary, batch_id, step, has_sample, version = values
+    known = None if has_sample is None else bool(has_sample)
+    return Row(rollout_id, group_id, _STATES[state], attempt, reason, reward, boundary, batch_id, step, known, version)

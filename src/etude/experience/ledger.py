@@ -47,9 +47,12 @@ SPEC, FINISHED, QUARANTINE = "spec", "finished", "quarantine"
 
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
 _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
-_SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), count(rollout_id), count(*) FROM slots"
+_FREE, _ALL = "SELECT count(*) FROM slots WHERE rollout_id IS NULL", "SELECT count(*) FROM slots"
+_SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), ({_ALL}) - ({_FREE}), ({_ALL})"
 
 
+_Logged = tuple[str, str | None, str, int, str, Mapping[str, Any]]
+"""A row of the table of transitions: rollout id, origin, state, attempt, reason, facts."""
 _NULLABLE = {"reward": "double precision", "boundary": "text"}  # on a server, a null in VALUES has no type
 
 
@@ -70,10 +73,6 @@ class _Move(NamedTuple):
     reason: str = ""
     facts: Mapping[str, Any] = MappingProxyType({})
     columns: Mapping[str, Any] = MappingProxyType({})
-
-    @property
-    def attempt(self) -> int:
-        return self.row.attempt + (self.to is State.REQUEUED and self.row.state is State.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -198,10 +197,11 @@ class Ledger:
         if again:
             raise LedgerError(f"rollout {again[0]} was admitted before", hint="never reuse the id of a group")
         self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
-        born = [(spec.rollout_id, spec.group_id, State.ADMITTED, spec.attempt) for spec in specs]
+        admitted = State.ADMITTED.value
+        born = [(spec.rollout_id, spec.group_id, admitted, spec.attempt) for spec in specs]
         each(self._db, "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES ?", born)
         self._take_slots(ids, grow=False)
-        self._log([(spec.rollout_id, None, State.ADMITTED, spec.attempt, "", {}) for spec in specs])
+        self._log([(spec.rollout_id, None, admitted, spec.attempt, "", {}) for spec in specs])
         self._put(SPEC, [(spec.rollout_id, pack(spec)) for spec in specs])
 
     @_atomic
@@ -274,10 +274,10 @@ class Ledger:
             if isinstance(outcome, Graded):
                 reward = self._composition.of(outcome)
                 columns |= {"reward": reward.value, "boundary": None}
-                moves.append(_Move(row, State.GRADED, reward.reason or State.GRADED, columns=columns))
+                moves.append(_Move(row, State.GRADED, reward.reason or State.GRADED.value, columns=columns))
             else:
-                columns |= {"reward": None, "boundary": outcome.boundary}
-                moves.append(_Move(row, State.INVALID, outcome.reason or State.INVALID, columns=columns))
+                columns |= {"reward": None, "boundary": outcome.boundary.value}
+                moves.append(_Move(row, State.INVALID, outcome.reason or State.INVALID.value, columns=columns))
         self._move(moves)
 
     # Groups and batches
@@ -293,10 +293,10 @@ class Ledger:
             for row in rows:
                 _check_taken(row, batch)
             facts = {"batch_id": batch.batch_id, "step": batch.step}
-            taken = {row.rollout_id: {**facts, "has_sample": int(row.rollout_id in batch.sampled)} for row in rows}
-            graded = [row for row in rows if row.state is State.GRADED]
-            self._move([_Move(row, State.BATCHED, "", facts, taken[row.rollout_id]) for row in graded])
-            self._set({row.rollout_id: taken[row.rollout_id] for row in rows if row.state is not State.GRADED})
+            taken = [(row, {**facts, "has_sample": int(row.rollout_id in batch.sampled)}) for row in rows]
+            self._move([_Move(row, State.BATCHED, "", facts, new) for row, new in taken if row.state is State.GRADED])
+            others = [(row.rollout_id, *new.values()) for row, new in taken if row.state is not State.GRADED]
+            self._set((*facts, "has_sample"), others)
 
         self._db.transact(take, sync=True)
 
@@ -308,7 +308,8 @@ class Ledger:
         self._published(version)
         rows, columns = self.require_rows(rollout_ids), {"version": str(version)}
         self._trained(rows, f"in {version}", columns)
-        self._set({row.rollout_id: columns for row in rows if row.state is not State.BATCHED})
+        others = [(row.rollout_id, *columns.values()) for row in rows if row.state is not State.BATCHED]
+        self._set(tuple(columns), others)
 
     def _trained(self, rows: Collection[Row], reason: str, columns: Mapping[str, Any] = MappingProxyType({})) -> int:
         """End the batched ones among these rows with this reason. Returns their number."""
@@ -410,21 +411,24 @@ class Ledger:
 
     def _move(self, moves: Sequence[_Move]) -> None:
         """Write transitions of rows that were just read, each once, in a transaction of the caller."""
-        for row, to, reason, *_ in moves:
-            check(row.rollout_id, row.state, to, reason)
-        self._set({
-            m.row.rollout_id: {"state": m.to, "attempt": m.attempt, "reason": m.reason, **m.columns} for m in moves
-        })  # fmt: skip
-        takers = [row for row, to, *_ in moves if row.state not in HOLDING and to in HOLDING]
-        self._take_slots([row.rollout_id for row in takers], grow=all(row.state in _LINEAGE for row in takers))
-        self._release_slots([row.rollout_id for row, to, *_ in moves if row.state in HOLDING and to not in HOLDING])
-        self._log([(m.row.rollout_id, m.row.state, m.to, m.attempt, m.reason, m.facts) for m in moves])
-
-    def _set(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Update the same columns of several rollouts, each row only once, since every update of a row costs a CRC."""
-        if not values:
+        if not moves:
             return
-        columns = list(next(iter(values.values())))
+        takers, leavers, rows, log = list[Row](), list[str](), list[tuple[Any, ...]](), list[_Logged]()
+        for row, to, reason, facts, columns in moves:
+            check(row.rollout_id, row.state, to, reason)
+            attempt = row.attempt + (to is State.REQUEUED and row.state is State.RUNNING)
+            if (held := row.state in HOLDING) is not (to in HOLDING):
+                leavers.append(row.rollout_id) if held else takers.append(row)
+            rows.append((row.rollout_id, to.value, attempt, reason, *columns.values()))
+            log.append((row.rollout_id, row.state.value, to.value, attempt, reason, facts))
+        self._set(("state", "attempt", "reason", *moves[0].columns), rows)
+        self._take_slots([row.rollout_id for row in takers], grow=all(row.state in _LINEAGE for row in takers))
+        self._release_slots(leavers)
+        self._log(log)
+
+    def _set(self, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+        """Update these columns of several rollouts to (rollout id, value, value …): one update per row, since each
+        costs a CRC."""
         typed = [
             f"CAST(column{n} AS {_NULLABLE[c]})" if c in _NULLABLE else f"column{n}" for n, c in enumerate(columns, 2)
         ]
@@ -432,14 +436,15 @@ class Ledger:
         each(
             self._db,
             f"UPDATE rollouts SET {changed} FROM (VALUES ?) AS given WHERE rollout_id = column1",
-            [(rollout_id, *(row[c] for c in columns)) for rollout_id, row in values.items()],
+            rows,
         )
 
-    def _log(self, moves: Sequence[tuple[str, State | None, State, int, str, Mapping[str, Any]]]) -> None:
+    def _log(self, moves: Sequence[_Logged]) -> None:
+        now = time.time()
         each(
             self._db,
             "INSERT INTO transitions (t, rollout_id, origin, state, attempt, reason, facts) VALUES ?",
-            [(time.time(), *move, json.dumps(dict(facts), default=str) if facts else "{}") for *move, facts in moves],
+            [(now, *move, json.dumps(dict(facts), default=str) if facts else "{}") for *move, facts in moves],
         )
 
     def _take_slots(self, rollout_ids: Sequence[str], *, grow: bool) -> None:
@@ -616,12 +621,23 @@ class Ledger:
         """Return a group with its stored records. Raises `LedgerError` for a record that cannot be read.
 
         The steps of its versions are seen from the current weights (`lineage.with_apparent_steps`)."""
+        return self.groups([group_id])[0]
+
+    def groups(self, group_ids: Sequence[str]) -> list[Group]:
+        """Return several groups like `group`, in the given order."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
-        sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
-        stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
-        ids = tuple(rollout_id for rollout_id, _ in stored)
-        found = [_read(i, FINISHED, data, Finished) for i, data in stored if data is not None]
-        return with_apparent_steps(Branches(self.versions()), Group(group_id, ids, tuple(found)))
+        sql = f"SELECT r.group_id, r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id IN"
+        stored: dict[str, dict[str, bytes | None]] = {group_id: {} for group_id in group_ids}
+        for some in parts(group_ids):
+            for group_id, rollout_id, data in self._db.rows(f"{sql} ({marks(some)})", FINISHED, *_HIDDEN, *some):
+                stored[group_id][rollout_id] = data
+        branches, groups = Branches(self.versions()), list[Group]()
+        for group_id in group_ids:
+            members = sorted(stored[group_id].items())
+            found = (_read(i, FINISHED, data, Finished) for i, data in members if data is not None)
+            group = Group(group_id, tuple(i for i, _ in members), tuple(found))
+            groups.append(with_apparent_steps(branches, group))
+        return groups
 
     def versions(self) -> list[Version]:
         """Return the latest published versions in order of publishing, also those that a restart took back."""

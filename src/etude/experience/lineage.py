@@ -107,5 +107,8 @@ def _seen(branches: Branches, finished: Finished) -> Finished:
     if summary is None:
         return finished
     replace = msgspec.structs.replace
-    apparent = tuple(replace(version, step=branches.apparent_step(version)) for version in summary.versions)
-    return finished if apparent == summary.versions else replace(finished, summary=replace(summary, versions=apparent))
+    steps = [branches.apparent_step(version) for version in summary.versions]
+    if steps == [version.step for version in summary.versions]:
+        return finished
+    apparent = tuple(replace(version, step=step) for version, step in zip(summary.versions, steps, strict=True))
+    return replace(finished, summary=replace(summary, versions=apparent))

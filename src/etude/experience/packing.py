@@ -17,7 +17,7 @@ from etude.experience.admission import Straggler, mask_path, mask_stale
 from etude.experience.credit import DR_GRPO, assign_credit
 from etude.experience.groups import Group
 from etude.records.reward import K1, Term
-from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace
+from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace, TurnKind
 from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, RolloutSummary, with_versions_of
 from etude.records.wire import F32, Array, Bools
@@ -32,8 +32,9 @@ def paths(trace: Trace) -> Iterator[Path]:
     """Yield every path of a trace from root to leaf.
 
     Each sampled token is in the loss of exactly one path. A later path that shares turns with an earlier one (a
-    summary, a sub-agent) has these turns as context only."""
-    seen: set[int] = set()
+    summary, a sub-agent) has these turns as context only. The tokens of turns whose sampling is not `Sampling.plain`
+    are in no loss, since the learner computes their probabilities by another formula."""
+    seen = {at for at, turn in enumerate(trace.turns) if not turn.sampling.plain}
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
         yield (
@@ -42,6 +43,11 @@ def paths(trace: Trace) -> Iterator[Path]:
             else mask_path(path, _repeat_by_turn(trace, chain, [at not in seen for at in chain]))
         )
         seen.update(chain)
+
+
+def num_not_plain(trace: Trace) -> int:
+    """Number of sampled tokens of turns whose sampling is not `Sampling.plain`."""
+    return sum(len(turn.completion.token_ids) for turn in trace.turns if not turn.sampling.plain)
 
 
 def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:
@@ -159,14 +165,19 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: float) -> list[tuple[int, Sample]]:
     """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
 
-    Tokens that are too old are masked. The list is empty when the advantage is 0 or no token with loss is left.
-    `temperature`: the sampling temperature of the run."""
+    A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
+    the rollout's advantage. Masked are tokens that are too old, which is decided for each conversation by itself, and
+    refused summaries if the advantage is positive: what came after them is not their merit. The list is empty when the
+    advantage is 0 or no token with loss is left. `temperature`: the sampling temperature of the run."""
     if not member.advantage:
         return []
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     found = list[tuple[int, Sample]]()
     for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
         path = mask_stale(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
+        refused = [trace.turns[at].kind is TurnKind.REFUSED for at in trace.chain(leaf)]
+        if member.advantage > 0 and any(refused):
+            path = mask_path(path, ~_repeat_by_turn(trace, trace.chain(leaf), refused))
         if path.mask.any():
             own = temperatures(trace, leaf, path.mask, run=temperature)
             found.append((leaf, Sample.uniform(member.rollout_id, path, member.advantage, own)))
@@ -209,8 +220,9 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
     """Return the metrics of an `rl.step` event that come from the plan, as `docs/formats/run.md` describes them.
 
     They are reward_mean, best_of_k, num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean; and
-    masked_share, the share of tokens with an advantage that were masked as stale. Rewards are those before the KL
-    penalty. Lags cover all valid rollouts as they were sampled. Means are 0.0 if there is no valid rollout."""
+    two shares of the tokens with an advantage: masked_share were masked as stale, not_plain_share because they were not
+    sampled plainly. Rewards are those before the KL penalty. Lags cover all valid rollouts as they were sampled. Means
+    are 0.0 if there is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
     rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]
@@ -221,6 +233,7 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
         if oldest:
             lag[batch.step - 1 - min(oldest)] += 1
             token_lag.update({batch.step - 1 - step: count for step, count in oldest.items()})
+    num_credited = max(1, batch.num_trained + batch.num_masked + batch.num_not_plain)
     invalid = (str(member.outcome.boundary) for member in plan.members if isinstance(member.outcome, Invalid))
     return {
         "reward_mean": _mean([r for group in rewards for r in group]),
@@ -232,7 +245,8 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
         "invalid": dict(Counter(invalid)),
         "turns_mean": _mean([rollout.num_turns for rollout in valid]),
         "sampled_mean": _mean([rollout.num_sampled for rollout in valid]),
-        "masked_share": batch.num_masked / max(1, batch.num_trained + batch.num_masked),
+        "masked_share": batch.num_masked / num_credited,
+        "not_plain_share": batch.num_not_plain / num_credited,
     }
 
 

@@ -132,10 +132,11 @@ class RolloutFiles:
         """Delete those of the named files that are not wanted, and return the number of deleted files.
 
         `names`: the result of `names()`. `wanted`: (rollout id, attempt) of every file to keep."""
-        keep, gone = {self.path(*one).name for one in wanted}, 0
+        keep, gone = {f"{rollout_id}.{attempt}{SUFFIX}" for rollout_id, attempt in wanted}, 0
         for name in names:
             if name.partition(SUFFIX)[0] + SUFFIX not in keep:
-                self.folder.joinpath(name).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{self.folder}/{name}")
                 gone += 1
         return gone
 

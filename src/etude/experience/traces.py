@@ -28,13 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.admission import mask_path
-from etude.experience.packing import Read, batch_of, samples_of
+from etude.experience.packing import Read, batch_of, num_not_plain, samples_of
 from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
@@ -45,7 +46,7 @@ from etude.records.task import Trust
 from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
 
-FORMAT = 2
+FORMAT = 3
 ROW_GROUP_BYTES = 64 << 20
 """Rows are written when they reach this size, so that memory is bounded."""
 MAX_COMPARED = 64
@@ -63,9 +64,8 @@ _SPAN = pa.struct(
         "kv_epoch": pa.int32(),
     }
 )
-_SAMPLING = pa.struct(
-    {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
-)
+_SAMPLING_2 = {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
+_SAMPLING = pa.struct(_SAMPLING_2 | {"others": pa.string()})
 _ROLLOUT_COLUMNS = {
     "group_id": pa.string(),
     "task_id": pa.string(),
@@ -107,6 +107,8 @@ _SAMPLE_COLUMNS = {
 _NAMED = [pa.field("row", pa.string(), nullable=False), pa.field("rollout_id", pa.string(), nullable=False)]
 SCHEMA = pa.schema([*_NAMED, *_ROLLOUT_COLUMNS.items(), *_TURN_COLUMNS.items(), *_SAMPLE_COLUMNS.items()])
 """The columns; described in `docs/formats/traces.md`."""
+_SCHEMA_2 = SCHEMA.set(SCHEMA.get_field_index("sampling"), pa.field("sampling", pa.struct(_SAMPLING_2)))
+_SCHEMAS = {2: _SCHEMA_2, FORMAT: SCHEMA}
 _ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
 """Columns that are read as arrays: as Python numbers they would take ten times the memory."""
 _JUDGED = ["rollout_id", *_ROLLOUT_COLUMNS]
@@ -256,10 +258,15 @@ def record_batch(
     Raises `LedgerError` when a rollout cannot be read, `StoreError` when the trace cannot be written."""
     samples = list[Sample]()
 
+    not_plain = 0
+
     def rows() -> Iterator[dict[str, Any]]:
+        nonlocal not_plain
         prefixes = _Prefixes()
         for member in plan.members:
-            yield from _rows(plan, member, _trace(member, read), prefixes, samples, temperature)
+            trace = _trace(member, read)
+            not_plain += num_not_plain(trace) if member.advantage else 0
+            yield from _rows(plan, member, trace, prefixes, samples, temperature)
             each()
 
     @functools.cache
@@ -293,8 +300,9 @@ def record_batch(
         rollout_ids=plan.rollout_ids,
         sampled=batch.sampled,
         num_trained=num_trained,
-        num_masked=credited - num_trained,
+        num_masked=credited - num_trained - not_plain,
         digest=digest(),
+        num_not_plain=not_plain,
     )
     return batch, ref
 
@@ -410,11 +418,10 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
         found = {"shared_with": shared.number, "shared_tokens": shared.num_tokens, "shared_routes": num_routes}
     versions = [{name: getattr(one.version, name) for name in ("step", "incarnation", "digest")} for one in done.spans]
     counts = [{"num_tokens": one.num_tokens, "kv_epoch": one.kv_epoch} for one in done.spans]
-    sampling = {name: getattr(turn.sampling, name) for name in turn.sampling.__struct_fields__}
     return found | {
         "parent": turn.parent,
         "kind": str(turn.kind),
-        "sampling": sampling,
+        "sampling": _sampling_columns(turn.sampling),
         "engine": done.engine,
         "stop_reason": str(done.stop_reason),
         "spans": [version | count for version, count in zip(versions, counts, strict=True)],
@@ -425,6 +432,22 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
         "routes_shape": list(routes.shape),
         "routes_start": done.routes_start,
     }
+
+
+def _sampling_columns(sampling: Sampling) -> dict[str, Any]:
+    """The struct of a turn's sampling: `others` is a JSON object of all further parameters that are not neutral, or
+    null."""
+    found = {name: getattr(sampling, name) for name in _SAMPLING_2}
+    if sampling.plain and not sampling.top_logprobs:
+        return found | {"others": None}
+    others = {name: value for name, value in json.loads(to_json(sampling)).items() if name not in _SAMPLING_2}
+    return found | {"others": json.dumps(others)}
+
+
+def _sampling(row: dict[str, Any]) -> Sampling:
+    """The inverse of `_sampling_columns`. Files of format 2 have no `others`."""
+    others = json.loads(row.pop("others", None) or "{}")
+    return msgspec.convert(others | row, Sampling)
 
 
 def _differences(routes: Routes, other: Routes, count: int) -> Routes:
@@ -505,7 +528,7 @@ def read_trace(path: TraceFile) -> RecordedBatch:
     if not isinstance(computed_by, dict) or not isinstance(settings, dict):
         raise _damaged(path, ValueError("computed_by or settings is no object"))
     found, recorded = batch_digest(batch), facts.get("digest")
-    if facts["format"] == FORMAT and recorded not in (None, found):
+    if facts["format"] != 1 and recorded not in (None, found):
         raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
     computed_by = {name: str(value) for name, value in computed_by.items()}
     return RecordedBatch(batch, tuple(judged), computed_by, settings, found)
@@ -523,7 +546,8 @@ def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | N
 
     Returns None when the file does not have the rollout. Raises `LedgerError` for a missing or damaged file."""
     old = [*_JUDGED, "token_ids"]
-    table, facts = _read(path, {1: old, FORMAT: [name for name in SCHEMA.names if name != "routes"]})
+    new = [name for name in SCHEMA.names if name != "routes"]
+    table, facts = _read(path, {1: old, 2: new, FORMAT: new})
     try:
         if facts["format"] == 1:
             names = enumerate(table.column("rollout_id").to_pylist())
@@ -542,7 +566,8 @@ def read_index(path: TraceFile) -> Index:
     """Read which rollouts a trace file has, without their tokens.
 
     Raises `LedgerError` for a missing or damaged file."""
-    columns = {1: ["rollout_id", "reward", "in_batch"], FORMAT: ["rollout_id", "reward", "row"]}
+    new = ["rollout_id", "reward", "row"]
+    columns = {1: ["rollout_id", "reward", "in_batch"], 2: new, FORMAT: new}
     table, facts = _read(path, columns)
     rows = table.select(columns[facts["format"]]).to_pylist()
     return Index(
@@ -574,9 +599,9 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
         kinds = {"format": int, "batch_id": str, "step": int, "num_loss_tokens": int}
         if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
             raise ValueError("its columns are not those of a trace, or its metadata is incomplete")
-        if facts["format"] not in (1, FORMAT):
-            raise ValueError(f"it has format {facts['format']}, this etude reads 1 and {FORMAT}")
-        if facts["format"] == FORMAT and not schema.equals(SCHEMA, check_metadata=False):
+        if facts["format"] not in (1, *_SCHEMAS):
+            raise ValueError(f"it has format {facts['format']}, this etude reads 1 to {FORMAT}")
+        if facts["format"] != 1 and not schema.equals(_SCHEMAS[facts["format"]], check_metadata=False):
             raise ValueError("its columns are not those of a trace")
         table = file.read(columns=columns and columns[facts["format"]], use_threads=False)
         table.validate(full=True)
@@ -636,7 +661,6 @@ def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], g
         routes = _differences(routes, other.completion.routes, min(len(routes), row["shared_routes"]))
     versions = [Version(one["step"], one["incarnation"], one["digest"]) for one in row["spans"]]
     counts = [(one["num_tokens"], one["kv_epoch"]) for one in row["spans"]]
-    stop_token_ids = tuple(row["sampling"]["stop_token_ids"])
     return Turn(
         parent=row["parent"],
         prompt_ids=prompt_ids,
@@ -650,7 +674,7 @@ def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], g
             stop_reason=StopReason(row["stop_reason"]),
             engine=row["engine"],
         ),
-        sampling=Sampling(**row["sampling"] | {"stop_token_ids": stop_token_ids}),
+        sampling=_sampling(row["sampling"]),
         kind=TurnKind(row["kind"]),
     )
 

@@ -1,11 +1,10 @@
-"""Errors of the gateway's API, in OpenAI's format."""
+"""Errors of the gateway. A dialect writes them in its own format."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
-
-from starlette.responses import JSONResponse
 
 from etude.errors import ContextFull, EngineError, EtudeError, nearest
 
@@ -13,22 +12,37 @@ from etude.errors import ContextFull, EngineError, EtudeError, nearest
 class RequestRefused(Exception):
     """Raised to refuse a request: the HTTP status, and the error that the client gets.
 
-    `message`, `code` and `param` are the fields of OpenAI's error object; `param` names the invalid request field."""
+    `code` and `param` are fields of OpenAI's error object; `param` names the invalid request field.
+    `context` is set when the context is full: the tokens of the prompt, and the most tokens that the model takes.
+    `retry_s` is the time after which the client may try again, in seconds."""
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        context: tuple[int, int] | None = None,
+        retry_s: float = 1.0,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.context, self.retry_s = context, retry_s
 
-    def body(self) -> dict[str, object]:
-        """Return the JSON body: ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the HTTP response. With status 429 or 503 they have retry-after."""
+        if self.status in (429, 503):
+            return {"retry-after": str(math.ceil(self.retry_s))}
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
-    def response(self) -> JSONResponse:
-        """Return the HTTP response. With status 429 or 503 it has a retry-after header."""
-        headers = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
-        return JSONResponse(self.body(), self.status, headers.get(self.status))
+
+def openai_error(refused: RequestRefused) -> dict[str, object]:
+    """Return the JSON body of an error: ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
+    return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
 
 
 def invalid_request(message: str, param: str | None = None) -> RequestRefused:
@@ -54,17 +68,24 @@ def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
     return RequestRefused(400, message, code="unknown_parameter", param=field[:100])
 
 
-def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> RequestRefused:
+def context_exceeded(
+    context_tokens: int, prompt_tokens: int, answer_tokens: int, *, facts: str = ""
+) -> RequestRefused:
     """Return the error of a request that exceeds the context (HTTP 400), with OpenAI's message and code.
 
-    `context_tokens` is the model's limit, and `answer_tokens` the length of the answer that the client asked for."""
+    `context_tokens` is the model's limit, and `answer_tokens` the length of the answer that the client asked for. With
+    `facts`, which say why a text is certainly too long, `prompt_tokens` is only a lower bound."""
     total = prompt_tokens + answer_tokens
     message = (
         f"This model's maximum context length is {context_tokens} tokens. However, you requested {total} tokens "
         f"({prompt_tokens} in the messages, {answer_tokens} in the completion). "
         "Please reduce the length of the messages or completion."
     )
-    return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+    if facts:
+        message = f"This model's maximum context length is {context_tokens} tokens. However, {facts}."
+    return RequestRefused(
+        400, message, code="context_length_exceeded", param="messages", context=(total, context_tokens)
+    )
 
 
 def from_error(error: EtudeError) -> RequestRefused:

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from etude.errors import ConfigError, EtudeError
 from etude.gateway.config import GatewayConfig
-from etude.gateway.errors import RequestRefused, from_error
+from etude.gateway.dialects import DIALECTS
+from etude.gateway.errors import RequestRefused, from_error, openai_error
 from etude.http_server import bind, run_http_server
 
 T = TypeVar("T")
@@ -64,25 +65,31 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def error_response(request: Request, refused: RequestRefused) -> Response:
+    """Return the response of an error, in the dialect of the request's path."""
+    path = request.scope["path"]
+    write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), openai_error)
+    return JSONResponse(write(refused), refused.status, refused.headers)
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRefused)
-    return error.response()
+    return error_response(request, error)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, EtudeError)
-    return from_error(error).response()
+    return error_response(request, from_error(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return RequestRefused(
-        status, f"{request.method} {request.scope['path']} is not offered", code="not_found"
-    ).response()
+    what = f"{request.method} {request.scope['path']} is not offered"
+    return error_response(request, RequestRefused(status, what, code="not_found"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return RequestRefused(500, "the gateway failed; its log says why", code="internal_error").response()
+    return error_response(request, RequestRefused(500, "the gateway failed; its log says why", code="internal_error"))
 
 
 HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
@@ -94,9 +101,12 @@ async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str
     """Serve `app`, made by `create_app`, while the block runs. Yields the URL that OpenAI clients take as `base_url`.
 
     Raises `ConfigError` when the port is in use, and when the app has no API key but `config.host` is not a loopback
-    address. At exit, running requests have 5 s to end."""
+    address. At exit, new requests get status 503, and running ones have `config.drain_s` seconds to end."""
     if not app.state.needs_key and not is_loopback(config.host):
         hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
         raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)
-    async with run_http_server(app, bind(config.host, config.port), name="the gateway", grace_s=5) as url:
-        yield f"{url}/v1"
+    async with run_http_server(app, bind(config.host, config.port), name="the gateway", grace_s=1) as url:
+        try:
+            yield f"{url}/v1"
+        finally:
+            await app.state.gateway.drain(config.drain_s)

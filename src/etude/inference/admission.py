@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 
 from etude.errors import ContextFull, EngineBehind
-from etude.inference.errors import MalformedRequest
+from etude.grammars import GrammarError, kind_of
+from etude.inference.errors import InvalidGrammar, MalformedRequest
 from etude.records.completion import CompletionRequest, Version
+
+MAX_TOP_LOGPROBS = 20  # as OpenAI's API and vLLM's default
+_SAMPLING_HINT = (
+    "top_p is above 0 and at most 1, top_k not negative, min_p in [0, 1], frequency and presence penalties in [-2, 2], "
+    "repetition_penalty in [0.01, 100], logit_bias in [-100, 100] for different ids in [0, {vocab_size}), min_tokens "
+    f"at most max_tokens, top_logprobs at most {MAX_TOP_LOGPROBS}"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class RequestChecks:
                 f"max_tokens {sampling.max_tokens}, temperature {sampling.temperature}, seed {sampling.seed}",
                 hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
             )
+        if not sampling.plain or sampling.top_logprobs:
+            self._sampling(request)
         if not 0 <= (request.routes_from or 0) <= num_prompt or not 0.0 < request.deadline_s < 1e6:
             raise MalformedRequest(
                 f"request {request.request_id} is out of range",
@@ -50,6 +60,41 @@ class RequestChecks:
                 f"request {request.request_id} needs {num_prompt + sampling.max_tokens} tokens of context",
                 f"{num_prompt} of prompt and {sampling.max_tokens} to sample; {self.name} has {self.context_tokens}",
                 hint="shorten the prompt, lower max_tokens, or raise the engine's context_tokens",
+            )
+
+    def _sampling(self, request: CompletionRequest) -> None:
+        """Check the parameters of sampling that are neutral by default. Comparisons are written so that NaN fails."""
+        sampling, biased = request.sampling, [token for token, _ in request.sampling.logit_bias]
+        valid = {
+            "top_p": 0.0 < sampling.top_p <= 1.0,
+            "top_k": 0 <= sampling.top_k < 2**31,
+            "min_p": 0.0 <= sampling.min_p <= 1.0,
+            "frequency_penalty": -2.0 <= sampling.frequency_penalty <= 2.0,
+            "presence_penalty": -2.0 <= sampling.presence_penalty <= 2.0,
+            "repetition_penalty": 0.01 <= sampling.repetition_penalty <= 100.0,
+            "logit_bias": all(0 <= token < self.vocab_size for token in biased)
+            and len(set(biased)) == len(biased)
+            and all(-100.0 <= bias <= 100.0 for _, bias in sampling.logit_bias),
+            "min_tokens": 0 <= sampling.min_tokens <= sampling.max_tokens,
+            "top_logprobs": 0 <= sampling.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size),
+        }
+        if wrong := [name for name, is_valid in valid.items() if not is_valid]:
+            raise MalformedRequest(
+                f"request {request.request_id} has invalid sampling parameters",
+                ", ".join(f"{name} {str(getattr(sampling, name))[:80]}" for name in wrong),
+                hint=_SAMPLING_HINT.format(vocab_size=self.vocab_size),
+            )
+        if not sampling.grammar:
+            return
+        try:
+            kind_of(sampling.grammar)
+        except GrammarError as error:
+            raise InvalidGrammar(f"request {request.request_id}: {error.what}", error.facts, hint=error.hint) from None
+        if not any(0 <= token < self.vocab_size for token in sampling.stop_token_ids):
+            raise InvalidGrammar(
+                f"request {request.request_id} has a grammar but no stop token",
+                "the model could not end its text",
+                hint="give stop_token_ids of the vocabulary",
             )
 
     def text(self, token_ids: Sequence[int]) -> list[int]:

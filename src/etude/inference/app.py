@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from etude.errors import EtudeError
+from etude.grammars import MAX_BYTES
 from etude.inference.config import EngineConfig
 from etude.inference.errors import MalformedRequest, Unauthorised, to_http
 from etude.inference.wire import (
@@ -120,7 +121,7 @@ def build_app(
 class _Endpoints:
     def __init__(self, engine: ServedEngine, token: str | None, operators: Operators | None) -> None:
         self.engine, self._token, self._operators = engine, token, operators
-        self._max_body = 64 * 1024 + 16 * engine.config.context_tokens
+        self._max_body = 64 * 1024 + 16 * engine.config.context_tokens + 2 * MAX_BYTES  # ids and a grammar
 
     def authenticated(self, handler: Handler) -> Handler:
         """Wrap a handler: check the token, and convert errors to responses."""

@@ -23,6 +23,7 @@ import torch
 from etude.inference.device_memory import DeviceMemory, DeviceStep
 from etude.inference.kv import I64, Span
 from etude.inference.runner import NonFiniteReporter, Runner, sampling_rows
+from etude.inference.sampler import finish_sampling, is_special
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
 from etude.numerics.device import on_device
@@ -31,6 +32,9 @@ from etude.records.wire import Routes
 
 F32 = npt.NDArray[np.float32]
 
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens [R], log-probabilities [R] and logits [R, V] of a step, on the device. Those of a graph hold until its next
+replay."""
 WARM_UPS = 2
 """Forward passes before a capture: libraries choose algorithms and allocate in the first ones."""
 
@@ -109,15 +113,18 @@ class DeviceRunner:
             for copy in plan.copies:
                 self.kv.copy(copy.source, copy.target, copy.stop)
                 self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
-            tokens, logprobs = self._mixed(plan, sampling) if plan.chunks else self._decode(plan.decode)
+            tokens, logprobs, logits = self._mixed(plan, sampling) if plan.chunks else self._decode(plan.decode)
             for sequence in plan.decode:
                 sequence.num_computed += 1
             for chunk in plan.chunks:
                 chunk.sequence.num_computed = chunk.stop
-            sampled = self.sampled(tokens[: len(sampling)], logprobs[: len(sampling)]) if sampling else ([], [])
+            tokens, logprobs = tokens[: len(sampling)], logprobs[: len(sampling)]
+            if any(map(is_special, sampling)):
+                tokens, logprobs = finish_sampling(sampling, logits, tokens, logprobs, self.model.operators)
+                self.next_tokens[torch.from_numpy(_rows_of(sampling)).to(self.device)] = tokens
+            sampled = self.sampled(tokens, logprobs) if sampling else ([], [])
         for sequence, token, logprob in zip(sampling, *sampled, strict=True):
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
+            sequence.append(token, logprob)
             if not math.isfinite(logprob):
                 self._non_finite.report(sequence)
         return sampling
@@ -129,13 +136,13 @@ class DeviceRunner:
         tokens, logprobs = torch.stack([tokens_R.double(), logprobs_R.double()]).tolist()
         return [int(token) for token in tokens], logprobs
 
-    def _decode(self, sequences: Many[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, sequences: Many[Sequence]) -> Sampled:
         graph = next((g for g in self.graphs if g.size >= len(sequences)), None) or _Decode(self, len(sequences))
         positions = _positions_of(sequences)
         graph.fill(_rows_of(sequences), positions, _draws(sequences, positions + 1))
         return graph.run()
 
-    def _mixed(self, plan: Plan, sampling: Many[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mixed(self, plan: Plan, sampling: Many[Sequence]) -> Sampled:
         prompts = [c.sequence.request.prompt_ids[c.start : c.stop] for c in plan.chunks]
         spans = [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks]
         cache = self.kv.step(_rows_of(plan.decode), _positions_of(plan.decode), spans)
@@ -146,10 +153,8 @@ class DeviceRunner:
         draws = torch.from_numpy(_draws(sampling, np.array(own, np.int64))).to(self.device)
         return self.compute(tokens_N, cache, rows_R, _Draws.of(slots_R, draws))
 
-    def compute(
-        self, tokens_N: torch.Tensor, cache: DeviceStep, rows_R: torch.Tensor | None, draws: _Draws
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute one forward pass and sample. Returns tokens [R] and log-probabilities [R] on the device.
+    def compute(self, tokens_N: torch.Tensor, cache: DeviceStep, rows_R: torch.Tensor | None, draws: _Draws) -> Sampled:
+        """Compute one forward pass and sample.
 
         `rows_R` are the rows whose logits are sampled from; None means all. `draws` has the inputs of sampling for
         them."""
@@ -159,7 +164,7 @@ class DeviceRunner:
             logits_RV, draws.divisor_R1, draws.uniform_R, draws.greedy_R, self.model.operators
         )
         self.next_tokens[draws.slots_R] = tokens
-        return tokens, logprobs
+        return tokens, logprobs, logits_RV
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
@@ -183,7 +188,7 @@ class _Decode:
         self._draws = torch.ones(3, size, device=device)
         self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._out: Sampled | None = None
 
     def capture(self, pool: Any) -> None:
         """Capture the step in a memory pool that all graphs share, since only one replays at a time."""
@@ -208,14 +213,14 @@ class _Decode:
         self._inputs.copy_(torch.from_numpy(inputs))
         self._draws.copy_(torch.from_numpy(draws))
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the step. Returns tokens and log-probabilities of all rows, including padding."""
+    def run(self) -> Sampled:
+        """Compute the step. Returns the results of all rows, including padding."""
         if self.graph is None or self._out is None:
             return self._compute()
         self.graph.replay()
         return self._out
 
-    def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self) -> Sampled:
         slots, positions = self._inputs.unbind()
         cache = self.runner.kv.decoding(slots, positions, self._starts)
         return self.runner.compute(self.runner.next_tokens[slots], cache, None, _Draws.of(slots, self._draws))

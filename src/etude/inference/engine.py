@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from etude.errors import EngineError, WeightsError
 from etude.inference.admission import RequestChecks, VersionPins, behind
+from etude.inference.compiled_grammars import CompiledGrammars
 from etude.inference.config import EngineConfig
 from etude.inference.device_runner import runner_for
 from etude.inference.errors import MalformedRequest
@@ -31,6 +33,7 @@ from etude.inference.metrics import Counters, exposition
 from etude.inference.operator_trace import as_wire, engine_results
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
+from etude.inference.shaping import Shaping
 from etude.inference.step_thread import StepThread, fail
 from etude.inference.wire import OperatorResult
 from etude.models import Transformer
@@ -60,11 +63,18 @@ class ReferenceEngine:
     """etude's own inference engine: serves a model in this process. It implements `seams.Engine` and `seams.Streaming`.
 
     Use it as an async context manager, or call `start` and `close`. From `start` on, nothing else may use the model.
-    Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. Raises
-    `EngineError` when the context of `config` is longer than the model's."""
+    Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. `tokenizer` is
+    the tokenizer.json of the checkpoint, which grammars need. Raises `EngineError` when the context of `config` is
+    longer than the model's."""
 
     def __init__(
-        self, model: Transformer, *, version: Version, name: str = "engine", config: EngineConfig | None = None
+        self,
+        model: Transformer,
+        *,
+        version: Version,
+        name: str = "engine",
+        config: EngineConfig | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
         self.name, self.version, self.config = name, version, config or EngineConfig()
         if self.config.context_tokens > model.config.context_tokens:
@@ -76,6 +86,7 @@ class ReferenceEngine:
         self.counters = Counters()
         self.trouble = ""  # why the latest adoption failed; "" when it did not fail
         self._checks = RequestChecks(name, model.config.vocab_size, self.config.context_tokens)
+        self._grammars = CompiledGrammars(name, tokenizer, vocab_size=model.config.vocab_size)
         self._scheduler = Scheduler(
             num_slots=self.config.max_sequences,
             chunk_tokens=self.config.chunk_tokens,
@@ -102,6 +113,7 @@ class ReferenceEngine:
         """Fail the running requests and stop the thread. Further calls of `close` do nothing.
 
         Raises `EngineError` when the thread does not end."""
+        self._grammars.close()
         self._thread.close()
 
     async def __aenter__(self) -> Self:
@@ -125,17 +137,14 @@ class ReferenceEngine:
         """Sample a completion, as `seams.Engine.generate` does.
 
         Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
-        self._checks.request(request)
-        return await self._serve(Running(request, arrived=time.monotonic()))
+        return await self._serve(await self._running(request))
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """Sample a completion and yield its parts, as `seams.Streaming.stream` does.
 
         Closing the generator early cancels the request."""
-        self._checks.request(request)
-        new_tokens = asyncio.Event()
-        on_tokens = functools.partial(_notify, asyncio.get_running_loop(), new_tokens)
-        running = Running(request, arrived=time.monotonic(), on_tokens=on_tokens)
+        running, new_tokens = await self._running(request), asyncio.Event()
+        running.on_tokens = functools.partial(_notify, asyncio.get_running_loop(), new_tokens)
         work = asyncio.ensure_future(self._serve(running))
         work.add_done_callback(lambda _: new_tokens.set())
         num_sent = 0
@@ -153,6 +162,16 @@ class ReferenceEngine:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+
+    async def _running(self, request: CompletionRequest) -> Running:
+        """Check a request and compile its grammar."""
+        self._checks.request(request)
+        sampling = request.sampling
+        if sampling.plain:
+            return Running(request, arrived=time.monotonic())
+        matcher = await self._grammars.matcher(request)
+        shaping = Shaping(request, matcher, vocab_size=self._checks.vocab_size)
+        return Running(request, arrived=time.monotonic(), shaping=shaping)
 
     async def _serve(self, running: Running) -> Completion:
         request = running.request
@@ -270,7 +289,11 @@ class ReferenceEngine:
                 counters.production_tokens += 1
                 if len(running.token_ids) == 1:
                     counters.production_wait_s += time.monotonic() - running.arrived
-            if running.finished:
+            if running.shaping is not None and running.shaping.failure is not None:
+                self._scheduler.finish(running)
+                self._count_end(running, failed=True)
+                fail(running.future, running.shaping.failure)
+            elif running.finished:
                 self._finish(running)
             elif running.on_tokens is not None:
                 running.on_tokens()
@@ -304,6 +327,7 @@ class ReferenceEngine:
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
             engine=self.name,
             num_cached=running.num_cached,
+            **_likeliest(running),
         )
         self._scheduler.finish(running)
         self._count_end(running, failed=False)
@@ -358,6 +382,14 @@ class ReferenceEngine:
         futures += [waiter for _, waiter in self._awaiting]
         for future in futures:
             fail(future, error)
+
+
+def _likeliest(running: Running) -> dict[str, Any]:
+    """The fields `top_ids` and `top_logprobs` of a completion; none when the request did not want them."""
+    if not running.likeliest:
+        return {}
+    pairs = np.array(running.likeliest, np.float64)  # [T, K, 2], represents both exactly
+    return {"top_ids": pairs[:, :, 1].astype(np.int32), "top_logprobs": pairs[:, :, 0].astype(np.float32)}
 
 
 def _notify(loop: asyncio.AbstractEventLoop, new_tokens: asyncio.Event) -> None:

@@ -14,6 +14,10 @@ class MalformedRequest(EngineError):
     """Raised for a request that every engine would refuse (HTTP 400). It must not be sent to another one."""
 
 
+class InvalidGrammar(MalformedRequest):
+    """A request whose grammar is invalid, too complex, or cannot be used with this engine (HTTP 400)."""
+
+
 class Unauthorised(EngineError):
     """Raised when the bearer token is missing or wrong (HTTP 401)."""
 
@@ -44,6 +48,7 @@ class EngineGone(EngineError):
 
 _KINDS: dict[str, tuple[int, type[EngineError]]] = {
     "malformed": (400, MalformedRequest),
+    "grammar": (400, InvalidGrammar),
     "unauthorised": (401, Unauthorised),
     "behind": (409, EngineBehind),
     "not-registered": (410, NotRegistered),

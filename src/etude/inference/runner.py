@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from etude.inference.kv import I64, KVCache, Span, StepCache
+from etude.inference.sampler import finish_sampling
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
 from etude.models.finite import first_non_finite
@@ -68,10 +69,10 @@ class Runner:
         positions = np.array([s.num_computed for s in sequences], np.int64)
         temperatures, seeds = [a.temperature for a in samplings], [a.seed for a in samplings]
         tokens, logprobs = sample(logits_RV, temperatures, seeds, positions, self.model.operators)
+        tokens, logprobs = finish_sampling(sequences, logits_RV, tokens, logprobs, self.model.operators)
         sampled: list[int] = tokens.tolist()
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
+            sequence.append(token, logprob)
             if not math.isfinite(logprob):
                 self._non_finite.report(sequence)
         has_next = positions < self._tokens.shape[1]  # the last token of a full context is never computed

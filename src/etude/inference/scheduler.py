@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from etude.inference.errors import EngineBusy, EngineLate
+from etude.inference.shaping import Shaping
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
 from etude.records.wire import I32
 
@@ -149,6 +150,8 @@ class Sequence:
     - `token_ids`, `logprobs`: of the tokens sampled so far.
     - `spans`: which version sampled which tokens, for the versions before the current one; `num_spanned`: their tokens.
     - `kv_epoch`: how often the weights changed since its oldest KV was computed.
+    - `shaping`: the state of a request that is not sampled plainly, or None.
+    - `likeliest`: for each token the likeliest ones, as pairs (log-probability, id), if the request wants them.
     - `on_tokens`: called on the engine's thread after each step that sampled for it, or None."""
 
     request: CompletionRequest
@@ -162,6 +165,8 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)
     num_spanned: int = 0
     kv_epoch: int = 0
+    shaping: Shaping | None = None
+    likeliest: list[list[tuple[float, int]]] = field(default_factory=list)
     on_tokens: Callable[[], None] | None = None
 
     @property
@@ -207,7 +212,16 @@ class Sequence:
     def restart(self) -> None:
         """Reset everything that was computed and sampled."""
         self.slot, self.num_cached, self.num_computed, self.kv_epoch = None, 0, 0, 0
-        self.token_ids, self.logprobs, self.spans, self.num_spanned = [], [], [], 0
+        self.token_ids, self.logprobs, self.spans, self.num_spanned, self.likeliest = [], [], [], 0, []
+        if self.shaping is not None:
+            self.shaping.restart()
+
+    def append(self, token: int, logprob: float) -> None:
+        """Append a sampled token."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if self.shaping is not None and not self.finished:
+            self.shaping.add(token)
 
     def close_span(self, version: Version) -> None:
         """Record that `version` sampled all tokens since the last span.

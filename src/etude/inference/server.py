@@ -152,7 +152,8 @@ def _build(
         views, derived = live_weights(model, args.quantise)
         version = initial_version(views)
     report_settings(telemetry, config, device=str(next(model.parameters()).device))
-    engine = ReferenceEngine(model, version=version, name=args.name, config=config)
+    tokenizer = args.checkpoint / "tokenizer.json" if args.checkpoint else None
+    engine = ReferenceEngine(model, version=version, name=args.name, config=config, tokenizer=tokenizer)
     if chain is None:
         return engine, None
     base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache), args.public_key)

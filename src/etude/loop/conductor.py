@@ -69,7 +69,7 @@ from etude.weights.chain.history import LineageSteps
 
 STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # includes the end of a publish of the lost lineage
-AT_ONCE = 8  # groups admitted per transaction
+AT_ONCE = 32  # groups admitted per transaction
 UNREAD = "its stored rollout cannot be read"
 DURING = "during"  # the name of evaluations between steps
 MAX_FRUITLESS = 6  # lineages in a row that end without a step
@@ -301,7 +301,7 @@ class Conductor:
                 await self._call("defend", type(None), str(self._defence_due))
                 self._defence_due = None
             while True:
-                groups = [await self.ledger_thread(self.ledger.group, group_id) for group_id in taken]
+                groups = await self.ledger_thread(self.ledger.groups, taken)
                 try:
                     plan = await self._plan(groups)
                     batch = await self._call("record", BatchRef, plan)
@@ -386,7 +386,8 @@ class Conductor:
             composition=self.config.composition,
             scheme=self._scheme,
         )
-        seen |= {group: learned(self.ledger.group(group)) for group in found - seen.keys()}
+        new = sorted(found - seen.keys())
+        seen |= dict(zip(new, map(learned, self.ledger.groups(new)), strict=True))
         return {group for group in found if seen[group]}
 
     async def _admit(self) -> None:

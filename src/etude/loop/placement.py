@@ -66,7 +66,6 @@ class Program:
         options = {
             "stdin": subprocess.DEVNULL,
             "env": env,
-            "process_group": 0,  # only the conductor gets Ctrl-C; in a new session nice would be ignored
             "pass_fds": [sock.fileno()] if sock else [],
             "preexec_fn": functools.partial(_begin, self.nice),
         }
@@ -76,6 +75,7 @@ class Program:
 def _begin(nice: int) -> None:
     """Have the kernel kill this process when the parent's thread ends, set its nice value, and unblock all signals:
     processes that Ray starts from a program inherit a blocked Ctrl-C. Runs between fork and exec."""
+    os.setpgid(0, 0)  # only the conductor gets Ctrl-C; in a new session nice would be ignored
     when_parent_dies()
     os.nice(nice)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

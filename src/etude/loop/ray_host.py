@@ -60,7 +60,7 @@ class RayHost:
         argv, options = program.popen(self._address, link if program.with_socket else None)
         program.log.parent.mkdir(parents=True, exist_ok=True)
         with program.log.open("ab") as log:
-            # in the event loop's thread, which lives as long as the actor; uvloop's spawn has no process group
+            # in the event loop's thread, which lives as long as the actor
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, **options)  # noqa: ASYNC220
         if program.with_socket:
             link.close()  # only the child has it: the conductor sees end-of-file when the child ends

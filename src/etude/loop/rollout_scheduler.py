@@ -41,7 +41,8 @@ from etude.rewards import Composition
 from etude.rollouts import not_run, submitted
 from etude.telemetry import Telemetry
 
-AT_ONCE = 64  # maximum number of rollouts started or stored per transaction
+AT_ONCE = 256  # maximum number of rollouts started or stored per transaction
+GATHER_S = 0.02  # rollouts that end within it are stored in one transaction
 
 
 def keyed_seed(*parts: object) -> int:
@@ -75,6 +76,7 @@ def siblings(
             attempt=0,
             task=task,
             seed=keyed_seed(seed, group_id, i),
+            group_seed=keyed_seed(seed, group_id),
             temperature=temperature,
             min_step=min_step,
             pin_step=pin_step,
@@ -235,8 +237,8 @@ class RolloutScheduler:
             semaphore.release()
 
     async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[CheatIndicator]) -> bool:
-        """Store an ended rollout, in one transaction with others that end meanwhile. False when the ledger no longer
-        counts it."""
+        """Store an ended rollout, in one transaction with others that end within `GATHER_S`. False when the ledger no
+        longer counts it."""
         one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
         self._ended.append(one)
         if self._storing is None or self._storing.done():
@@ -245,27 +247,32 @@ class RolloutScheduler:
 
     async def _store_all(self) -> None:
         while self._ended:
+            await asyncio.sleep(GATHER_S)
             ended, self._ended = self._ended[:AT_ONCE], self._ended[AT_ONCE:]
             await self._store(ended)
 
     async def _store(self, ended: list[_Ended]) -> None:
-        counts = list[bool]()
+        """Store ended rollouts and their signs of cheating in one transaction, and announce the groups that are ready
+        with them."""
+        counts, ready = list[bool](), set[str]()
 
         def work() -> None:
+            nonlocal ready
             counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
             for one, counted in zip(ended, counts, strict=True):
                 if counted and one.signs and isinstance(one.outcome, Graded):
                     graded = one.outcome.grade
                     self.ledger.quarantine(one.rollout.rollout_id, reason=str(one.signs[0]), graded=graded)
+            ready = self.ledger.ready_groups({one.rollout.group_id for one in ended})
 
         try:
             await self.ledger_thread(self.ledger.transaction, work)
-            await self._announce_ready({one.rollout.group_id for one in ended})
         except Exception as error:  # noqa: BLE001  raised in the tasks that wait
             for one in ended:
                 if not one.counts.done():
                     one.counts.set_exception(error)
             return
+        self._announce(ready)
         for one, counted in zip(ended, counts, strict=True):
             if not one.counts.done():  # its task was cancelled
                 one.counts.set_result(counted)
@@ -273,9 +280,9 @@ class RolloutScheduler:
     def _log_signs(
         self, rollout: RolloutSummary, outcome: Outcome, reward: Reward | Invalid, signs: list[CheatIndicator]
     ) -> None:
-        draw = keyed_seed(self.processes.config.seed, "review", rollout.rollout_id) / 2**63
-        solved = isinstance(reward, Reward) and reward.value > 0
-        review = not signs and solved and draw < self.processes.config.experience.review_share
+        config, solved = self.processes.config, isinstance(reward, Reward) and reward.value > 0
+        draw = keyed_seed(config.seed, "review", rollout.rollout_id) / 2**63 if solved and not signs else 1.0
+        review = draw < config.experience.review_share
         if signs or review:
             self.telemetry.event(
                 "rollout.signs",
@@ -297,10 +304,10 @@ class RolloutScheduler:
             reason = f"{attempts} workers were lost"
             invalid = Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(error))
             await self.ledger_thread(self.ledger.fail, spec.rollout_id, invalid)
-            await self._announce_ready({spec.group_id})
+            self._announce(await self.ledger_thread(self.ledger.ready_groups, {spec.group_id}))
 
-    async def _announce_ready(self, group_ids: set[str]) -> None:
-        if ready := await self.ledger_thread(self.ledger.ready_groups, group_ids):
+    def _announce(self, ready: set[str]) -> None:
+        if ready:
             self._ready |= ready
             self._group_ready.set()
 

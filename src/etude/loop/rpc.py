@@ -11,15 +11,14 @@ outlives the conductor."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
+import math
 import socket
 import struct
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,7 +28,7 @@ from etude.records.wire import pack, unpack
 
 MAX_FRAME_BYTES = 1 << 30
 CANCEL = "cancel"  # the method with which a caller cancels a call
-PROGRESS = "gets on"  # the status of a message that a call makes progress
+PROGRESS = "gets on"  # the status of a message that the child makes progress; it belongs to no call
 BEAT_S = 1.0  # interval of the check for progress
 _LENGTH = struct.Struct("<I")
 _frame = msgspec.msgpack.Decoder(tuple[int, str, bytes])
@@ -64,21 +63,14 @@ class MessageTooLarge(EtudeError):
     """A call or its result does not fit into a frame. Nothing of it was sent."""
 
 
-@dataclass
-class _Waiting:
+class _Waiting(NamedTuple):
     answer: asyncio.Future[bytes]
-    silence: asyncio.Timeout
+    method: str
+    began: float  # time of the event loop
     deadline_s: float
-    beats: int = 0
-
-    def extend(self) -> None:
-        """Restart the deadline after a progress message."""
-        self.beats += 1
-        with contextlib.suppress(RuntimeError):  # it has just expired
-            self.silence.reschedule(asyncio.get_running_loop().time() + self.deadline_s)
 
 
-class Caller:
+class Caller(asyncio.Protocol):
     """The conductor's end of a child's socket: calls methods of the child `name`.
 
     `max_frame_bytes` limits messages in both directions."""
@@ -88,14 +80,16 @@ class Caller:
         self._sock, self._max_frame_bytes = sock, max_frame_bytes
         self._ids = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
-        self._writer: asyncio.StreamWriter | None = None
-        self._listener: asyncio.Task[None] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._received = bytearray()  # the first part of a frame
+        self._progressed = -math.inf  # when the child made progress, in time of the event loop
+        self._timer: asyncio.TimerHandle | None = None  # one for all calls: fires when the first could be overdue
         self.lost = asyncio.Event()
 
     async def open(self) -> None:
         """Start to read results from the socket. Call it before `call`."""
-        reader, self._writer = await asyncio.open_connection(sock=self._sock)
-        self._listener = asyncio.create_task(self._listen(reader), name=f"listen to {self.name}")
+        self._loop = asyncio.get_running_loop()
+        self._transport, _ = await self._loop.create_connection(lambda: self, sock=self._sock)
 
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
         """Call a method of the child and return its result, decoded as type `kind`.
@@ -103,69 +97,98 @@ class Caller:
         `deadline_s` is how long the child may send neither a result nor a progress message; then the call is cancelled.
         Raises `ProcessLost`, `CallFailed`, `DeadlineExceeded`, `MessageTooLarge`, or the error that the child raised.
         """
-        if self._writer is None or self.lost.is_set():
+        if self._transport is None or self.lost.is_set():
             raise ProcessLost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log")
         number = next(self._ids)
-        loop = asyncio.get_running_loop()
-        began, silence = loop.time(), asyncio.timeout(deadline_s)
-        waiting = self._waiting[number] = _Waiting(loop.create_future(), silence, deadline_s)
+        self._write(number, method, pack(args))
+        waiting = _Waiting(self._loop.create_future(), method, self._loop.time(), deadline_s)
+        self._waiting[number] = waiting
+        self._watch(waiting.began + deadline_s)
         try:
-            async with silence:
-                _write(self._writer, number, method, pack(args), self._max_frame_bytes)
-                await self._writer.drain()
-                payload = await waiting.answer
-        except TimeoutError:
-            if not self.lost.is_set():  # otherwise its machine and slots would stay in use
-                _write(self._writer, number, CANCEL, b"", self._max_frame_bytes)
-            facts = f"within {deadline_s:g} s"
-            if waiting.beats:
-                facts = (
-                    f"silent for {deadline_s:g} s, after it made progress for {loop.time() - began - deadline_s:.0f} s"
-                )
-            raise DeadlineExceeded(
-                f"{self.name} did not answer {method}", facts, hint=f"see logs/{self.name}.log"
-            ) from None
+            payload = await waiting.answer
         except asyncio.CancelledError:
-            if not self.lost.is_set():
-                _write(self._writer, number, CANCEL, b"", self._max_frame_bytes)
+            if not self.lost.is_set():  # otherwise its machine and slots would stay in use
+                self._write(number, CANCEL, b"")
             raise
-        except ConnectionError:
-            raise ProcessLost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log") from None
         finally:
             self._waiting.pop(number, None)
         return unpack(payload, kind)
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
+    def _write(self, number: int, method: str, payload: bytes) -> None:
+        assert self._transport is not None, "open comes first"
+        self._transport.write(_framed(number, method, payload, self._max_frame_bytes))
+
+    def _watch(self, due: float) -> None:
+        """Look at the deadlines at this time, or earlier."""
+        if self._timer is None or due < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        """End the calls past their deadlines, and watch the others."""
+        now, self._timer = self._loop.time(), None
+        for number, (answer, method, began, deadline_s) in self._waiting.items():
+            due = max(began, self._progressed) + deadline_s
+            if answer.done():
+                continue
+            if due > now:
+                self._watch(due)
+                continue
+            self._write(number, CANCEL, b"")
+            facts = f"within {deadline_s:g} s"
+            if self._progressed > began:
+                facts = f"silent for {deadline_s:g} s, after it made progress for {self._progressed - began:.0f} s"
+            hint = f"see logs/{self.name}.log"
+            answer.set_exception(DeadlineExceeded(f"{self.name} did not answer {method}", facts, hint=hint))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        start = 0
         try:
-            while True:
-                number, status, payload = await _read(reader, self._max_frame_bytes)
-                waiting = self._waiting.get(number)
-                if waiting is None or waiting.answer.done():
-                    continue
-                if status == PROGRESS:
-                    waiting.extend()
-                elif status == "ok":
-                    waiting.answer.set_result(payload)
-                else:
-                    waiting.answer.set_exception(_raised(self.name, status, payload))
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
-            pass
-        finally:
-            self.lost.set()
-            for waiting in self._waiting.values():
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(ProcessLost(f"{self.name} is gone", hint=f"see logs/{self.name}.log"))
-            self.close()
+            while len(self._received) >= (body := start + _LENGTH.size):
+                end = body + _checked(_LENGTH.unpack_from(self._received, start)[0], self._max_frame_bytes)
+                if len(self._received) < end:
+                    break
+                self._answer(*_frame.decode(self._received[body:end]))
+                start = end
+        except (ConnectionError, msgspec.DecodeError):
+            self.abort()
+        del self._received[:start]
+
+    def _answer(self, number: int, status: str, payload: bytes) -> None:
+        if status == PROGRESS:
+            self._progressed = self._loop.time()
+        elif (waiting := self._waiting.get(number)) is None or waiting.answer.done():
+            return
+        elif status == "ok":
+            waiting.answer.set_result(payload)
+        else:
+            waiting.answer.set_exception(_raised(self.name, status, payload))
+
+    def eof_received(self) -> None:
+        self.abort()  # the child is gone, so what was not sent stays unsent
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                hint = f"see logs/{self.name}.log"
+                waiting.answer.set_exception(
+                    ProcessLost(f"{self.name} is gone", f"calling {waiting.method}", hint=hint)
+                )
 
     def close(self) -> None:
         """Close the socket. The child sees end-of-file and exits. Idempotent."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def abort(self) -> None:
         """Close the socket without a handshake, when the peer is known to be gone. Idempotent."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
 
 def _raised(name: str, status: str, payload: bytes) -> EtudeError:
@@ -189,10 +212,10 @@ async def serve(
     """Answer calls until the other end closes. `handlers`: method → (argument types, coroutine function).
 
     Calls run concurrently, each in its own task, which is cancelled when the caller cancels the call. Every `beat_s`
-    seconds callers get a message if this process has made progress."""
+    seconds the caller gets a message if this process has made progress: one for all calls."""
     reader, writer = await asyncio.open_connection(sock=sock)
     tasks: dict[int, asyncio.Task[None]] = {}
-    beats = asyncio.create_task(_beat(writer, tasks, beat_s), name="report progress")
+    beats = asyncio.create_task(_beat(writer, beat_s), name="report progress")
     try:
         while True:
             number, method, payload = await _read(reader, max_frame_bytes)
@@ -219,13 +242,12 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[N
     del tasks[number]
 
 
-async def _beat(writer: asyncio.StreamWriter, tasks: Mapping[int, object], beat_s: float) -> None:
+async def _beat(writer: asyncio.StreamWriter, beat_s: float) -> None:
     seen = progress.count()
     while True:
         await asyncio.sleep(beat_s)
         if seen != (seen := progress.count()):
-            for number in tasks:
-                _write(writer, number, PROGRESS, b"", MAX_FRAME_BYTES)
+            writer.write(_framed(0, PROGRESS, b"", MAX_FRAME_BYTES))
 
 
 async def _answer(
@@ -238,26 +260,30 @@ async def _answer(
     except Exception:  # noqa: BLE001  the boundary: it is reported to the caller with its traceback
         status, payload = "failed", traceback.format_exc().encode()
     try:
-        _write(writer, number, status, payload, max_frame_bytes)
+        writer.write(_framed(number, status, payload, max_frame_bytes))
     except MessageTooLarge as error:
         payload = pack((type(error).__name__, error.what, error.facts, error.hint))
-        _write(writer, number, "error", payload, MAX_FRAME_BYTES)
+        writer.write(_framed(number, "error", payload, MAX_FRAME_BYTES))
     await writer.drain()
 
 
-def _write(writer: asyncio.StreamWriter, number: int, word: str, payload: bytes, max_bytes: int) -> None:
-    """Send a frame. Raises `MessageTooLarge`: the other end would treat a larger frame as damage and close the
+def _framed(number: int, word: str, payload: bytes, max_bytes: int) -> bytes:
+    """A frame. Raises `MessageTooLarge`: the other end would treat a larger frame as damage and close the
     connection."""
     frame = msgspec.msgpack.encode((number, word, payload))
     if len(frame) > max_bytes:
         what = f"{'the answer of a call' if word in ('ok', 'error', 'failed') else f'a call of {word}'} is too large"
         hint = "fewer or smaller tasks a step: experience.groups_per_step, experience.group_size"
         raise MessageTooLarge(what, f"{len(frame)} bytes, a frame takes {max_bytes}", hint=hint)
-    writer.write(_LENGTH.pack(len(frame)) + frame)
+    return _LENGTH.pack(len(frame)) + frame
 
 
 async def _read(reader: asyncio.StreamReader, max_bytes: int) -> tuple[int, str, bytes]:
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return _frame.decode(await reader.readexactly(_checked(size, max_bytes)))
+
+
+def _checked(size: int, max_bytes: int) -> int:
     if size > max_bytes:
         raise ConnectionError(f"a frame of {size} bytes")
-    return _frame.decode(await reader.readexactly(size))
+    return size

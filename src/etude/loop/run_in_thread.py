@@ -54,6 +54,7 @@ async def _to_its_end(doing: asyncio.Future[T]) -> T:
     try:
         return await asyncio.shield(doing)
     finally:
-        await asyncio.wait([doing])
+        if not doing.done():
+            await asyncio.wait([doing])
         if not doing.cancelled():
             doing.exception()  # mark as retrieved: the caller was cancelled

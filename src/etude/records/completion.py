@@ -82,16 +82,57 @@ class Traffic(enum.StrEnum):
     PRODUCTION = "production"
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of one completion. Temperature 0.0 is greedy.
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one completion are chosen. Temperature 0.0 is greedy; the later parameters are neutral.
 
     The random numbers depend only on `seed` and the token's position in the context. So the same request gives the same
-    tokens on any engine and in any batch."""
+    tokens on any engine and in any batch.
+
+    - `top_p`: sample from the likeliest tokens that together have this probability; 1.0 means all.
+    - `top_k`: sample from this many likeliest tokens; 0 means all.
+    - `min_p`: drop tokens less likely than this share of the likeliest token's probability.
+    - `frequency_penalty`: subtracted from a token's logit for each time that this request sampled it.
+    - `presence_penalty`: subtracted from the logit of a token that this request sampled.
+    - `repetition_penalty`: divides the positive logits of tokens in the prompt or sampled, and multiplies their others.
+    - `logit_bias`: pairs of a token id and a number to add to its logit, no id twice.
+    - `min_tokens`: no stop token is sampled before this many tokens.
+    - `grammar`: a text made by `etude.grammars`. The sampled text is a sentence of it, followed by a stop token, or the
+      beginning of a sentence when `max_tokens` ends it. "" means none.
+    - `top_logprobs`: how many of the likeliest tokens to return at each position, in `Completion.top_ids`.
+
+    The logits change in this order, which is vLLM's: grammar, `min_tokens`, `logit_bias`, repetition, frequency and
+    presence penalty, temperature, `min_p`, `top_k`, `top_p`."""
 
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    temperature: float = 1.0  # 0.0 is greedy
+    temperature: float = 1.0
     seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    grammar: str = ""
+    top_logprobs: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are sampled from the softmax of the model's own logits at `temperature`. Only such tokens can
+        be trained, since the learner computes their probabilities by that formula."""
+        return (
+            self.top_p == 1.0
+            and self.top_k == 0
+            and self.min_p == 0.0
+            and self.frequency_penalty == 0.0
+            and self.presence_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and not self.logit_bias
+            and self.min_tokens == 0
+            and not self.grammar
+        )
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,18 +164,27 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     traffic: Traffic = Traffic.ROLLOUT
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+NO_TOP_IDS: I32 = np.zeros((0, 0), np.int32)
+NO_TOP_LOGPROBS: F32 = np.zeros((0, 0), np.float32)
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The T sampled tokens of one request of P prompt tokens, with everything that training needs of them.
 
-    - `logprobs`: [T] log-probabilities of the sampled tokens, at the sampling temperature (at 1.0 when greedy).
+    - `logprobs`: [T] log-probabilities of the sampled tokens, under the model's own distribution at the sampling
+      temperature (at 1.0 when greedy): before penalties, biases, grammars and truncation. vLLM and SGLang
+      return those after them (see their `protocol` modules).
     - `routes`: [R, MoE layers, top_k] expert indices; `routes[i]` belongs to context position `routes_start + i`. The
       last is the position that predicted the last token: `routes_start + R == P + T - 1`. R is 0 when none were
       requested.
     - `spans`: which version of the weights sampled which tokens; their `num_tokens` sum to T.
     - `engine`: the name of the engine that served the request.
     - `num_cached`: the number of prompt tokens whose KV was reused.
+    - `top_ids`: [T, K] the K = `Sampling.top_logprobs` likeliest tokens at each position, the likeliest first. The
+      sampled token is not always among them. [0, 0] when K is 0.
+    - `top_logprobs`: [T, K] their log-probabilities, under the same distribution as `logprobs`.
 
-    Raises `ValueError` when token ids, log-probabilities and spans have different lengths."""
+    Raises `ValueError` when token ids, log-probabilities, spans and likeliest tokens have different lengths."""
 
     request_id: str
     token_ids: I32  # [T]
@@ -145,11 +195,16 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason
     engine: str
     num_cached: int = 0
+    top_ids: I32 = NO_TOP_IDS
+    top_logprobs: F32 = NO_TOP_LOGPROBS
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         if len(self.logprobs) != n or sum(s.num_tokens for s in self.spans) != n:
             raise ValueError(f"completion {self.request_id}: token ids, logprobs and spans cover different lengths")
+        shape = self.top_ids.shape
+        if self.top_logprobs.shape != shape or len(shape) != 2 or shape[0] not in ((n,) if shape[1] else (0, n)):
+            raise ValueError(f"completion {self.request_id}: top_ids and top_logprobs are not [{n}, K]")
 
     @property
     def oldest_steps(self) -> I32:

@@ -59,9 +59,10 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def oldest_steps(self) -> dict[int, int]:
         """The number of sampled tokens by the oldest version step that they depend on, ascending by step."""
-        steps: Counter[int] = Counter()
+        steps: dict[int, int] = {}
         for places, count in self.sampled_by:
-            steps[min(self.versions[place].step for place in places)] += count
+            oldest = min(self.versions[place].step for place in places)
+            steps[oldest] = steps.get(oldest, 0) + count
         return dict(sorted(steps.items()))
 
 
@@ -176,8 +177,9 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
     """A reference to a batch that the learner has built from a `BatchPlan` and recorded in the trace file of its step.
 
     `sampled`: ids of the rollouts with a sample. `num_trained`: the number of tokens with loss. `num_masked`: the
-    number of tokens with an advantage but without loss, because they are too old. `digest`: SHA-256 of everything in
-    the batch that the learner uses."""
+    number of tokens with an advantage but without loss, because they are too old. `num_not_plain`: the same, because
+    they were not sampled plainly (`Sampling.plain`). `digest`: SHA-256 of everything in the batch that the learner
+    uses."""
 
     batch_id: str
     step: int
@@ -186,3 +188,4 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
     num_trained: int
     num_masked: int
     digest: str
+    num_not_plain: int = 0

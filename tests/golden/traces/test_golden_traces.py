@@ -1,4 +1,4 @@
-"""A trace file of format 1, written by the etude that wrote that format, is still read."""
+"""Trace files of formats 1 and 2, written by the etude that wrote that format, are still read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from etude.records import Graded
 
 FILE = Path(__file__).parent / "format-1" / "batch-000005.parquet"
 DIGEST = "7b77a34e38413a68fb69c8dad8cbec859fa42fe189f0138b9ed88d1c8e0e0a0e"
+DIGEST_2 = "f79db5589aeeba09830b7c140f3b56660d232b97573478db11b2cf3c1c1c91da"
 
 
 def test_the_batch_of_a_file_of_format_1_is_the_one_that_was_trained_on() -> None:
@@ -39,3 +40,13 @@ def test_the_rollouts_of_a_file_of_format_1_are_found_with_their_outcomes() -> N
     assert isinstance(outcome, Graded)
     assert tokens.tolist() == read_trace(FILE).batch.samples[0].path.token_ids.tolist()
     assert read_rollout(FILE, "g000009.0") is None
+
+
+def test_the_batch_of_a_file_of_format_2_is_the_one_that_was_trained_on() -> None:
+    file = Path(__file__).parent / "format-2" / "batch-000005.parquet"
+    recorded = read_trace(file)
+    assert recorded.digest == batch_digest(recorded.batch) == DIGEST_2
+    assert read_index(file).trained == {"g000000.0", "g000000.1"}
+    outcome, [tokens] = read_rollout(file, "g000000.0") or (None, [])
+    assert isinstance(outcome, Graded)
+    assert tokens.tolist() == recorded.batch.samples[0].path.token_ids.tolist()

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Finished, Group, Straggler, plan_batch, read_trace, record_batch
+from etude.experience import Finished, Group, Straggler, plan_batch, read_trace, record_batch, step_metrics
 from etude.experience import traces as trace_module
 from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
 from etude.records import Batch, Completion, Sampling, Version, VersionSpan
@@ -305,7 +305,29 @@ def test_the_temperature_of_a_token_is_kept_where_it_is_not_the_runs(tmp_path, k
     assert batch.samples[1].temperatures is None
     assert [row["sampling"]["temperature"] for row in rows if row["row"] == "turn"] == [0.5, 0.0, 0.5]
     facts = json.loads(pq.read_schema(trace_path(tmp_path, 5)).metadata[b"etude.batch"])
-    assert (facts["format"], facts["temperature"]) == (2, 0.5)
+    assert (facts["format"], facts["temperature"]) == (3, 0.5)
+
+
+def test_a_turn_that_was_not_sampled_plainly_is_recorded_and_counted_but_not_trained(tmp_path, kit):
+    odd = msgspec.structs.replace(
+        SAMPLING, top_p=0.5, logit_bias=((3, -1.5),), grammar="{}", min_tokens=2, top_logprobs=4
+    )
+    first = turn_of(ids(), ids(1, 2), ids(3, 4, 5), sampling=odd)
+    second = turn_of(ids(1, 2, 3, 4, 5), ids(6), ids(7, 8), parent=0)
+    both, alone = Trace((first, second)), Trace((first,))
+    groups = [of_traces(kit, "g000000", [both, alone])]
+    batch, rows = written(tmp_path, kit, *groups)
+    assert [(s.rollout_id, int(s.path.mask.sum())) for s in batch.samples] == [("g000000.0", 2)]
+    turns = [row["sampling"] for row in rows if row["row"] == "turn"]
+    assert [bool(row["others"]) for row in turns] == [True, False, True]
+    table, _ = trace_module._read(trace_path(tmp_path, 5))
+    found = [turn.sampling for _, trace, _ in trace_module._rollouts(table) for turn in trace.turns]
+    assert found == [odd, SAMPLING, odd]
+    (tmp_path / "again").mkdir()
+    plan = plan_batch(groups, batch_id="b", step=5, max_lag=4)
+    _, ref = record_batch(tmp_path / "again", plan, kit.read)
+    assert (ref.num_trained, ref.num_not_plain, ref.num_masked) == (2, 6, 0)
+    assert step_metrics(plan, ref)["not_plain_share"] == 6 / 8
 
 
 def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
@@ -359,8 +381,8 @@ def test_every_turn_of_any_tree_comes_back(tmp_path, kit, seed, kind, group_byte
 def test_a_file_of_a_later_format_is_refused_by_name(tmp_path, kit):
     _, path = recorded(tmp_path, kit, max_lag=1)
     table = pq.read_table(path)
-    facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 3}
+    facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 4}
     pq.write_table(table.replace_schema_metadata({b"etude.batch": json.dumps(facts).encode()}), path)
     for read in (read_trace, read_index, lambda path: read_rollout(path, "g000000.0")):
-        with pytest.raises(LedgerError, match="it has format 3, this etude reads 1 and 2"):
+        with pytest.raises(LedgerError, match="it has format 4, this etude reads 1 to 3"):
             read(path)

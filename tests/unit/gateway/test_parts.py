@@ -14,9 +14,12 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from tests.unit.harness.tokeniser import laptop_chat
 
-from etude.gateway import ChatRequest, RequestRefused, read_request
-from etude.gateway.requests import HARMLESS, NEUTRAL_OF_CHAT, NEUTRAL_OF_TEXT, TextRequest, read_text_request
-from etude.gateway.responses import make_response
+from etude.gateway import ChatRequest, RequestRefused, make_answer
+from etude.gateway.dialects.chat import NEUTRAL_OF_CHAT
+from etude.gateway.dialects.chat import read as read_request
+from etude.gateway.dialects.shared import HARMLESS
+from etude.gateway.dialects.text import NEUTRAL_OF_TEXT
+from etude.gateway.dialects.text import read as read_text_request
 from etude.gateway.streams import StreamedText
 from etude.harness import standard_tools
 from etude.records import Completion
@@ -69,9 +72,9 @@ def test_messages_become_canonical() -> None:
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "ls", "arguments": {}}}],
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "ls", "arguments": {}}}],
         },
-        {"role": "tool", "content": "a.py"},
+        {"role": "tool", "content": "a.py", "tool_call_id": "1"},
     ]
     assert (request.stop, request.stream, request.include_usage, request.max_tokens) == (("x",), True, True, 5)
     assert request.temperature == 0.0
@@ -216,7 +219,7 @@ def test_any_value_in_any_field_is_a_request_or_a_refusal(field: str, value: obj
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_text_request_or_a_refusal(data: bytes) -> None:
     with contextlib.suppress(RequestRefused):
-        assert isinstance(read_text_request(data), TextRequest)
+        assert read_text_request(data).prompt
 
 
 @settings(max_examples=300)
@@ -224,7 +227,7 @@ def test_any_bytes_are_a_text_request_or_a_refusal(data: bytes) -> None:
 def test_any_value_in_any_field_of_a_text_request_is_one_or_a_refusal(field: str, value: object) -> None:
     body = {"model": "m", "prompt": "x", field: value}
     with contextlib.suppress(RequestRefused):
-        assert isinstance(read_text_request(json.dumps(body).encode()), TextRequest)
+        assert read_text_request(json.dumps(body).encode()).prompt
 
 
 CHAT = laptop_chat()
@@ -253,15 +256,12 @@ def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: boo
         stop_reason=StopReason.STOP if ended else StopReason.LENGTH,
         engine="e",
     )
-    answer = make_response(
+    answer = make_answer(
         completion,
         chat=CHAT,
         signatures=standard_tools().signatures,
         stop=stop,
         prompt_ids=np.zeros(1, np.int32),
-        response_id="a",
-        model="m",
-        created=0,
     )
     assert answer.text.startswith(spoken.sent)
 

@@ -178,3 +178,44 @@ def test_a_sample_has_one_advantage_for_each_token_with_loss_and_comes_back_from
     for name in ("advantages", "temperatures"):
         with pytest.raises(ValueError, match=f"{name} of shape .2,. for 3 tokens with loss"):
             Sample(**{"rollout_id": "r", "path": path, "advantages": sample.advantages, name: np.zeros(2, np.float32)})
+
+
+def test_records_from_before_the_further_sampling_parameters_are_still_read():
+    old = {"max_tokens": 3, "stop_token_ids": [1], "temperature": 0.5, "seed": 7}
+    sampling = unpack(msgspec.msgpack.encode(old), Sampling)
+    assert sampling == Sampling(max_tokens=3, stop_token_ids=(1,), temperature=0.5, seed=7)
+    assert sampling.plain
+    assert msgspec.msgpack.decode(pack(sampling)) == old, "and an older reader reads a plain request"
+    got = unpack(pack(completion(2, 1, routes_start=0)), Completion)
+    assert got.top_ids.shape == got.top_logprobs.shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"top_p": 0.9},
+        {"top_k": 1},
+        {"min_p": 0.1},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": ((3, 1.0),)},
+        {"min_tokens": 1},
+        {"grammar": "{}"},
+    ],
+)
+def test_each_parameter_that_changes_the_distribution_is_not_plain_and_comes_back(changed):
+    sampling = Sampling(max_tokens=3, stop_token_ids=(1,), **changed)
+    assert not sampling.plain
+    assert unpack(pack(sampling), Sampling) == from_json(to_json(sampling), Sampling) == sampling
+
+
+def test_the_likeliest_tokens_come_back_and_must_have_a_row_for_each_token():
+    ids, logprobs = np.array([[1, 2], [3, 4]], np.int32), np.array([[-0.5, -1.0], [-0.1, -3.0]], np.float32)
+    sent = msgspec.structs.replace(completion(2, 2, routes_start=0), top_ids=ids, top_logprobs=logprobs)
+    got = unpack(pack(sent), Completion)
+    assert (got.top_ids.tolist(), got.top_logprobs.tolist()) == (ids.tolist(), logprobs.tolist())
+    with pytest.raises(ValueError, match=r"top_ids and top_logprobs are not \[2, K\]"):
+        msgspec.structs.replace(sent, top_ids=ids[:1], top_logprobs=logprobs[:1]).__post_init__()
+    with pytest.raises(ValueError, match=r"top_ids and top_logprobs are not \[2, K\]"):
+        Completion(**{f: getattr(sent, f) for f in sent.__struct_fields__} | {"top_ids": ids[:, :1]})

@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.errors import EngineError
+from etude.inference.errors import InvalidGrammar
 from etude.models.config import ModelConfig
 from etude.records.completion import (
     Completion,
@@ -52,6 +53,7 @@ class AnswerPart:
     spans: tuple[tuple[int, int], ...] = ()  # (adoption, number of tokens) of the complete response, in its last part
     num_cached: int = 0
     routed: str | None = None  # encoded routes, when the server sends them
+    likeliest: list[list[tuple[float, int]]] = field(default_factory=list)  # (log-probability, id) for each token
 
 
 class JoinedAnswer:
@@ -72,6 +74,7 @@ class JoinedAnswer:
         had = self.part
         had.token_ids.extend(other.token_ids)
         had.logprobs.extend(other.logprobs)
+        had.likeliest.extend(other.likeliest)
         self.part = replace(
             had,
             finish_reason=other.finish_reason or had.finish_reason,
@@ -161,7 +164,23 @@ def make_completion(
         stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
         engine=engine,
         num_cached=answer.num_cached,
+        **_likeliest(request.sampling.top_logprobs, answer, server, engine),
     )
+
+
+def _likeliest(top: int, answer: AnswerPart, server: str, engine: str) -> dict[str, Any]:
+    """The fields `top_ids` and `top_logprobs` of a completion; none when the request did not want them. A server may
+    send the sampled token beside the `top` likeliest ones."""
+    if not top:
+        return {}
+    rows = [sorted(set(row), key=lambda one: (-one[0], one[1]))[:top] for row in answer.likeliest]
+    if len(rows) != len(answer.token_ids) or any(len(row) != top for row in rows):
+        counts = sorted({len(row) for row in rows})
+        raise broken_answer(server, engine, f"{len(rows)} rows of {counts} likeliest tokens, asked for {top}")
+    return {
+        "top_ids": np.array([[token for _, token in row] for row in rows], np.int32),
+        "top_logprobs": np.array([[logprob for logprob, _ in row] for row in rows], np.float32),
+    }
 
 
 def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
@@ -198,6 +217,17 @@ def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Route
 def any_missing(routes: Routes) -> bool:
     """Return whether any of the routes is unknown (`missing_route`)."""
     return bool((routes == missing_route(routes.dtype)).any())
+
+
+def lark_refused(server: str) -> InvalidGrammar:
+    """Make the error of a Lark grammar, which no server takes."""
+    hint = "use an engine of kind reference, or a grammar of a JSON schema or a regular expression"
+    return InvalidGrammar(f"{server} takes no Lark grammar", "tool calls are forced by Lark grammars", hint=hint)
+
+
+def schema_of(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
+    """Return a JSON schema as an object, which servers need: true and false are schemas, too."""
+    return schema if not isinstance(schema, bool) else {} if schema else {"not": {}}
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:

@@ -25,7 +25,7 @@ import numpy as np
 from etude.errors import EngineError
 from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.config import EngineConfig
-from etude.inference.errors import EngineBusy, EngineLate
+from etude.inference.errors import EngineBusy, EngineLate, InvalidGrammar
 from etude.inference.external import answers
 from etude.inference.external.answers import AnswerPart
 from etude.inference.external.client import CONTROL_S, RouteSource, ServerClient
@@ -349,7 +349,13 @@ class ExternalEngine:
         try:
             async with self.client.answer(dialect.GENERATE, body, deadline_s=None) as answer:
                 if answer.status != 200:
-                    raise dialect.read_error(answer.status, await answer.read(), engine=self.name)
+                    error = dialect.read_error(answer.status, await answer.read(), engine=self.name)
+                    if answer.status == 400 and request.sampling.grammar:
+                        hint = (
+                            "simplify the grammar; or start the server with its tokeniser: see docs/guides/sampling.md"
+                        )
+                        raise InvalidGrammar(error.what, error.facts, hint=hint)
+                    raise error
                 async for line in answer.content:
                     if done := dialect.is_end(line):
                         return

@@ -115,7 +115,9 @@ def start(
     port, key, gives_routes = _free_port(), secrets.token_hex(16), device == "cuda" and model.num_moe_layers > 0
     argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
-    argv += ["--model-path", str(checkpoint), "--skip-tokenizer-init", "--dtype", str(config.dtype)]
+    argv += ["--model-path", str(checkpoint), "--dtype", str(config.dtype)]
+    if not any(argument.startswith("--grammar-backend") for argument in arguments):
+        argv += ["--skip-tokenizer-init"]  # only grammars need the tokeniser
     argv += ["--context-length", str(config.context_tokens + RESERVED_TOKENS)]
     argv += ["--max-running-requests", str(config.max_sequences)]
     argv += ["--max-total-tokens", str(kv_tokens + RESERVED_TOKENS)]

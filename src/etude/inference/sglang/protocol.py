@@ -1,5 +1,7 @@
 """Encodes requests to SGLang and parses its responses. The functions are those of `external.client.Dialect`.
 
+Grammars need SGLang's tokeniser: `sglang.arguments = ["--grammar-backend=xgrammar"]` keeps it.
+
 Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
 Written for `/generate` of SGLang 0.5.23."""
 
@@ -12,6 +14,7 @@ import msgspec
 import numpy as np
 
 from etude.errors import EngineError
+from etude.grammars import kind_of
 from etude.inference.errors import MalformedRequest
 from etude.inference.external.answers import (
     AnswerPart,
@@ -19,10 +22,12 @@ from etude.inference.external.answers import (
     convert_routes,
     decode_kept_routes,
     keyed_seed,
+    lark_refused,
     read_spans,
+    schema_of,
 )
 from etude.models.config import ModelConfig
-from etude.records.completion import CompletionRequest, Traffic
+from etude.records.completion import CompletionRequest, Sampling, Traffic
 from etude.records.wire import Routes
 
 SERVER, GENERATE = "SGLang", "/generate"
@@ -52,6 +57,7 @@ class _Sampled(msgspec.Struct, frozen=True, array_like=True):
 class _Meta(msgspec.Struct, frozen=True):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[_Sampled] | None = None
+    output_top_logprobs: list[list[_Sampled]] | None = None
     input_token_logprobs: list[_Sampled] | None = None
     weight_versions: list[_Span] | None = None
     cached_tokens: int = 0
@@ -90,11 +96,34 @@ def encode_request(request: CompletionRequest, name: str, *, salt: str, native_r
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": not sampling.stop_token_ids,  # it would also ignore the request's own stop tokens
     }
+    if not sampling.plain:
+        params |= _sampling_params(sampling)
     body: dict[str, Any] = {"rid": name, "input_ids": prompt.tolist(), "sampling_params": params, "extra_key": salt}
+    body |= {"top_logprobs_num": sampling.top_logprobs} if sampling.top_logprobs else {}
     body |= {"return_logprob": True, "stream": True, "priority": int(request.traffic is Traffic.PRODUCTION)}
     if native_routes and request.routes_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return msgspec.json.encode(body)
+
+
+def _sampling_params(sampling: Sampling) -> dict[str, Any]:
+    """The parameters of a request that is not sampled plainly, by SGLang's names. Raises `InvalidGrammar` for a Lark
+    grammar."""
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in _SAME_NAMES}
+    params |= {"top_k": sampling.top_k or -1, "min_new_tokens": sampling.min_tokens}
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if sampling.grammar:
+        kind, value = kind_of(sampling.grammar)
+        if kind == "lark":
+            raise lark_refused(SERVER)
+        params |= (
+            {"regex": value} if kind == "regex" else {"json_schema": msgspec.json.encode(schema_of(value)).decode()}
+        )
+    return params
+
+
+_SAME_NAMES = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
@@ -176,7 +205,10 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     if len(logprobs) != len(ids):
         raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
     spans = read_spans(meta.weight_versions or [], SERVER, engine) if finish is not None else ()
-    return AnswerPart(ids, logprobs, finish.type if finish else None, spans, meta.cached_tokens, meta.routed_experts)
+    rows = meta.output_top_logprobs or []
+    likeliest = [[(one.logprob, one.token_id) for one in row if one.logprob is not None] for row in rows]
+    reason = finish.type if finish else None
+    return AnswerPart(ids, logprobs, reason, spans, meta.cached_tokens, meta.routed_experts, likeliest)
 
 
 def _decoded(body: bytes, kind: type[T], engine: str) -> T:

@@ -1,5 +1,8 @@
 """Encodes requests to vLLM and parses its responses. The functions are those of `external.client.Dialect`.
 
+Its log-probabilities are those of the distribution that was sampled from: after penalties, biases and truncation, where
+a request asks for them. Structured outputs need vLLM's tokeniser: `vllm.arguments = ["--no-skip-tokenizer-init"]`.
+
 Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
 Written for `/inference/v1/generate` of vLLM 0.32."""
 
@@ -13,6 +16,7 @@ import msgspec
 import numpy as np
 
 from etude.errors import EngineError
+from etude.grammars import kind_of
 from etude.inference.errors import MalformedRequest
 from etude.inference.external.answers import (
     AnswerPart,
@@ -20,11 +24,13 @@ from etude.inference.external.answers import (
     convert_routes,
     decode_kept_routes,
     keyed_seed,
+    lark_refused,
     read_spans,
+    schema_of,
 )
 from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
-from etude.records.completion import CompletionRequest, Traffic
+from etude.records.completion import CompletionRequest, Sampling, Traffic
 from etude.records.wire import Routes
 
 __all__ = [
@@ -44,9 +50,15 @@ SERVER = "vLLM"
 T = TypeVar("T")
 
 
+class _Likely(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+
+
 class _Sampled(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
+    top_logprobs: list[_Likely] | None = None
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -111,15 +123,36 @@ def encode_request(request: CompletionRequest, name: str, *, salt: str, native_r
         "seed": keyed_seed(sampling.seed, len(prompt)),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # a request's own stop tokens are the only ones
-        "logprobs": 0,  # the sampled token's own
+        "logprobs": sampling.top_logprobs,  # besides the sampled token's own
         "detokenize": False,
     }
+    if not sampling.plain:
+        params |= _sampling_params(sampling)
     if native_routes and request.routes_from is not None:
         params["routed_experts_prompt_start"] = request.routes_from
     body: dict[str, Any] = {"request_id": name, "token_ids": prompt.tolist(), "sampling_params": params}
     body |= {"cache_salt": salt, "stream": True, "priority": int(request.traffic is not Traffic.PRODUCTION)}
     body["stream_options"] = {"include_usage": True}
     return msgspec.json.encode(body)
+
+
+def _sampling_params(sampling: Sampling) -> dict[str, Any]:
+    """The parameters of a request that is not sampled plainly. Their names and meanings are vLLM's own. Raises
+    `InvalidGrammar` for a Lark grammar."""
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in _SAME_NAMES}
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if sampling.grammar:
+        kind, value = kind_of(sampling.grammar)
+        if kind == "lark":
+            raise lark_refused(SERVER)
+        params["structured_outputs"] = {"regex": value} if kind == "regex" else {"json": schema_of(value)}
+    return params
+
+
+_SAME_NAMES = (
+    "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens",
+)  # fmt: skip
 
 
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
@@ -202,9 +235,9 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     if choice.finish_reason == "abort":
         raise EngineError(f"vLLM of {engine} aborted a request", hint="send it again; see its log")
     spans = _spans(choice, engine) if choice.finish_reason else ()
-    return AnswerPart(
-        ids, [one.logprob for one in sampled], choice.finish_reason, spans, _cached(answer), choice.routed_experts
-    )
+    likeliest = [[(one.logprob, one.token_id) for one in token.top_logprobs or []] for token in sampled]
+    logprobs, reason = [one.logprob for one in sampled], choice.finish_reason
+    return AnswerPart(ids, logprobs, reason, spans, _cached(answer), choice.routed_experts, likeliest)
 
 
 def _cached(answer: _Answer) -> int:

@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from etude import grammars
 from etude.cli import main
 from etude.errors import ConfigError, EngineError
 from etude.inference.config import EngineKind
-from etude.inference.errors import MalformedRequest
+from etude.inference.errors import InvalidGrammar, MalformedRequest
 from etude.inference.external import answers
 from etude.inference.external.answers import AnswerPart, BrokenAnswer
 from etude.inference.external.environment import MARK, SGLANG, Environment
@@ -194,3 +196,45 @@ def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
     assert "uses its own order of summation" in caught.value.facts
+
+
+def asked(**sampling: Any) -> CompletionRequest:
+    own = {"max_tokens": 5, "stop_token_ids": (), **sampling}
+    return msgspec.structs.replace(request(), sampling=Sampling(**own))
+
+
+def sent(**sampling: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(protocol.encode_request(asked(**sampling), "n", salt="a", native_routes=False))
+    return found
+
+
+def test_further_sampling_parameters_have_sglangs_own_names() -> None:
+    given = {"top_p": 0.9, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5}
+    params = sent(**given, min_tokens=2, logit_bias=((3, -1.5),))["sampling_params"]
+    assert {name: params[name] for name in given} == given
+    assert (params["top_k"], params["min_new_tokens"], params["logit_bias"]) == (-1, 2, {"3": -1.5})
+    assert sent(top_k=4)["sampling_params"]["top_k"] == 4
+    plain = sent()
+    assert (
+        not {*given, "top_k", "min_new_tokens", "logit_bias", "regex", "json_schema"} & plain["sampling_params"].keys()
+    )
+    assert "top_logprobs_num" not in plain
+
+
+def test_grammars_are_schemas_or_patterns_and_lark_is_refused_by_name() -> None:
+    assert sent(grammar=grammars.any_json_object())["sampling_params"]["json_schema"] == '{"type":"object"}'
+    assert sent(grammar=grammars.from_regex("a+"))["sampling_params"]["regex"] == "a+"
+    with pytest.raises(InvalidGrammar, match="SGLang takes no Lark grammar"):
+        sent(grammar=grammars.from_lark('start: "a"'))
+
+
+def test_the_likeliest_tokens_are_read() -> None:
+    assert sent(top_logprobs=2)["top_logprobs_num"] == 2
+    rows = [[[-0.5, 1, None], [-1.0, 2, None]]] * 5
+    answer = whole_answer(changed(output_top_logprobs=rows), engine="e")
+    routes = answers.decode_kept_routes(None, MODEL, start=0, stop=PROMPT + 4)
+    common: dict[str, Any] = {"server": "SGLang", "engine": "e", "versions": {0: OLD}, "adoption": 0, "routes": routes}
+    done = answers.make_completion(asked(top_logprobs=2), answer, **common)
+    assert (done.top_ids.tolist(), done.top_logprobs.tolist()) == ([[1, 2]] * 5, [[-0.5, -1.0]] * 5)
+    with pytest.raises(BrokenAnswer, match="asked for 3"):
+        answers.make_completion(asked(top_logprobs=3), answer, **common)

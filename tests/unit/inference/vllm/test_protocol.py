@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from etude import grammars
 from etude.errors import EngineError
-from etude.inference.errors import MalformedRequest
+from etude.inference.errors import InvalidGrammar, MalformedRequest
 from etude.inference.external import answers
 from etude.inference.external.answers import AnswerPart, BrokenAnswer
 from etude.inference.vllm import protocol
@@ -237,3 +239,50 @@ def test_routes_that_the_build_tells_are_those_of_layers_with_a_router() -> None
     assert np.array_equal(protocol.decode_routes(told, MODEL, count=4), every[:, [0, 2]])
     with pytest.raises(ValueError, match=r"routes of shape \[4, 3, 2\] for 5 positions"):
         protocol.decode_routes(told, MODEL, count=5)
+
+
+def asked(**sampling: Any) -> CompletionRequest:
+    own = {"max_tokens": 5, "stop_token_ids": (7,), **sampling}
+    return msgspec.structs.replace(request(), sampling=Sampling(**own))
+
+
+def test_further_sampling_parameters_have_vllms_own_names() -> None:
+    given = {"top_p": 0.9, "top_k": 3, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.25,
+             "repetition_penalty": 1.5, "min_tokens": 2}  # fmt: skip
+    body = protocol.encode_request(asked(**given, logit_bias=((3, -1.5),)), "n", salt="a", native_routes=False)
+    params = json.loads(body)["sampling_params"]
+    assert {name: params[name] for name in given} == given
+    assert params["logit_bias"] == {"3": -1.5}
+    plain = json.loads(protocol.encode_request(asked(), "n", salt="a", native_routes=False))["sampling_params"]
+    assert not {*given, "logit_bias", "structured_outputs"} & plain.keys(), "a plain request is sent as before"
+
+
+def test_grammars_are_structured_outputs_and_lark_is_refused_by_name() -> None:
+    def sent(grammar: str) -> Any:
+        body = protocol.encode_request(asked(grammar=grammar), "n", salt="a", native_routes=False)
+        return json.loads(body)["sampling_params"]["structured_outputs"]
+
+    assert sent(grammars.any_json_object()) == {"json": {"type": "object"}}
+    assert sent(grammars.from_regex("a+")) == {"regex": "a+"}
+    with pytest.raises(InvalidGrammar, match="vLLM takes no Lark grammar"):
+        sent(grammars.from_lark('start: "a"'))
+
+
+def test_the_likeliest_tokens_are_read_with_or_without_the_sampled_one() -> None:
+    content = json.loads(recorded("generate.json"))["choices"][0]["logprobs"]["content"]
+    for token in content:
+        token["top_logprobs"] = [
+            token["top_logprobs"][0],
+            {"token_id": 1, "logprob": -0.5},
+            {"token_id": 2, "logprob": -1},
+        ]
+    answer = whole_answer(changed(logprobs={"content": content}), engine="e")
+    routes = answers.decode_kept_routes(None, MODEL, start=0, stop=PROMPT + 4)
+    common: dict[str, Any] = {"server": "vLLM", "engine": "e", "versions": {0: OLD}, "adoption": 0, "routes": routes}
+    done = answers.make_completion(asked(top_logprobs=2, stop_token_ids=()), answer, **common)
+    assert done.top_ids.tolist() == [[1, 2]] * 5
+    assert done.top_logprobs.tolist() == [[-0.5, -1.0]] * 5
+    with pytest.raises(EngineError, match="asked for 4"):
+        answers.make_completion(asked(top_logprobs=4, stop_token_ids=()), answer, **common)
+    body = json.loads(protocol.encode_request(asked(top_logprobs=2), "n", salt="a", native_routes=False))
+    assert body["sampling_params"]["logprobs"] == 2

@@ -1,0 +1,143 @@
+"""The dialect of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from etude.capture import Message
+from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.dialects.dialect import Dialect
+from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
+from etude.gateway.errors import invalid_request, openai_error
+from etude.gateway.requests import ChatRequest, canonical_call, checked_messages, decode_body
+
+NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+"""Known parameters that are not supported, with the values that are accepted because they change nothing."""
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str = ""
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+
+
+class _ChatBody(Body, kw_only=True):
+    messages: list[_Message]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+
+_decoder = msgspec.json.Decoder(_ChatBody)
+
+
+def read(data: bytes) -> ChatRequest:
+    """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` with status 400."""
+    body = decode_body(data, _decoder, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
+    fields = common(body)
+    messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    return ChatRequest(messages=checked_messages(messages, "messages"), tools=tools, **fields)
+
+
+def _canonical(message: _Message, where: str) -> Message:
+    """Convert a message to its canonical form, in which it is rendered and compared."""
+    content = message.content
+    if isinstance(content, list):
+        if any(part.type not in ("text", "input_text", "output_text") for part in content):
+            raise invalid_request("only text content is offered by this model", f"{where}.content")
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    canonical: Message = {"role": role, "content": content or ""}
+    if message.function_call is not None:
+        raise invalid_request(
+            "calls of the old form function_call are not rendered: send tool_calls", f"{where}.function_call"
+        )
+    if role == "tool" and message.tool_call_id:
+        canonical["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        if role != "assistant":
+            raise invalid_request(f"a {role} message has tool_calls", f"{where}.tool_calls")
+        canonical["tool_calls"] = [
+            canonical_call(c.function.name, c.function.arguments, c.id, f"{where}.tool_calls")
+            for c in message.tool_calls
+        ]
+    return canonical
+
+
+def _tool_calls(answer: Answer, head: ResponseHead, index: int) -> list[dict[str, Any]]:
+    return [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, name, arguments in answer.calls_with_ids("call_", head, index)
+    ]
+
+
+def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the JSON body of a chat completion (`chat.completion`)."""
+    messages = []
+    for index, answer in enumerate(answers):
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": _tool_calls(answer, head, index)}
+        messages.append({"message": message})
+    return whole_body(request, head_fields(head, "chatcmpl-", "chat.completion"), answers, messages)
+
+
+class _ChatStream(CompletionStream):
+    """Makes the events of type `chat.completion.chunk`."""
+
+    prefix, kind = "chatcmpl-", "chat.completion.chunk"
+
+    def _start(self, num_prompt: int) -> Iterator[bytes]:
+        for index in range(self.request.n):
+            yield self._event({"delta": {"role": "assistant", "content": ""}}, index)
+
+    def _reasoning(self, piece: str, index: int) -> Iterator[bytes]:
+        yield self._event({"delta": {"reasoning_content": piece}}, index)
+
+    def _content(self, piece: str) -> dict[str, Any]:
+        return {"delta": {"content": piece} if piece else {}}
+
+    def _calls(self, answer: Answer, index: int) -> Iterator[dict[str, Any]]:
+        for number, call in enumerate(_tool_calls(answer, self.head, index)):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            yield {"delta": {"tool_calls": [{"index": number, **call, "function": {"name": name, "arguments": ""}}]}}
+            yield {"delta": {"tool_calls": [{"index": number, "function": {"arguments": arguments}}]}}
+
+
+DIALECT = Dialect("chat", "/v1/chat/completions", read, body, _ChatStream, openai_error)

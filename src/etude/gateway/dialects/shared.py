@@ -1,0 +1,179 @@
+"""What chat completions and text completions share: parameters, errors and the frame of bodies and events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from etude.capture import Chat
+from etude.gateway.answers import Answer, ResponseHead, num_sampled
+from etude.gateway.dialects.dialect import EventStream, data_event
+from etude.gateway.errors import RequestRefused, openai_error
+from etude.gateway.requests import ChatRequest, check_range, check_stops
+
+DONE = b"data: [DONE]\n\n"
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",  # an answer has one call at most
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Parameters that clients send and that do not change the answer; they are ignored."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "top_p": (None, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    # parameters of other servers
+    "add_generation_prompt": (None, True),
+    "add_special_tokens": (None, False, True),  # the template or the prompt has them
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "echo": (None, False),
+    "guided_choice": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "ignore_eos": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "prompt_logprobs": (None,),
+    "repetition_penalty": (None, 1),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "stop_token_ids": (None, []),
+    "structured_outputs": (None,),
+    "top_k": (None, -1, 0),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+}
+"""Known parameters that are not supported, with the values that are accepted because they change nothing."""
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class Body(msgspec.Struct, kw_only=True):
+    model: str
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+
+def common(body: Body) -> dict[str, Any]:
+    """Check the shared parameters and return them as arguments of `ChatRequest`."""
+    check_range("max_tokens", body.max_tokens, 1)
+    check_range("max_completion_tokens", body.max_completion_tokens, 1)
+    check_range("temperature", body.temperature, 0, 2)
+    return {
+        "model": body.model,
+        "max_tokens": body.max_completion_tokens or body.max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "seed": body.seed,
+        "stop": check_stops(body.stop),
+        "stream": bool(body.stream),
+        "include_usage": body.stream_options is not None and body.stream_options.include_usage,
+        "return_token_ids": bool(body.return_token_ids),
+    }
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return OpenAI's usage object. `cached_tokens` in it counts prompt tokens whose KV was reused."""
+    prompt, sampled = len(answers[0].prompt_ids), num_sampled(answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": answers[0].completion.num_cached},
+    }
+
+
+def whole_body(
+    request: ChatRequest, head: dict[str, Any], answers: Sequence[Answer], contents: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the body of a response. `contents` has what is particular to each choice, such as its message."""
+    choices = [
+        {"index": i, **content, "logprobs": None, "finish_reason": answer.finish}
+        for i, (answer, content) in enumerate(zip(answers, contents, strict=True))
+    ]
+    body = {**head, "system_fingerprint": answers[0].fingerprint, "choices": choices, "usage": usage(answers)}
+    if request.return_token_ids:
+        for choice, answer in zip(choices, answers, strict=True):
+            choice["token_ids"] = answer.completion.token_ids.tolist()
+        body["prompt_token_ids"] = answers[0].prompt_ids.tolist()
+    return body
+
+
+class CompletionStream(EventStream):
+    """Makes the events of a streamed response of OpenAI's completions. The subclasses write the choices."""
+
+    prefix = kind = ""
+
+    def __init__(self, request: ChatRequest, head: ResponseHead, chat: Chat) -> None:
+        super().__init__(request, head, chat)
+        self._head = head_fields(head, self.prefix, self.kind)
+        self._fingerprint: str | None = None
+        self._answers: list[Answer] = []
+
+    def _finish(self, answer: Answer, index: int) -> Iterator[bytes]:
+        self._answers.append(answer)
+        self._fingerprint = answer.fingerprint
+        for content in self._calls(answer, index):
+            yield self._event(content, index)
+        yield self._event(self._content(""), index, answer.finish)
+
+    def end(self) -> Iterator[bytes]:
+        if self.request.include_usage:
+            yield data_event({**self._header(), "choices": [], "usage": usage(self._answers)})
+        yield DONE
+
+    def error(self, refused: RequestRefused) -> bytes:
+        return data_event(openai_error(refused))
+
+    def _text(self, piece: str, index: int) -> Iterator[bytes]:
+        yield self._event(self._content(piece), index)
+
+    def _content(self, piece: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _calls(self, answer: Answer, index: int) -> Iterator[dict[str, Any]]:
+        yield from ()
+
+    def _header(self) -> dict[str, Any]:
+        return {**self._head, "system_fingerprint": self._fingerprint}
+
+    def _event(self, content: dict[str, Any], index: int, finish_reason: str | None = None) -> bytes:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+        no_usage = {"usage": None} if self.request.include_usage else {}
+        return data_event({**self._header(), "choices": [choice]} | no_usage)
+
+
+def head_fields(head: ResponseHead, prefix: str, kind: str) -> dict[str, Any]:
+    """Return the fields with which every body and event of a response begins."""
+    return {"id": prefix + head.id, "object": kind, "created": head.created, "model": head.model}
