@@ -47,7 +47,11 @@ def prefix_order(samples: Sequence[Sample], ends: Sequence[int], replay: RouteRe
 
     `replay`: which recorded routes are replayed, and so must be equal, too; None: none."""
     paths = [_Path(sample, end, replay) for sample, end in zip(samples, ends, strict=True)]
-    order = sorted(range(len(paths)), key=functools.cmp_to_key(lambda a, b: paths[a].compare(paths[b])))
+
+    def compare(a: int, b: int) -> int:
+        return paths[a].compare(paths[b])
+
+    order = sorted(range(len(paths)), key=functools.cmp_to_key(compare))
     shared = [paths[a].shared(paths[b]) for a, b in pairwise(order)]
     return PrefixOrder(tuple(order), (0, *shared)[: len(order)], tuple(ends))
 
