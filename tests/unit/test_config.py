@@ -84,7 +84,7 @@ def test_what_is_left_out_has_its_default_and_overrides_win(tmp_path):
         ("[seed]\nx = 1", "seed: expected an integer, got the section {'x': 1}"),
         ("start = 3", "start: expected a path, got 3"),
         ("seed = 2026-01-01", "seed: expected an integer, got"),
-        ("[inner]\nzzz = 1", "known: inner.kind, inner.names, inner.rate, inner.steps"),
+        ("[inner]\nzzz = 1", "known: inner.kind, inner.names, inner.rate, inner.share, inner.steps"),
         ("seed = ", "is not valid TOML"),
     ],
 )
