@@ -51,7 +51,7 @@ def request(i: int, num_prompt: int, max_tokens: int, vocab_size: int, temperatu
 
 
 def scheduling(chunk_tokens: int) -> Scheduler:
-    return Scheduler(num_slots=4, chunk_tokens=chunk_tokens, step_tokens=chunk_tokens, max_waiting=8)
+    return Scheduler(num_slots=4, context_tokens=24, chunk_tokens=chunk_tokens, step_tokens=chunk_tokens, max_waiting=8)
 
 
 def served(

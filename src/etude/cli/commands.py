@@ -48,6 +48,7 @@ def build_parser() -> Parser:
     _add_model_commands(commands)
     _add_fleet_commands(commands)
     _add_plugin_commands(commands)
+    _add_harness_commands(commands)
     return parser
 
 
@@ -581,3 +582,17 @@ def _add_plugin_commands(commands: Commands[Parser]) -> None:
     check.add_argument(
         "--set", action="append", default=[], metavar="a=b", help="a setting of the plug-in (repeatable)"
     )
+
+
+def _add_harness_commands(commands: Commands[Parser]) -> None:
+    harness = _group(commands, "harness", "check the agent program of a config")
+    what = "run one task through a config's agent program with a scripted model, and show what would be trained"
+    check = add(harness, "check", "harness:check", what)
+    check.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml")
+    _add_set(check)
+    check.add_argument("--split", choices=_SPLITS, default="train", help="split of the task (default: %(default)s)")
+    check.add_argument("--task", type=int, default=0, metavar="N", help="index of the task (default: 0)")
+    check.add_argument(
+        "--answers", type=Path, metavar="FILE", help="what the model says, one JSON value a line: a text or a call"
+    )
+    check.add_argument("--lines", type=positive, default=40, metavar="N", help="lines of its log (default: 40)")
