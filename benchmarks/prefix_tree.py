@@ -2,8 +2,9 @@
 
 The laptop example's model, with a context of 4,096 tokens, trains on made-up batches: eight siblings of one prompt of
 2,000 tokens; rollouts with side calls that branch off their turns; siblings of short prompts; and samples that share
-nothing. Each batch is trained on with shared prefixes computed once and with every path by itself, in a process each.
-Times are CPU seconds, the least of the repeats; memory is the growth of the resident set over the loaded model.
+nothing. Each batch is trained on with shared prefixes computed once, and with every path by itself. Times are CPU
+seconds, the least of the repeats, taken in turn; memory is the growth of the resident set over the loaded model, first
+with shared prefixes.
 `python -m benchmarks.prefix_tree [--cases siblings …] [--modes exact native] [--repeats N]`
 """
 
@@ -79,13 +80,12 @@ def _samples(paths: list[Turns], draw: np.random.Generator) -> list[Sample]:
     return found
 
 
-def one(start: str, case: str, mode: str, share: bool, repeats: int, out: str) -> None:
-    """In a process of its own: train on a batch, and write what was measured."""
+def trained(start: str, case: str, mode: str, repeats: int, out: str) -> None:
+    """In a process of its own: train on a batch with shared prefixes (True) and without, in turn; write results."""
     torch.set_num_threads(1)
     config = LearnerConfig(weights=LiveWeights.F32, replay_routes=False)
     learner = TorchLearner(config, numerics=NumericsConfig(Mode(mode)))
     learner.load(start)
-    learner.share_prefixes = share
     samples = cases(learner.model.config.vocab_size)[case]
     batch = Batch(
         batch_id="b000001",
@@ -94,46 +94,45 @@ def one(start: str, case: str, mode: str, share: bool, repeats: int, out: str) -
         rollout_ids=tuple(sample.rollout_id for sample in samples),
         num_loss_tokens=sum(int(sample.path.mask.sum()) for sample in samples),
     )
-    before, times = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
-    for _ in range(repeats):
+    before, found = _peak_mb(), {}
+    times: dict[bool, list[float]] = {True: [], False: []}
+    peaks: dict[bool, float] = {}
+    for way in [True, False] * repeats:
+        learner.share_prefixes = way
         learner.optimizer.clear()
         began = time.process_time()
         done = learner.forward_backward(batch)
-        times.append(time.process_time() - began)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    facts = {
-        "cpu_s": min(times),
-        "peak_mb": grown / 1024,
-        "tokens": done.num_tokens,
-        "forwarded": done.num_forwarded,
-        "forwarded_per_unique": done.forwarded_per_unique,
-    }
-    torch.save((facts, learner.optimizer.grad), out)
+        times[way].append(time.process_time() - began)
+        peaks.setdefault(way, _peak_mb() - before)
+        found[way] = min(times[way]), peaks[way], done, learner.optimizer.grad.clone()
+    torch.save(found, out)
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def compared(start: str, case: str, mode: str, repeats: int) -> dict[str, Any]:
     """Train on a batch in both ways."""
-    context, found = multiprocessing.get_context("spawn"), []
     with tempfile.TemporaryDirectory() as folder:
-        for share in (True, False):
-            out = f"{folder}/{share}.pt"
-            process = context.Process(target=one, args=(start, case, mode, share, repeats, out))
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise RuntimeError(f"{case} in {mode} mode ended with exit code {process.exitcode}")
-            found.append(torch.load(out))
-    (shared, gradient), (each, expected) = found
+        args = (start, case, mode, repeats, f"{folder}/found.pt")
+        process = multiprocessing.get_context("spawn").Process(target=trained, args=args)
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"{case} in {mode} mode ended with exit code {process.exitcode}")
+        found = torch.load(args[-1], weights_only=False)
+    (shared_s, shared_mb, shared, gradient), (each_s, each_mb, each, expected) = found[True], found[False]
     return {
-        "tokens_of_paths": each["tokens"],
-        "forwarded": shared["forwarded"],
-        "forwarded_per_unique": round(shared["forwarded_per_unique"], 4),
-        "forwarded_per_unique_by_path": round(each["forwarded_per_unique"], 4),
-        "cpu_s": round(shared["cpu_s"], 3),
-        "cpu_s_by_path": round(each["cpu_s"], 3),
-        "cpu_share": round(shared["cpu_s"] / each["cpu_s"], 3),
-        "peak_mb": round(shared["peak_mb"]),
-        "peak_mb_by_path": round(each["peak_mb"]),
+        "tokens_of_paths": each.num_tokens,
+        "forwarded": shared.num_forwarded,
+        "forwarded_per_unique": round(shared.forwarded_per_unique, 4),
+        "forwarded_per_unique_by_path": round(each.forwarded_per_unique, 4),
+        "cpu_s": round(shared_s, 3),
+        "cpu_s_by_path": round(each_s, 3),
+        "cpu_share": round(shared_s / each_s, 3),
+        "peak_mb": round(shared_mb),
+        "peak_mb_by_path": round(each_mb),
         "gradient_difference": float((gradient - expected).norm() / expected.norm()),
     }
 
