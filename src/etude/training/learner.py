@@ -58,7 +58,7 @@ from etude.weights.tensors import Tensor
 
 METADATA_FORMAT = 1
 METADATA = "learner.json"  # beside the weights of a learner's checkpoint
-LEAST_SHARED = 0.05
+LEAST_SHARED = 0.25
 """Prefixes are shared from this share of tokens on that need not be computed again."""
 UNREPLAYED_EVERY = 64
 """One of this many samples is computed again without route replay, to measure the unreplayed ratio."""
