@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from etude.errors import ConfigError, DeadlineExceeded
@@ -25,7 +25,7 @@ _CLIENT_TIMEOUT_S = 20.0  # for a request's head to arrive, and for a client to 
 
 @contextlib.asynccontextmanager
 async def run_http_server(
-    app: Starlette,
+    app: ASGIApp,
     sock: socket.socket,
     *,
     name: str,

@@ -48,6 +48,7 @@ def build_parser() -> Parser:
     _add_model_commands(commands)
     _add_fleet_commands(commands)
     _add_plugin_commands(commands)
+    _add_harness_commands(commands)
     return parser
 
 
@@ -489,13 +490,18 @@ def _add_store_commands(weights: Commands[Parser]) -> None:
 
 
 def _add_model_commands(commands: Commands[Parser]) -> None:
-    serve = add(commands, "serve", "serve:serve", "serve a checkpoint or a run's newest version, OpenAI-compatible")
+    about = "serve checkpoints or newest versions of runs, with the APIs of OpenAI and Anthropic"
+    serve = add(commands, "serve", "serve:serve", about)
     serve.add_argument(
-        "model", nargs="?", type=Path, metavar="CHECKPOINT|RUN", help="(default: the newest run in runs/)"
+        "models", nargs="*", metavar="[NAME=]CHECKPOINT|RUN", help="one or more (default: the newest run in runs/)"
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=port, default=8000, help="port to listen on (default: %(default)s)")
     serve.add_argument("--key", help="API key that clients must send (default: $ETUDE_API_KEY, else none)")
+    serve.add_argument("--keys", type=Path, metavar="FILE", help="TOML file of API keys, with their limits")
+    serve.add_argument(
+        "--cors", action="append", default=[], metavar="ORIGIN", help="let web pages of this origin ask (repeatable)"
+    )
     serve.add_argument(
         "--max-concurrent", type=positive, default=32, help="requests at the same time (default: %(default)s)"
     )
@@ -576,3 +582,17 @@ def _add_plugin_commands(commands: Commands[Parser]) -> None:
     check.add_argument(
         "--set", action="append", default=[], metavar="a=b", help="a setting of the plug-in (repeatable)"
     )
+
+
+def _add_harness_commands(commands: Commands[Parser]) -> None:
+    harness = _group(commands, "harness", "check the agent program of a config")
+    what = "run one task through a config's agent program with a scripted model, and show what would be trained"
+    check = add(harness, "check", "harness:check", what)
+    check.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml")
+    _add_set(check)
+    check.add_argument("--split", choices=_SPLITS, default="train", help="split of the task (default: %(default)s)")
+    check.add_argument("--task", type=int, default=0, metavar="N", help="index of the task (default: 0)")
+    check.add_argument(
+        "--answers", type=Path, metavar="FILE", help="what the model says, one JSON value a line: a text or a call"
+    )
+    check.add_argument("--lines", type=positive, default=40, metavar="N", help="lines of its log (default: 40)")

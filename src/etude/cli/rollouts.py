@@ -26,6 +26,8 @@ from etude.loop.config import read_config
 from etude.loop.locations import read_ledger, rollout_files, traces_folder
 from etude.records import Graded, Outcome
 from etude.records.wire import I32
+from etude.rollouts.logs import FOLDER as LOGS
+from etude.rollouts.logs import read_logs
 from etude.run import RunFolder
 
 
@@ -79,6 +81,8 @@ def show(args: argparse.Namespace) -> int:
     A rollout of an evaluation is printed once for each evaluation that has it."""
     run, screen = open_run(args.run), Console(highlight=False, markup=False)
     found = [_show_trained(run, args.rollout_id, screen), *_show_evaluated(run, args.rollout_id, screen)]
+    for attempt, text in read_logs(run / LOGS, args.rollout_id):
+        screen.print(f"\nlog of the agent program, attempt {attempt}:\n{text.rstrip()}", soft_wrap=True)
     if not any(found):
         raise InputError(
             f"{run.path} has no rollout {args.rollout_id!r}",

@@ -17,7 +17,7 @@ from etude.experience.admission import Straggler, mask_path, mask_stale
 from etude.experience.credit import DR_GRPO, assign_credit
 from etude.experience.groups import Group
 from etude.records.reward import K1, Term
-from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace, TurnKind
+from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, RolloutSummary, with_versions_of
 from etude.records.wire import F32, Array, Bools
@@ -32,9 +32,9 @@ def paths(trace: Trace) -> Iterator[Path]:
     """Yield every path of a trace from root to leaf.
 
     Each sampled token is in the loss of exactly one path. A later path that shares turns with an earlier one (a
-    summary, a sub-agent) has these turns as context only. The tokens of turns whose sampling is not `Sampling.plain`
-    are in no loss, since the learner computes their probabilities by another formula."""
-    seen = {at for at, turn in enumerate(trace.turns) if not turn.sampling.plain}
+    summary, a sub-agent) has these turns as context only. The tokens of turns that are not `trained` are in no
+    loss."""
+    seen = {at for at, turn in enumerate(trace.turns) if not trained(turn)}
     for leaf in trace.leaves():
         chain, path = trace.chain(leaf), trace.path(leaf)
         yield (
@@ -45,9 +45,17 @@ def paths(trace: Trace) -> Iterator[Path]:
         seen.update(chain)
 
 
+def trained(turn: Turn) -> bool:
+    """Return whether the sampled tokens of a turn can be in the loss.
+
+    Those of a side call are not: a title is no work at the task, and the reward says nothing about it. Nor are those
+    whose sampling is not `Sampling.plain`, since the learner computes their probabilities by another formula."""
+    return turn.sampling.plain and turn.kind is not TurnKind.SIDE
+
+
 def num_not_plain(trace: Trace) -> int:
-    """Number of sampled tokens of turns whose sampling is not `Sampling.plain`."""
-    return sum(len(turn.completion.token_ids) for turn in trace.turns if not turn.sampling.plain)
+    """Number of sampled tokens of turns that are not `trained`."""
+    return sum(len(turn.completion.token_ids) for turn in trace.turns if not trained(turn))
 
 
 def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float]) -> Array:

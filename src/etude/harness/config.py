@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from etude.config import Plugin, named, ranged
+from etude.config import BuiltIn, Plugin, named, ranged
 
 LAPTOP_TOOLS = ("ls", "cat", "test", "edit", "submit")
-PROGRAMS = ("loop",)  # the built-in agent programs
+LOOP, COMMAND = "loop", "command"
+PROGRAMS = {LOOP: "etude.harness.programs:Loop", COMMAND: "etude.rollouts.command:CommandProgram"}
+"""The built-in agent programs: name → import path."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class HarnessConfig:
       time that other work on the host took from the commands, where that is measured (`ExecResult.lost_s`).
     - `export_bytes`: the largest file that is taken from the machine for grading.
     - `require_submit`: give reward 0 to a rollout whose agent never called `submit`.
-    - `program`: the agent program: "loop", the built-in one, or a plug-in."""
+    - `program`: the agent program: "loop", the built-in one; "command", a program that asks the model over HTTP, with
+      the settings of `etude.rollouts.command.CommandProgram`; or a plug-in."""
 
     tools: tuple[str | Plugin, ...] = LAPTOP_TOOLS
     max_turns: int = ranged(8, low=1, high=10_000)
@@ -40,12 +44,13 @@ class HarnessConfig:
     rollout_deadline_s: float = ranged(30.0, low=0.01)
     export_bytes: int = ranged(1_048_576, low=1)
     require_submit: bool = True
-    program: str | Plugin = PROGRAMS[0]
+    program: Annotated[str | Plugin, BuiltIn(tuple(PROGRAMS))] = LOOP
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(named(tool, ()) for tool in self.tools))
-        object.__setattr__(self, "program", named(self.program, PROGRAMS))
-        if isinstance(self.program, str) and self.program not in PROGRAMS:
+        program = named(self.program, PROGRAMS)
+        object.__setattr__(self, "program", LOOP if program == Plugin(LOOP) else program)
+        if isinstance(self.program, str) and self.program != LOOP:
             raise ValueError(f"program = {self.program!r} is neither 'loop' nor an import path: my_package.module:Name")
         if self.turn_tokens >= self.context_tokens:
             raise ValueError(
@@ -56,3 +61,8 @@ class HarnessConfig:
                 f"summary_tokens = {self.summary_tokens} is more than a quarter of "
                 f"context_tokens = {self.context_tokens}: a summary must leave room for the work"
             )
+
+    @property
+    def is_command(self) -> bool:
+        """Whether the agent program is a command, with its own tools."""
+        return isinstance(self.program, Plugin) and self.program.path == COMMAND

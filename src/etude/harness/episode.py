@@ -57,13 +57,14 @@ class AgentRun:
 
     Exactly one of `ending` and `failure` is set. `ending` is the reason why the agent stopped, and `failure` an error
     that the agent cannot cause. `trace` has the turns with their tokens, `messages` is the main conversation, and
-    `tool_s` the time in tool calls, in seconds."""
+    `tool_s` the time in tool calls, in seconds. `log` is the output of an agent program that is a process."""
 
     trace: Trace
     messages: list[Message]
     tool_s: float
     ending: Ending | None
     failure: EngineError | MachineError | None = None
+    log: bytes = b""
 
 
 class EpisodeEnded(EtudeError):
@@ -128,6 +129,7 @@ class Episode:
         self.ending: Ending | None = None  # the reason why the episode is over
         self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
         self.num_turns = 0  # turns that were requested
+        self.log = b""  # see `AgentRun.log`
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(
             task,
@@ -148,13 +150,16 @@ class Episode:
         kind: TurnKind = TurnKind.ACT,
         reuse: bool = False,
         max_tokens: int | None = None,
+        strict: bool = True,
     ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
         `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools`
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With
         `reuse` the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
-        `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`.
+        `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
+        fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
+        gateway get it.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
@@ -176,7 +181,7 @@ class Episode:
         prompt = self._tree.prompt(messages, signatures, tools=tools or (), reuse=reuse)
         if prompt.answered is not None:
             await asyncio.sleep(0)  # a program that repeats a request for ever cannot block the event loop
-            return self._turn(prompt.answered, messages, signatures)
+            return self._turn(prompt.answered, messages, signatures, strict=strict)
         max_tokens = self.limits.turn_tokens if max_tokens is None else max_tokens
         if (num_tokens := len(prompt.token_ids) + max_tokens) > self.limits.context_tokens:
             facts = (
@@ -186,20 +191,27 @@ class Episode:
         number, self.num_turns = self.num_turns, self.num_turns + 1
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
-        reply = self.chat.parse(completion.token_ids, signatures)
+        reply = self._parse(completion, signatures, strict=strict)
         message = assistant_message(reply, turn=number)
         node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
-        return self._turn(node, messages, signatures)
+        return self._turn(node, messages, signatures, strict=strict)
 
-    def num_tokens(self, messages: list[Message]) -> int:
-        """Return how many tokens the prompt of a request with these messages and the episode's tools has.
+    def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """Return how many tokens the prompt of a request with these messages has. `tools` are as in `ask`.
 
         Raises `ChatError` for a chat template that the user must fix."""
-        return self._tree.prompt_tokens(messages, self.tools.signatures)
+        signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
+        return self._tree.prompt_tokens(messages, signatures, tools=tools or ())
 
-    def _turn(self, node: Node, messages: list[Message], signatures: Mapping[str, Signature]) -> ModelTurn:
+    def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
+        reply = self.chat.parse(completion.token_ids, signatures, strict=strict)
+        return Reply(self.chat.decode(completion.token_ids)) if reply.error and not strict else reply
+
+    def _turn(
+        self, node: Node, messages: list[Message], signatures: Mapping[str, Signature], *, strict: bool
+    ) -> ModelTurn:
         """Append the message of a recorded turn to its conversation."""
-        reply = self.chat.parse(node.completion.token_ids, signatures)
+        reply = self._parse(node.completion, signatures, strict=strict)
         messages.append(assistant_message(reply, turn=node.number))
         return ModelTurn(reply, messages, node.num_tokens, node.number, node)
 
@@ -214,7 +226,7 @@ class Episode:
         turn.node.calls = ()
         for index, call in enumerate(reply.calls):
             output = await self._run_tool(call)
-            arguments = {k: _plain(v) for k, v in call.arguments.items()}
+            arguments = {k: plain_argument(v) for k, v in call.arguments.items()}
             turn.node.calls += (ToolCall(name=call.name, arguments=arguments, output=output),)
             turn.messages.append({"role": "tool", "tool_call_id": _call_id(turn.number, index), "content": output})
             if self.bench.submitted or self.tool_s >= self.limits.rollout_deadline_s:
@@ -243,7 +255,7 @@ class Episode:
 
         Without a failure or an ending, the ending is `Ending.STOPPED`: the program stopped without a submission."""
         ending = None if self.failure else self.ending or Ending.STOPPED
-        return AgentRun(self._tree.trace(), self.messages, self.tool_s, ending, self.failure)
+        return AgentRun(self._tree.trace(), self.messages, self.tool_s, ending, self.failure, self.log)
 
     async def _run_tool(self, call: Call) -> str:
         began, lost_s = self._clock(), self.bench.lost_s
@@ -324,7 +336,8 @@ def _call_id(turn: int, index: int = 0) -> str:
     return f"call_{turn}_{index}" if index else f"call_{turn}"
 
 
-def _plain(value: Any) -> str | int:
+def plain_argument(value: Any) -> str | int:
+    """Return a tool call's argument as a trace stores it: a text, an integer below 2^63, or JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and -_INT_END <= value < _INT_END:

@@ -13,6 +13,7 @@ from typing import Protocol
 from etude.config import Plugin
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError, PluginError
 from etude.harness.compaction import Compactor, RoomMaker
+from etude.harness.config import PROGRAMS
 from etude.harness.episode import AgentRun, Episode, EpisodeEnded
 from etude.harness.tools import PLUGIN_GRACE_S
 from etude.plugins import Kind, called, make, unusable
@@ -34,6 +35,13 @@ class Harness(Protocol):
         ...
 
 
+class Loop:
+    """The built-in agent program, as a `Harness`."""
+
+    async def run(self, episode: Episode) -> None:
+        await run_agent(episode)
+
+
 async def run_agent(episode: Episode, room: RoomMaker | None = None) -> None:
     """Run the built-in program: sample a turn, run its tool calls, and repeat until the episode ends.
 
@@ -53,9 +61,12 @@ async def run_program(episode: Episode) -> AgentRun:
 
     Raises `ChatError` for a chat template that the user must fix, and `PluginError` for a plug-in that fails."""
     plugin = episode.limits.program
-    if isinstance(plugin, Plugin):
-        return await run_plugin(plugin, _load_harness(plugin), episode)
-    return await _run_to_end(episode, run_agent(episode))
+    if not isinstance(plugin, Plugin):
+        return await _run_to_end(episode, run_agent(episode))
+    harness = _load_harness(plugin)
+    if plugin.path in PROGRAMS:
+        return await _run_to_end(episode, harness.run(episode))
+    return await run_plugin(plugin, harness, episode)
 
 
 @functools.lru_cache(maxsize=16)
@@ -79,7 +90,7 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
 
     try:
         async with asyncio.timeout(limit_s) as limit:
-            episode.policy = _DeadlinePausingPolicy(episode.policy, limit, limit_s)
+            episode.policy = DeadlinePausingPolicy(episode.policy, limit, limit_s)
             return await _run_to_end(episode, run())
     except (EtudeError, TimeoutError) as error:
         if not limit.expired():
@@ -100,13 +111,14 @@ async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> Age
     return episode.result()
 
 
-class _DeadlinePausingPolicy:
-    """The policy of a plug-in's episode. The plug-in's deadline is suspended while it waits for a completion.
+class DeadlinePausingPolicy:
+    """The policy of a program's episode. The program's deadline `limit` is suspended while it waits for a completion.
 
-    The policy has its own limit for an engine without progress."""
+    `limit_s` is the time that it has, in seconds. The policy has its own limit for an engine without progress."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
-        self._policy, self._limit, self._left_s = policy, limit, limit_s
+        self._policy, self._limit = policy, limit
+        self._limit_s = self._left_s = limit_s
         self._since, self._num_pending = asyncio.get_running_loop().time(), 0
 
     async def complete(self, request: CompletionRequest) -> Completion:
@@ -122,6 +134,11 @@ class _DeadlinePausingPolicy:
             if not self._num_pending:
                 self._since = loop.time()
                 self._set_deadline(self._since + self._left_s)
+
+    def used_s(self) -> float:
+        """Return the seconds that the program has used, without the time in which it waited."""
+        running_s = 0.0 if self._num_pending else asyncio.get_running_loop().time() - self._since
+        return self._limit_s - self._left_s + running_s
 
     def _set_deadline(self, when: float | None) -> None:
         with contextlib.suppress(RuntimeError):  # the timeout has expired or ended

@@ -96,10 +96,12 @@ def check_limits(
 
     `log` is called with a line when some tasks or tools do not fit. Raises `ConfigError` when none fits, and
     `ChatError` for a checkpoint whose chat format has no tool calls."""
-    tools = standard_tools(limits.tools)
-    _check_turns(limits, chat, tools.signatures, log)
+    signatures: Mapping[str, Signature] = {}  # a program that is a command has its own tools
+    if not limits.is_command:
+        signatures = standard_tools(limits.tools).signatures
+        _check_turns(limits, chat, signatures, log)
     first = ([{"role": "user", "content": task.instruction}] for task in tasks)
-    prompts = sorted(len(chat.encode_prompt(messages, tools.signatures)) for messages in first)
+    prompts = sorted(len(chat.encode_prompt(messages, signatures)) for messages in first)
     past = [tokens for tokens in prompts if tokens + limits.turn_tokens > limits.context_tokens]
     if not past:
         return
@@ -121,7 +123,7 @@ def check_limits(
 def _check_turns(
     limits: HarnessConfig, chat: ChatFormat, signatures: Mapping[str, Signature], log: Callable[[str], None]
 ) -> None:
-    calls = {name: len(chat.encode_call(_smallest_call(signature))) for name, signature in signatures.items()}
+    calls = {name: len(chat.encode_call(smallest_call(signature))) for name, signature in signatures.items()}
     past = {name: tokens for name, tokens in calls.items() if tokens > limits.turn_tokens}
     what = f"harness.turn_tokens = {limits.turn_tokens}"
     sizes = ", ".join(f"{name} {tokens}" for name, tokens in past.items())
@@ -135,7 +137,7 @@ def _check_turns(
         log(f"{what} is too small for the shortest call of some tools, in tokens: {sizes}")
 
 
-def _smallest_call(signature: Signature) -> Call:
-    """A call with the shortest possible values for the required parameters only."""
+def smallest_call(signature: Signature) -> Call:
+    """Return a call with the shortest possible values for the required parameters only."""
     required = (parameter for parameter in signature.parameters if parameter.required)
     return Call(signature.name, {parameter.name: _SMALLEST.get(parameter.kind, "x") for parameter in required})

@@ -87,7 +87,7 @@ def preflight(
         check_devices(config)
     check_foreign(config, adopted=adopted)
     standard_tools(config.harness.tools)
-    if config.harness.require_submit and "submit" not in config.harness.tools:
+    if config.harness.require_submit and not config.harness.is_command and "submit" not in config.harness.tools:
         raise ConfigError(
             f"harness.tools = {list(map(str, config.harness.tools))}",
             "no rollout could submit, and with harness.require_submit such rollouts have reward 0",

@@ -7,9 +7,11 @@ run here."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from etude.environments.backends import runtime_from_config
 from etude.harness import ChatFormat
+from etude.harness.config import LOOP
 from etude.inference import Assignment, Fleet
 from etude.inference.registry_client import FleetUpdater
 from etude.inference.registry_messages import Roster
@@ -19,6 +21,7 @@ from etude.loop.locations import rollout_files
 from etude.loop.rollout_result import RolloutReply, store_rollout
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
+from etude.rollouts.logs import FOLDER as LOGS
 from etude.rollouts.rollout import session_of
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -35,6 +38,9 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     config = read_config(run)
     runtime = runtime_from_config(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
+    scripted = (
+        replace(config.harness, program=LOOP) if config.harness.is_command else config.harness
+    )  # scripts use etude's tools
     stable = config.experience.max_lag == 0
     fleet = Fleet(
         {},
@@ -57,7 +63,9 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
         """Run a rollout: of training (`kept`), or of an evaluation, which returns a transcript."""
         try:
-            played = await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
+            played = await run_rollout(
+                spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness, logs=run / LOGS
+            )
         finally:
             fleet.forget(session_of(spec))
         return await stored(played, kept=kept, find_signs=config.experience.quarantine)
@@ -65,7 +73,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     async def baseline(spec: RolloutSpec, kind: str) -> RolloutReply:
         """Run a scripted agent that needs no model: "oracle" or "random"."""
         policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
-        played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
+        played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=scripted)
         return await stored(played, kept=False, find_signs=False)
 
     async def ready() -> bool:

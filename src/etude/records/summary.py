@@ -178,8 +178,8 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampled`: ids of the rollouts with a sample. `num_trained`: the number of tokens with loss. `num_masked`: the
     number of tokens with an advantage but without loss, because they are too old. `num_not_plain`: the same, because
-    they were not sampled plainly (`Sampling.plain`). `digest`: SHA-256 of everything in the batch that the learner
-    uses."""
+    their turn is a side call or was not sampled plainly (`Sampling.plain`). `digest`: SHA-256 of everything in the
+    batch that the learner uses."""
 
     batch_id: str
     step: int

@@ -8,8 +8,10 @@ could not be made, or died; runtimes raise it only for causes outside the agent'
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from etude import __version__
 from etude.environments import prepare, take_exports
@@ -19,6 +21,7 @@ from etude.harness.episode import AgentRun
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
+from etude.rollouts.logs import write_log
 from etude.seams import Machine, Policy, Runtime
 
 UNFINISHED = Ending.DEADLINE
@@ -33,10 +36,12 @@ async def run_rollout(
     chat: ChatFormat,
     harness: HarnessConfig,
     clock: Callable[[], float] = time.monotonic,
+    logs: Path | None = None,
 ) -> Rollout:
     """Run one rollout to its end and return its record.
 
-    `chat` converts messages to token ids, and `clock` returns seconds. Failures of machines and engines are not raised:
+    `chat` converts messages to token ids, and `clock` returns seconds. `logs` is the folder for the output of an agent
+    program that is a process (`etude.rollouts.logs`). Failures of machines and engines are not raised:
     they make the rollout invalid (`Rollout.invalid`). Raises only `EngineBehind`, if no engine has the policy version
     that the rollout needs; run it again later."""
     began = clock()
@@ -46,7 +51,7 @@ async def run_rollout(
     except MachineError as error:
         return not_run(spec, Boundary.MACHINE, error, wall_s=clock() - began)
     return await run_on_machine(
-        spec, machine, runtime, policy=policy, chat=chat, harness=harness, clock=clock, began=began
+        spec, machine, runtime, policy=policy, chat=chat, harness=harness, clock=clock, began=began, logs=logs
     )
 
 
@@ -60,6 +65,7 @@ async def run_on_machine(
     harness: HarnessConfig,
     clock: Callable[[], float],
     began: float,
+    logs: Path | None = None,
 ) -> Rollout:
     """Run one rollout on a machine that was forked for it, then close the machine.
 
@@ -76,6 +82,8 @@ async def run_on_machine(
             clock=clock,
         )
         run = await run_program(episode)
+        if logs is not None and run.log:
+            await asyncio.to_thread(write_log, logs, spec.rollout_id, spec.attempt, run.log)
         if isinstance(run.failure, EngineBehind):
             raise run.failure
         if run.failure is not None or run.ending is None:

@@ -10,7 +10,7 @@ import pytest
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_metrics
 from etude.experience.credit import advantages, assign_credit
-from etude.experience.packing import has_fresh_signal, paths, reference_samples
+from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
 from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Graded, Trace
 from etude.records.reward import K1, SUBMITTED, Reward, Term
@@ -45,6 +45,14 @@ def test_in_a_branching_trace_each_sampled_token_is_in_the_loss_once(kit):
     assert len(second.token_ids) == 3 + 4 + 1 + 6  # the stem is still context
     assert (second.logprobs[~second.mask] == 0).all()
     assert (second.steps == 0).all()  # which version computed it stays known where it carries no loss
+
+
+def test_side_calls_are_in_no_loss(kit):
+    trace = kit.chain([(0, 4)], [(0, 3)])
+    side = msgspec.structs.replace(trace.turns[0], kind=TurnKind.SIDE)
+    both = list(paths(Trace((side, trace.turns[1]))))
+    assert [int(path.mask.sum()) for path in both] == [3]
+    assert num_not_plain(Trace((side, trace.turns[1]))) == 4
 
 
 def test_waiting_for_stragglers_refuses_a_token_past_the_bound(kit):

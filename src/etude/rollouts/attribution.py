@@ -1,0 +1,219 @@
+"""Attributes what an agent program asks of the model to its rollout: which request is a turn, a retry, a side call.
+
+A request becomes a turn of the episode's tree (`Episode.ask`), sampled with the run's parameters. Clients repeat
+requests: their library retries after a timeout, or they lost the connection. A repeated request waits for the first one
+or gets its answer, and samples nothing:
+
+- one that says that it is a retry (`Asking.retry`), or has the idempotency key of an earlier one;
+- one equal to an earlier request whose client went away before the answer was delivered.
+
+Any other equal request is a new sample, since a program may want several. A client that goes away loses nothing: its
+turn is sampled and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from etude.capture.tree import conversation_keys
+from etude.errors import ContextFull, EtudeError
+from etude.gateway import Answer, ChatRequest, ResponseHead, make_answer
+from etude.harness.chat import Message
+from etude.harness.episode import Episode, EpisodeEnded, ModelTurn, plain_argument
+from etude.harness.tools import clip
+from etude.records.rollout import Ending, ToolCall, TurnKind
+
+MAX_ANSWERS = 16
+"""The most answers to one request (`n`)."""
+MAX_PARALLEL = 64
+"""The most requests of one rollout that run at the same time."""
+SIDE_TOKENS = 1024
+"""The longest answer that a side call asks for, in tokens."""
+_OUTPUT_CHARS = 10_000  # of a tool's output in the trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """A request as it arrived: what it asks, and how it may be a repetition of another one.
+
+    `retry`: the client says that it repeats a
+    request. `idempotency_key`: the same for all attempts of one request, or ""."""
+
+    chat: ChatRequest
+    retry: bool = False
+    idempotency_key: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request that was accepted, and its answers. All attempts of a client at one request share one instance.
+
+    `num_clients` counts the connections that wait for it now; `delivered`: one of them has got the whole answer. `head`
+    is the same in all responses."""
+
+    key: bytes
+    head: ResponseHead
+    answers: asyncio.Task[tuple[Answer, ...]]
+    num_clients: int = 0
+    delivered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One recorded turn and the request behind it, for the report and for finding side calls."""
+
+    model: str
+    max_tokens: int | None
+    tools: bool
+    first: bytes  # key of the first message
+    turn: ModelTurn
+
+
+class Attribution:
+    """The requests of one rollout. `ask` finds or samples the answers; `finish` decides which turns were side calls.
+
+    `side`: patterns (as in file names) of model names, and of texts in a system message, whose requests are side calls.
+    `log` gets lines about what was overridden. `max_requests` bounds all requests, refused ones included."""
+
+    def __init__(self, episode: Episode, *, side: Sequence[str] = (), log: Callable[[str], None]) -> None:
+        self.episode, self.calls = episode, list[Call]()
+        self.num_requests = self.num_joined = 0
+        self.max_requests = 4 * episode.limits.max_turns + 16
+        self.context_full = False  # the last request did not fit into the context
+        self.failed = asyncio.Event()  # the episode has failed or ended: the program should stop
+        self._side, self._log = tuple(side), log
+        self._by_key: dict[bytes, list[Asked]] = {}
+        self._by_idempotency: dict[str, Asked] = {}
+        self._running = set[asyncio.Task[tuple[Answer, ...]]]()
+        self._logged, self._closed = set[str](), False
+
+    def ask(self, asking: Asking) -> Asked:
+        """Return the request that this one repeats, or begin to sample its answers.
+
+        Raises `EpisodeEnded` when the rollout has ended or asked too often, and `TooManyRequests`."""
+        self.num_requests += 1
+        if self.num_requests > self.max_requests and self.episode.ending is None:
+            self._log(f"more than {self.max_requests} requests: the rollout ends")
+            self.episode.ending = Ending.TURNS
+        if self._closed or self.episode.ending is not None:
+            self.failed.set()
+            raise EpisodeEnded(self.episode.ending or Ending.STOPPED)
+        chat = asking.chat
+        limits = f"|{chat.n}|{chat.max_tokens}|{chat.stop}".encode()
+        key = hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + limits).digest()
+        if (earlier := self._repeated(key, asking)) is not None:
+            self.num_joined += 1
+            return earlier
+        if len(self._running) >= MAX_PARALLEL:
+            raise TooManyRequests
+        identity = hashlib.sha256(f"{self.episode.options.session_id}|{self.num_requests}".encode()).hexdigest()[:32]
+        head = ResponseHead(identity, chat.model, int(time.time()))
+        asked = Asked(key, head, asyncio.create_task(self._sample(asking), name="ask the policy"))
+        self._running.add(asked.answers)
+        asked.answers.add_done_callback(lambda _: self._ended(asked))
+        self._by_key.setdefault(key, []).append(asked)
+        if asking.idempotency_key:
+            self._by_idempotency[asking.idempotency_key] = asked
+        return asked
+
+    def _repeated(self, key: bytes, asking: Asking) -> Asked | None:
+        if asking.idempotency_key and (known := self._by_idempotency.get(asking.idempotency_key)) is not None:
+            return known
+        equal = [one for one in self._by_key.get(key, ()) if not one.delivered]
+        lost = next((one for one in equal if not one.num_clients), None)  # nobody waits for it any more
+        if lost is not None or not asking.retry:
+            return lost
+        return next(iter(equal or self._by_key.get(key, [])[-1:]), None)
+
+    def _ended(self, asked: Asked) -> None:
+        self._running.discard(asked.answers)
+        if asked.answers.cancelled() or asked.answers.exception() is not None:  # a repetition asks anew
+            self._by_key[asked.key].remove(asked)
+            self._by_idempotency = {k: v for k, v in self._by_idempotency.items() if v is not asked}
+        if self.episode.failure is not None or self.episode.ending is not None:
+            self.failed.set()
+
+    async def _sample(self, asking: Asking) -> tuple[Answer, ...]:
+        try:
+            answers = [await self._turn(asking.chat) for _ in range(asking.chat.n)]
+        except ContextFull as error:
+            self.context_full = True
+            self._once(f"a request did not fit: {error.facts}")
+            raise
+        except EtudeError as error:
+            self._once(f"a request was not answered: {error.what}: {error.facts}")
+            raise
+        self.context_full = False
+        return tuple(answers)
+
+    async def _turn(self, chat: ChatRequest) -> Answer:
+        episode, messages = self.episode, list(chat.messages)
+        kind = TurnKind.SIDE if self._is_side(chat) else TurnKind.ACT
+        limit = min(chat.max_tokens or episode.limits.turn_tokens, episode.limits.turn_tokens)
+        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False)
+        node = turn.node
+        node.calls = tuple(
+            ToolCall(name=call.name, arguments={k: plain_argument(v) for k, v in call.arguments.items()}, output="")
+            for call in turn.reply.calls
+        )
+        if node.parent is not None:
+            node.parent.calls = _with_outputs(node.parent.calls, chat.messages)
+        first = conversation_keys((), chat.messages[:1])[0]
+        self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
+        return make_answer(
+            node.completion,
+            chat=episode.chat,
+            signatures=episode.chat.signatures(chat.tools),
+            stop=chat.stop,
+            prompt_ids=node.prompt().token_ids,
+            reply=turn.reply,
+        )
+
+    def _is_side(self, chat: ChatRequest) -> bool:
+        texts = [chat.model, *(m["content"] for m in chat.messages if m["role"] == "system")]
+        return any(fnmatch.fnmatchcase(text, pattern) for text in texts for pattern in self._side)
+
+    def finish(self) -> None:
+        """Mark the turns that were side calls, now that all requests are known.
+
+        A side call is a short answer to a conversation of one turn, without tools and with another first message than
+        any conversation with tools. So a program that never sends tools has no side calls but those of a pattern."""
+        working = {call.first for call in self.calls if call.tools}
+        parents = {call.turn.node.parent for call in self.calls}
+        for call in self.calls:
+            node, short = call.turn.node, call.max_tokens is not None and call.max_tokens <= SIDE_TOKENS
+            alone = node.parent is None and node not in parents
+            if working and short and alone and not call.tools and call.first not in working:
+                node.kind = TurnKind.SIDE
+
+    async def close(self) -> None:
+        """Refuse requests from now on, cancel those that still run, and wait for their end."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _once(self, line: str) -> None:
+        """Log a line, the first time only."""
+        if line not in self._logged and len(self._logged) < MAX_PARALLEL:
+            self._logged.add(line)
+            self._log(line)
+
+
+class TooManyRequests(Exception):
+    """Raised when `MAX_PARALLEL` requests of the rollout are running."""
+
+
+def _with_outputs(calls: tuple[ToolCall, ...], messages: Sequence[Message]) -> tuple[ToolCall, ...]:
+    """Return the calls of a turn with the outputs that follow it in a conversation, where they have none yet."""
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+    outputs = [str(m["content"]) for m in messages[last + 1 :] if m["role"] == "tool"]
+    padded = [*outputs, *[""] * len(calls)]
+    return tuple(
+        call if call.output else ToolCall(name=call.name, arguments=call.arguments, output=clip(text, _OUTPUT_CHARS))
+        for call, text in zip(calls, padded, strict=False)
+    )

@@ -1,0 +1,311 @@
+"""The agent program "command": any program that asks the model over HTTP, inside the machine or beside the worker.
+
+    [harness]
+    program = { kind = "command", argv = ["python", "agent.py"], where = "outside" }
+
+The program gets URL and key of the rollout's endpoints (`door`) in the variables that OpenAI's and Anthropic's clients
+read. It is not changed for etude, and what it asks is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from etude.config import ranged
+from etude.environments.network.build_network import ListensOnLoopback
+from etude.environments.output import OutputBuffer
+from etude.errors import ConfigError, MachineError
+from etude.harness.episode import Episode
+from etude.harness.programs import DeadlinePausingPolicy
+from etude.records.command import OutputChunk, ProcessStarted
+from etude.records.rollout import Ending
+from etude.rollouts.attribution import Attribution
+from etude.rollouts.door import open_door
+from etude.rollouts.processes import Launcher, launcher_of, uncancelled
+from etude.scratch import ScratchDirectory
+
+END_GRACE_S = 5.0
+"""Seconds that a program has to end by itself once its requests are refused."""
+_NOT_RUN = (126, 127)  # exit codes of a program that was not found, or cannot be executed
+_ENV_BYTES = 100_000  # Linux takes 131,071 in one variable
+
+
+class Where(enum.StrEnum):
+    """Where an agent program runs: in the machine of its rollout, or beside the worker with tools in the machine."""
+
+    INSIDE = "inside"
+    OUTSIDE = "outside"
+
+
+class Submits(enum.StrEnum):
+    """What counts as a submission: EXIT is the exit code 0. With NEVER every rollout that ends by itself is STOPPED."""
+
+    EXIT = "exit"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class CommandProgram:
+    """An agent program that is a command. Its fields are the settings under ``[harness.program]``.
+
+    - `argv`: the command line. In it and in `env` the words {instruction}, {base_url}, {model}, {workdir}, {cwd} (the
+      folder in which the run was started) and {python} (the interpreter of etude) are replaced.
+    - `where`: "outside", beside the worker in a new folder, or "inside", in the working directory of the machine.
+    - `env`: variables to add.
+    - `warm`: modules that are imported once for all rollouts, if `argv` starts with a Python interpreter: each rollout
+      then begins as a fork of an interpreter that has them. Outside only.
+    - `model`: the name of the model for {model}. The endpoints accept any name.
+    - `submits`: what counts as a submission.
+    - `side`: patterns of model names, or of texts of a system message, whose requests are side calls, not trained on.
+    - `log_bytes`: the most bytes of output that are kept for each rollout.
+
+    Raises `ConfigError` for settings that contradict each other."""
+
+    argv: tuple[str, ...]
+    where: Where = Where.OUTSIDE
+    env: Mapping[str, str] = field(default_factory=dict)
+    warm: tuple[str, ...] = ()
+    model: str = "etude"
+    submits: Submits = Submits.EXIT
+    side: tuple[str, ...] = ()
+    log_bytes: int = ranged(65_536, low=1024, high=16 << 20)
+
+    def __post_init__(self) -> None:
+        wrong = ""
+        if not self.argv or not self.argv[0]:
+            wrong = "argv is empty: give the program and its arguments"
+        elif self.warm and self.where is Where.INSIDE:
+            wrong = "warm is for programs outside: no interpreter of this host can be forked into a machine"
+        elif self.warm and len(self.argv) < 2:
+            wrong = "warm needs argv = [python, script], [python, '-m', module] or [python, '-c', code]"
+        if wrong:
+            raise ConfigError("[harness.program]", wrong, hint="change the settings that the error names")
+
+    async def run(self, episode: Episode) -> None:
+        """Run the program on an episode to its end. The episode then has its ending or its failure, and a log.
+
+        Raises `ConfigError` for a program that cannot be started, or a machine without what it needs."""
+        log, limit_s = OutputBuffer(self.log_bytes), episode.limits.rollout_deadline_s
+
+        def note(line: str) -> None:
+            log.add(f"etude: {line}\n".encode())
+
+        attribution = Attribution(episode, side=self.side, log=note)
+        try:
+            if self.where is Where.OUTSIDE:
+                await self.launcher().start()  # not in the program's time
+            async with self._door(episode, attribution, note) as (program, variables):
+                await self._watch(episode, attribution, program, variables, limit_s, note)
+        finally:
+            attribution.finish()
+            note(
+                f"{len(attribution.calls)} turns of {attribution.num_requests} requests, "
+                f"{attribution.num_joined} repeated"
+            )
+            episode.log = log.value()
+
+    def launcher(self) -> Launcher:
+        """Return what starts the program beside the worker."""
+        if not self.warm:
+            return launcher_of(sys.executable, ())
+        python = sys.executable if self.argv[0] == "{python}" else self.argv[0]
+        return launcher_of(shutil.which(python) or python, self.warm)
+
+    async def _watch(
+        self,
+        episode: Episode,
+        attribution: Attribution,
+        program: Starter,
+        variables: Mapping[str, str],
+        limit_s: float,
+        note: Any,
+    ) -> None:
+        """Run the program until it ends, the episode ends, or its time is over, and set the ending."""
+        pausing: DeadlinePausingPolicy | None = None
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                policy = episode.policy
+                episode.policy = pausing = DeadlinePausingPolicy(policy, limit, limit_s)
+                code = await program.run(variables, attribution.failed)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            note(f"killed after {limit_s:g} s of its own (harness.rollout_deadline_s)")
+            episode.ending = episode.ending or Ending.DEADLINE
+            return
+        finally:
+            if pausing is not None:
+                episode.tool_s = min(limit_s, pausing.used_s())
+        if episode.failure is not None:
+            return
+        if code is None:
+            note("killed: it did not end after the rollout had")
+            return
+        note(f"exit code {code}")
+        if code in _NOT_RUN and not attribution.num_requests and self.where is Where.INSIDE:
+            facts = f"{self.argv[0]!r} ended with exit code {code} before it asked anything"
+            raise ConfigError("harness.program.argv cannot be executed in the machine", facts, hint="see its image")
+        if attribution.context_full:
+            episode.ending = episode.ending or Ending.CONTEXT
+        elif code == 0 and self.submits is Submits.EXIT:
+            episode.submit()
+
+    @contextlib.asynccontextmanager
+    async def _door(
+        self, episode: Episode, attribution: Attribution, note: Any
+    ) -> AsyncIterator[tuple[Starter, dict[str, str]]]:
+        """Open the rollout's endpoints. Yields what starts the program, and its variables."""
+        inside, instruction = self.where is Where.INSIDE, _without_nul(episode.task.instruction)
+        listener = await _listener(episode.machine) if inside else None
+        async with open_door(episode, attribution, listener, log=note) as (url, key):
+            variables = {
+                "OPENAI_BASE_URL": f"{url}/v1",
+                "OPENAI_API_BASE": f"{url}/v1",
+                "OPENAI_API_KEY": key,
+                "ANTHROPIC_BASE_URL": url,
+                "ANTHROPIC_API_KEY": key,
+                "ETUDE_ROLLOUT": episode.options.session_id,
+                "ETUDE_TASK": instruction.encode()[:_ENV_BYTES].decode(errors="ignore"),
+                "NO_PROXY": "127.0.0.1,localhost",
+                "no_proxy": "127.0.0.1,localhost",
+            }
+            if inside:
+                yield _Inside(self, episode, note), variables
+                return
+            scratch = await asyncio.to_thread(ScratchDirectory, "program")
+            try:
+                variables |= _write_tools(scratch.path, url)
+                yield _Outside(self, episode, scratch.path / "work", note), variables
+            finally:
+                await uncancelled(asyncio.create_task(asyncio.to_thread(scratch.close)))  # it may have many files
+
+    def words(self, episode: Episode, variables: Mapping[str, str], workdir: str) -> tuple[list[str], dict[str, str]]:
+        """Return the command line and the variables, with their placeholders replaced."""
+        values = {
+            "instruction": _without_nul(episode.task.instruction),
+            "base_url": variables["OPENAI_BASE_URL"],
+            "model": self.model,
+            "workdir": workdir,
+            "cwd": os.getcwd(),
+            "python": sys.executable,
+        }
+
+        def filled(text: str) -> str:
+            parts = text.split("{")
+            for i, part in enumerate(parts[1:], start=1):
+                name, brace, rest = part.partition("}")
+                parts[i] = values[name] + rest if brace and name in values else "{" + part
+            return "".join(parts)
+
+        added = {name: filled(value) for name, value in self.env.items()}
+        return [filled(word) for word in self.argv], {**variables, **added}
+
+
+class Starter(Protocol):
+    """Runs the program of one rollout."""
+
+    async def run(self, variables: Mapping[str, str], over: asyncio.Event) -> int | None:
+        """Run the program and return its exit code; None if it was killed because the rollout is `over`.
+
+        A cancelled call kills the program, and waits for its end."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Outside:
+    settings: CommandProgram
+    episode: Episode
+    folder: Path
+    note: Any
+
+    async def run(self, variables: Mapping[str, str], over: asyncio.Event) -> int | None:
+        self.folder.mkdir(exist_ok=True)
+        argv, added = self.settings.words(self.episode, variables, str(self.folder))
+        path = f"{variables['PATH']}:{os.environ.get('PATH', os.defpath)}"
+        env = {**os.environ, **added, "PATH": added["PATH"] if "PATH" in self.settings.env else path}
+        launcher = self.settings.launcher()
+        program = await launcher.launch(
+            argv, env=env, cwd=self.folder, fork=bool(self.settings.warm), log_bytes=self.settings.log_bytes
+        )
+        if launcher.notes:
+            self.note(launcher.notes)
+        try:
+            code: int | None = await _first(program.wait(), over)
+            return code
+        finally:
+            await uncancelled(asyncio.create_task(program.close(), name="end a program"))
+            self.note(f"output of the program:\n{program.output.value().decode(errors='replace')}")
+
+
+@dataclass(frozen=True)
+class _Inside:
+    settings: CommandProgram
+    episode: Episode
+    note: Any
+
+    async def run(self, variables: Mapping[str, str], over: asyncio.Event) -> int | None:
+        limits, output = self.episode.limits, OutputBuffer(self.settings.log_bytes)
+        argv, env = self.settings.words(self.episode, variables, ".")
+
+        def tell(event: ProcessStarted | OutputChunk) -> None:
+            if isinstance(event, OutputChunk):
+                output.add(event.data)
+
+        longest_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
+        running = self.episode.machine.exec(
+            argv, key=f"{self.episode.options.session_id}/program", deadline_s=longest_s, env=env, on_output=tell
+        )
+        try:
+            result = await _first(running, over)
+            return None if result is None else result.exit_code
+        except MachineError as error:
+            self.episode.failure = self.episode.failure or error
+            raise
+        finally:
+            self.note(f"output of the program:\n{output.value().decode(errors='replace')}")
+
+
+async def _first(running: Any, over: asyncio.Event) -> Any:
+    """Wait for a program and return its result; None if the rollout was over `END_GRACE_S` earlier."""
+    work, ended = asyncio.ensure_future(running), asyncio.ensure_future(over.wait())
+    try:
+        await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            await asyncio.wait({work}, timeout=END_GRACE_S)
+        return work.result() if work.done() else None
+    finally:
+        for one in (work, ended):
+            one.cancel()
+        await asyncio.gather(work, ended, return_exceptions=True)
+
+
+async def _listener(machine: object) -> socket.socket:
+    if not isinstance(machine, ListensOnLoopback):
+        facts = f"{type(machine).__name__} has no loopback on which this host can listen, only namespace machines have"
+        hint = 'set machines.backend = "namespace", or harness.program.where = "outside"'
+        raise ConfigError("a program inside the machine cannot reach the model", facts, hint=hint)
+    return await machine.listen()
+
+
+def _without_nul(text: str) -> str:
+    """Return a text that can be an argument or a variable of a process."""
+    return text.replace("\0", "").encode(errors="replace").decode()
+
+
+def _write_tools(folder: Path, url: str) -> dict[str, str]:
+    """Put the client of the machine into a folder, and return the variables that make it usable."""
+    script = folder / "bin" / "etude-machine"
+    script.parent.mkdir()
+    client = Path(__file__).with_name("machine_client.py")
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{client}" "$@"\n')
+    script.chmod(0o755)
+    return {"PATH": str(script.parent), "ETUDE_MACHINE": str(script), "ETUDE_MACHINE_URL": f"{url}/machine"}

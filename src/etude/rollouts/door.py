@@ -1,0 +1,395 @@
+"""The HTTP endpoints of one rollout: an agent program asks the policy here, and acts on its machine.
+
+Outside of a machine the URL has the rollout's id and a secret: ``http://127.0.0.1:PORT/r/ROLLOUT/SECRET/v1``. A client
+may instead send the secret as its API key to ``/v1``. Inside a machine the listening socket is the identity: it exists
+in this machine's network namespace only, so there is no secret to steal.
+
+    GET  /v1/models
+    POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
+    POST /machine/exec, /machine/read, /machine/write      (outside only)
+
+Any model name is accepted and means the policy. Answers are complete before the first event of a stream is sent, with
+comments as signs of life until then. After the end of the rollout every request gets an error that clients do not
+retry."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import traceback
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from etude.errors import ContextFull, EngineError, EtudeError, MachineError
+from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
+from etude.gateway.dialects import messages
+from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
+from etude.harness.episode import Episode, EpisodeEnded
+from etude.http_server import bind, run_http_server
+from etude.rollouts.attribution import MAX_ANSWERS, MAX_PARALLEL, Asked, Asking, Attribution, TooManyRequests
+
+MAX_BODY_BYTES = 16 << 20
+BODY_S = 60.0
+"""Seconds in which the body of a request must arrive."""
+KEEP_ALIVE_S = 10.0
+"""Seconds between two signs of life in a stream whose answer is not complete."""
+MAX_OUTPUT_BYTES = 1 << 20
+"""The longest output of a command that is returned through `/machine/exec`."""
+_SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
+_BY_PATH = {dialect.path: dialect for dialect in DIALECTS.values() if dialect.name != "text"}
+_SAMPLING = {
+    *("temperature", "seed", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "logit_bias", "min_tokens"),
+}
+"""Parameters for which the run's values are used, whatever a client asks."""
+_KEPT = {
+    *("messages", "input", "system", "instructions", "model", "tools", "mcp_servers", "stream", "max_tokens"),
+    *("max_completion_tokens", "max_output_tokens", "previous_response_id", "conversation", "prompt"),
+}
+"""Parameters that are not left out when a dialect refuses them."""
+
+
+class Door:
+    """The endpoints of one rollout, as an ASGI app. `open_door` serves one.
+
+    `secret`: what a client must know; None inside a machine. `log` gets lines for the log of the rollout."""
+
+    def __init__(
+        self, episode: Episode, attribution: Attribution, *, secret: str | None, log: Callable[[str], None]
+    ) -> None:
+        self._episode, self._attribution, self._secret, self._log = episode, attribution, secret, log
+        self._name = episode.options.session_id
+        self._prefix = f"/r/{quote(self._name.replace('/', '.'), safe='')}/{secret}" if secret is not None else ""
+        self._num_commands = 0
+        self.asked_sampling: dict[str, Any] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive)
+        dialect = next((d for path, d in _BY_PATH.items() if path in request.url.path), None)
+        try:
+            response = await self._respond(request, send)
+        except RequestRefused as refused:
+            body = openai_error(refused) if dialect is None else dialect.error(refused)
+            response = JSONResponse(body, refused.status, refused.headers)
+        except ClientDisconnect:
+            return
+        except Exception as error:  # noqa: BLE001  a defect of ours is no fault of the agent
+            traceback.print_exc()
+            facts = f"{type(error).__name__}: {error}"
+            self._log(f"the endpoint failed: {facts}")
+            failure = MachineError("the endpoints of the rollout failed", facts, hint="see the log of the worker")
+            self._episode.failure = self._episode.failure or failure
+            self._attribution.failed.set()
+            ended = Ended("the endpoints failed, so the rollout ends", 500, "internal_error")
+            response = JSONResponse(openai_error(ended), ended.status, ended.headers)
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _respond(self, request: Request, send: Send) -> Response | None:
+        path = self._inner_path(request)
+        if path == "/v1/models" and request.method == "GET":
+            return JSONResponse({"object": "list", "data": [self._card("etude")]})
+        if path.startswith("/v1/models/") and request.method == "GET":
+            return JSONResponse(self._card(path.removeprefix("/v1/models/")))
+        if path in _BY_PATH and request.method == "POST":
+            await self._chat(_BY_PATH[path], request, send)
+            return None
+        if path == "/v1/messages/count_tokens" and request.method == "POST":
+            chat = await self._read(messages.read_count, request)
+            return JSONResponse({"input_tokens": self._count(chat)})
+        if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
+            return await self._machine(path.removeprefix("/machine/"), request)
+        raise RequestRefused(404, f"{request.method} {path} is not offered to programs of a rollout", code="not_found")
+
+    def _inner_path(self, request: Request) -> str:
+        """Return the path after the identity. Raises `RequestRefused` for another rollout or a wrong secret."""
+        path: str = request.scope["raw_path"].decode("latin-1").partition("?")[0]
+        if self._secret is None:
+            return path
+        given, inner = path[: len(self._prefix)], path[len(self._prefix) :]
+        if _same(given, self._prefix) and inner.startswith("/"):
+            return inner
+        if path.startswith("/r/"):
+            raise RequestRefused(404, "there is no such rollout here", code="not_found")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not _same(key, self._secret):
+            raise RequestRefused(401, "the API key is not that of this rollout", code="invalid_api_key")
+        return path
+
+    def _card(self, name: str) -> dict[str, Any]:
+        context = self._episode.limits.context_tokens
+        return {"id": name, "object": "model", "created": 0, "owned_by": "etude", "max_model_len": context}
+
+    async def _chat(self, dialect: Dialect, request: Request, send: Send) -> None:
+        chat = await self._read(dialect.read, request)
+        retry = request.headers.get("x-stainless-retry-count", "0")
+        asking = Asking(
+            chat=chat,
+            retry=retry.isdigit() and int(retry) > 0,
+            idempotency_key=request.headers.get("idempotency-key", ""),
+        )
+        try:
+            asked = self._attribution.ask(asking)
+        except (EpisodeEnded, TooManyRequests) as error:
+            raise _refusal(error, self._episode) from None
+        gone = asyncio.create_task(_disconnected(request))
+        asked.num_clients += 1
+        try:
+            answered = await _wait(asked, gone, KEEP_ALIVE_S if chat.stream else None)
+            if gone.done():
+                return
+            answers = self._answers(asked) if answered else ()  # an error has an HTTP status
+            if chat.stream:
+                events = self._events(dialect, asked, chat, gone, answers=answers)
+                headers = {"cache-control": "no-cache"}
+                response: Response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
+                await response(request.scope, request.receive, send)
+            else:
+                response = JSONResponse(dialect.body(chat, asked.head, answers))
+                await response(request.scope, request.receive, send)
+                asked.delivered = True
+        finally:
+            asked.num_clients -= 1
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+
+    def _answers(self, asked: Asked) -> tuple[Answer, ...]:
+        """Return the answers of a request that has ended. Raises `RequestRefused` when there are none."""
+        try:
+            return asked.answers.result()
+        except (EtudeError, asyncio.CancelledError) as error:
+            raise _refusal(error, self._episode) from None
+
+    async def _events(
+        self,
+        dialect: Dialect,
+        asked: Asked,
+        chat: ChatRequest,
+        gone: asyncio.Task[None],
+        *,
+        answers: tuple[Answer, ...],
+    ) -> AsyncIterator[bytes]:
+        stream = dialect.stream(chat, asked.head, self._episode.chat)
+        while not answers:
+            yield stream.ping
+            answered = await _wait(asked, gone, KEEP_ALIVE_S)
+            if gone.done():
+                return
+            try:
+                answers = self._answers(asked) if answered else ()
+            except RequestRefused as refused:
+                yield stream.error(refused)
+                return
+        for index, answer in enumerate(answers):
+            for event in stream.finish(answer, index):
+                yield event
+        for event in stream.end():
+            yield event
+            if gone.done():
+                return
+        asked.delivered = True
+
+    def _count(self, chat: ChatRequest) -> int:
+        try:
+            return self._episode.num_tokens(chat.messages, tools=chat.tools)
+        except EtudeError as error:
+            raise _refusal(error, self._episode) from None
+
+    async def _read(self, read: Callable[[bytes], ChatRequest], request: Request) -> ChatRequest:
+        body = await _body(request)
+        if len(body) <= _SHORT_BYTES:
+            return self._parsed(read, body)
+        return await asyncio.to_thread(self._parsed, read, body)
+
+    def _parsed(self, read: Callable[[bytes], ChatRequest], body: bytes) -> ChatRequest:
+        """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""
+        try:
+            fields = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise invalid_request("the body is not a JSON object")
+        n = fields.pop("n", None) or 1
+        if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
+            raise invalid_request(f"n must be from 1 to {MAX_ANSWERS}", "n")
+        asked = {name: fields.pop(name) for name in sorted(_SAMPLING & fields.keys())}
+        while True:
+            try:
+                chat = replace(read(json.dumps(fields).encode()), n=n)
+                break
+            except RequestRefused as refused:
+                if refused.param is None or refused.param not in fields or refused.param in _KEPT:
+                    raise
+                asked[refused.param] = fields.pop(refused.param)
+        if chat.must_call:
+            asked["tool_choice"] = fields.get("tool_choice")
+        try:
+            self._episode.chat.signatures(chat.tools)
+        except ValueError as error:
+            raise invalid_request(str(error), "tools") from None
+        self._log_sampling({name: value for name, value in asked.items() if value is not None})
+        return chat
+
+    def _log_sampling(self, asked: Mapping[str, Any]) -> None:
+        if asked and not self.asked_sampling:
+            self.asked_sampling = dict(asked)
+            used = f"temperature {self._episode.options.temperature:g}, all others neutral or left out"
+            self._log(f"sampling asked: {json.dumps(asked, default=str)[:500]}; used: {used}")
+
+    async def _machine(self, what: str, request: Request) -> Response:
+        """Use the machine for the program, as `Machine` has it."""
+        if self._episode.ending is not None:
+            raise _refusal(EpisodeEnded(self._episode.ending), self._episode)
+        try:
+            order = msgspec.json.decode(await _body(request), type=_Order)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid_request(str(error)) from None
+        machine = self._episode.machine
+        try:
+            if what == "exec":
+                return await self._exec(order)
+            if what == "read":
+                data = await machine.read(order.path, max_bytes=MAX_BODY_BYTES)
+                return JSONResponse({"content": base64.b64encode(data).decode()})
+            if what == "write":
+                await machine.write(order.path, base64.b64decode(order.content, validate=True))
+                return JSONResponse({})
+        except (OSError, ValueError, binascii.Error) as error:
+            code = "not_found" if isinstance(error, FileNotFoundError) else "refused"
+            raise RequestRefused(400, str(error) or type(error).__name__, code=code) from None
+        except MachineError as error:
+            self._episode.failure = self._episode.failure or error
+            self._attribution.failed.set()
+            raise RequestRefused(503, f"the machine failed: {error.what}", code="machine_failed") from None
+        raise RequestRefused(404, f"POST /machine/{what} is not offered", code="not_found")
+
+    async def _exec(self, order: _Order) -> Response:
+        argv = order.command if isinstance(order.command, list) else ["sh", "-c", order.command]
+        self._num_commands += 1
+        limit_s = self._episode.limits.tool_deadline_s
+        result = await self._episode.machine.exec(
+            argv,
+            key=f"{self._name}/door/{self._num_commands}",
+            deadline_s=min(limit_s, order.timeout_s or limit_s),
+            stdin=order.stdin.encode(),
+            output_bytes=MAX_OUTPUT_BYTES,
+            cwd=order.cwd,
+            env=order.env,
+        )
+        return JSONResponse(
+            {
+                "exit_code": result.exit_code,
+                "output": result.output.decode(errors="replace"),
+                "timed_out": result.timed_out,
+                "truncated": result.truncated,
+            }
+        )
+
+
+class _Order(msgspec.Struct):
+    """The body of a request to `/machine/...`; `content` is in base64."""
+
+    command: str | list[str] = ""
+    cwd: str = ""
+    env: dict[str, str] = {}
+    stdin: str = ""
+    timeout_s: float = 0.0
+    path: str = ""
+    content: str = ""
+
+
+@contextlib.asynccontextmanager
+async def open_door(
+    episode: Episode,
+    attribution: Attribution,
+    listener: socket.socket | None,
+    *,
+    log: Callable[[str], None],
+) -> AsyncIterator[tuple[str, str]]:
+    """Serve the endpoints of a rollout during the block. Yields the URL that they are under, and the API key.
+
+    `listener`: the socket inside the machine; None: a free port of this host, with a secret. At the end requests that
+    still run are cancelled."""
+    secret = secrets.token_urlsafe(24) if listener is None else None
+    door = Door(episode, attribution, secret=secret, log=log)
+    sock = bind("127.0.0.1", 0) if listener is None else listener
+    sock.setblocking(False)
+    server = run_http_server(door, sock, name="the door of a rollout", grace_s=1, max_connections=4 * MAX_PARALLEL)
+    async with server as url:
+        try:
+            yield url + door._prefix, secret or "inside"
+        finally:
+            await attribution.close()
+
+
+def _same(given: str, right: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given.encode("latin-1", "replace"), right.encode("latin-1"))
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+                    raise RequestRefused(413, message, code="request_too_large")
+    except TimeoutError:
+        raise RequestRefused(408, f"no whole body within {BODY_S:g} s", code="timeout") from None
+    return bytes(body)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _wait(asked: Asked, gone: asyncio.Task[None], timeout_s: float | None) -> bool:
+    """Wait for the answers, for the end of the connection, or `timeout_s` seconds. Returns whether it is answered."""
+    await asyncio.wait({asked.answers, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return asked.answers.done()
+
+
+def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
+    """Convert what stopped a request to the error that the program gets."""
+    if isinstance(error, EpisodeEnded):
+        message = f"the rollout has ended: {error.ending.value}. Stop asking."
+        return Ended(message)
+    if isinstance(error, TooManyRequests):
+        return RequestRefused(429, "too many requests of this rollout are running", code="rate_limit_exceeded")
+    if isinstance(error, ContextFull):
+        limit = episode.limits.context_tokens
+        return context_exceeded(limit, limit + 1, 0, facts=f"the request does not fit: {error.facts or error.what}")
+    if isinstance(error, EngineError):
+        return Ended(f"no engine answered, so the rollout ends: {error.what}", 503, "engine_unavailable")
+    if isinstance(error, EtudeError):
+        return from_error(error)
+    return Ended("the rollout has ended")
+
+
+class Ended(RequestRefused):
+    """A refusal after which the program should stop. OpenAI's and Anthropic's clients do not retry it."""
+
+    def __init__(self, message: str, status: int = 403, code: str = "rollout_ended") -> None:
+        super().__init__(status, message, code=code)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}

@@ -1,0 +1,53 @@
+"""Runs a command in the machine of a rollout, from a program beside it. Runs alone: standard library only.
+
+    etude-machine [-c] COMMAND...     run a shell command; its output and exit code become those of this program
+    etude-machine --read PATH         print a file of the machine
+    etude-machine --write PATH        replace a file of the machine by standard input
+
+The variable ETUDE_MACHINE_URL says which machine, and has the secret."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+def call(what: str, **order: object) -> dict[str, Any]:
+    """Send an order to the machine and return the answer. Exits with 125 if it is refused."""
+    body = json.dumps(order).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{os.environ['ETUDE_MACHINE_URL']}/{what}", body, headers)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as error:
+        print(f"etude-machine: {json.load(error)['error']['message']}", file=sys.stderr)
+        sys.exit(125)
+
+
+def main() -> None:
+    """Do what the arguments say."""
+    words = sys.argv[1:]
+    if not words:
+        sys.exit(__doc__)
+    if words[0] == "--read":
+        sys.stdout.buffer.write(base64.b64decode(call("read", path=words[1])["content"]))
+    elif words[0] == "--write":
+        call("write", path=words[1], content=base64.b64encode(sys.stdin.buffer.read()).decode())
+    else:
+        command = words[1] if words[0] in ("-c", "-lc") else shlex.join(words) if len(words) > 1 else words[0]
+        done = call("exec", command=command, stdin="" if sys.stdin.isatty() else sys.stdin.read())
+        sys.stdout.write(done["output"])
+        sys.stdout.flush()
+        sys.exit(done["exit_code"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Agent programs that are processes: how they end is typed, and nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.here import opened
+from tests.unit.harness.test_tools import TASK
+from tests.unit.harness.tokeniser import laptop_chat
+
+from etude.config import build, to_plain
+from etude.environments import prepare
+from etude.environments.namespace import NamespaceRuntime
+from etude.errors import ConfigError, EngineBehind, MachineError
+from etude.harness import Call, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness.episode import AgentRun
+from etude.records import Completion, CompletionRequest
+from etude.records.command import ExecResult
+from etude.records.rollout import Ending
+from etude.rollouts import command as commands
+from etude.rollouts.logs import read_logs, write_log
+from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
+
+CHAT = laptop_chat()
+EXAMPLE = Path(__file__).parents[3] / "examples" / "command" / "agent.py"
+ASK = """
+import json, os, sys, time, urllib.request, urllib.error
+
+def ask(*words, **more):
+    messages = [{"role": "user", "content": word} for word in words]
+    body = json.dumps({"model": "m", "messages": messages, **more}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+"""
+
+
+def say(name: str, **arguments: str) -> list[int]:
+    return CHAT.encode_call(Call(name, arguments)).tolist()
+
+
+def text(words: str) -> list[int]:
+    return [*CHAT.encode(words).tolist(), CHAT.end_id]
+
+
+class Slow(EnginePolicy):
+    """A policy that takes `seconds` for an answer."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], seconds: float) -> None:
+        super().__init__(ScriptedEngine(answers))
+        self.seconds = seconds
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        await asyncio.sleep(self.seconds)
+        return await super().complete(request)
+
+
+class Failing:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise self.error
+
+
+def episode_of(config: HarnessConfig, policy: Any, machine: Any = None) -> Episode:
+    return Episode(
+        TASK,
+        machine or MemoryMachine({p: t.encode() for p, t in TASK.files.items()}),
+        policy=policy,
+        chat=CHAT,
+        tools=standard_tools(),
+        limits=config,
+        options=RequestOptions(session_id="g000001.0/0", seed=7),
+    )
+
+
+def config_of(argv: Sequence[str], settings: dict[str, Any] | None = None, **limits: Any) -> HarnessConfig:
+    program = {"kind": "command", "argv": [*argv], **(settings or {})}
+    sizes = {"turn_tokens": 48, "context_tokens": 2048, "max_turns": 8, "rollout_deadline_s": 30.0, **limits}
+    return build(HarnessConfig, {"program": program, **sizes})
+
+
+def play(
+    script: str | Sequence[str],
+    answers: Sequence[Sequence[int]] = (),
+    *,
+    policy: Any = None,
+    machine: Any = None,
+    settings: dict[str, Any] | None = None,
+    **limits: Any,
+) -> AgentRun:
+    """Run a Python script that may use `ask`, or a command line."""
+    argv = ["{python}", "-I", "-c", ASK + script] if isinstance(script, str) else script
+    config = config_of(argv, settings, **limits)
+    return asyncio.run(run_program(episode_of(config, policy or EnginePolicy(ScriptedEngine(answers)), machine)))
+
+
+def processes_with(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_example_edits_and_submits_and_its_turns_are_recorded() -> None:
+    answers = [say("edit", path="calc.py", line="3", text="return n + 3"), say("submit")]
+    machine = MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
+    run = play(["{python}", str(EXAMPLE)], answers, machine=machine)
+    assert run.ending is Ending.SUBMITTED, run.log.decode()
+    first, second = run.trace.turns
+    assert (first.parent, second.parent) == (None, 0)
+    assert [(one.name, one.output) for one in first.calls] == [("edit", "ok")]
+    assert b"    return n + 3" in machine.files["calc.py"]
+    assert b"'edit'" in run.log
+    assert b"etude: exit code 0" in run.log
+    assert b"etude: 2 turns of 2 requests" in run.log
+
+
+def test_what_a_program_gets() -> None:
+    run = play(
+        "print(os.environ['ETUDE_TASK'], os.environ['ETUDE_ROLLOUT'], os.environ['OWN'], os.listdir())\n"
+        "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL'] == sys.argv[1]\n"
+        "assert sys.argv[2:] == ['fix', 'gpt', '{other}', os.getcwd()]",
+        settings={"env": {"OWN": "is {model}"}, "model": "gpt"},
+    )
+    assert run.ending is Ending.STOPPED  # an IndexError: no arguments
+    argv = ["{python}", "-c", "import sys; print(sys.argv[1:])", "{instruction}", "{model}", "{other}", "{base_url}"]
+    run = play(argv, settings={"env": {"OWN": "is {model}"}, "model": "gpt"})
+    assert b"['fix', 'gpt', '{other}', 'http://127.0.0.1:" in run.log
+
+
+@pytest.mark.parametrize(
+    ("script", "ending", "said"),
+    [
+        ("ask('a')", Ending.SUBMITTED, "exit code 0"),
+        ("ask('a'); sys.exit(3)", Ending.STOPPED, "exit code 3"),
+        ("raise OSError('no')", Ending.STOPPED, "OSError: no"),
+        ("ask('a'); os.kill(os.getpid(), 9)", Ending.STOPPED, "exit code 137"),
+        ("[ask(str(i)) for i in range(9)]", Ending.TURNS, "exit code 1"),
+        ("ask('word ' * 3000)", Ending.CONTEXT, "exit code 1"),
+    ],
+)
+def test_every_end_of_a_program_is_an_ending_that_is_graded(script: str, ending: Ending, said: str) -> None:
+    run = play(script, [text("x")] * 9)
+    assert (run.ending, run.failure) == (ending, None), run.log.decode()
+    assert said in run.log.decode()
+
+
+def test_exit_code_0_submits_only_if_the_settings_say_so() -> None:
+    assert play("", settings={"submits": "never"}).ending is Ending.STOPPED
+
+
+def test_a_program_that_hangs_is_killed_at_its_deadline() -> None:
+    began = time.monotonic()
+    run = play("time.sleep(60)", rollout_deadline_s=0.5)
+    assert run.ending is Ending.DEADLINE
+    assert time.monotonic() - began < 10
+    assert run.tool_s == pytest.approx(0.5, abs=0.1)
+
+
+def test_waiting_for_the_policy_is_not_the_programs_time_and_the_wall_clock_may_jump(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter(range(10**9, 2 * 10**9, 10**6))
+    monkeypatch.setattr(time, "time", lambda: float(next(times)))
+    run = play("ask('a')", policy=Slow([text("x")], 1.5), rollout_deadline_s=1.0)
+    assert run.ending is Ending.SUBMITTED, run.log.decode()
+
+
+def test_a_program_that_does_not_stop_after_the_last_turn_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "END_GRACE_S", 0.2)
+    loop = "while True:\n    try: ask(str(time.time()))\n    except urllib.error.HTTPError as e: assert e.code == 403"
+    run = play(loop, [text("x")] * 2, max_turns=2)
+    assert (run.ending, len(run.trace.turns)) == (Ending.TURNS, 2)
+    assert b"did not end after the rollout had" in run.log
+
+
+DAEMON = """
+import subprocess
+for _ in range(3):
+    subprocess.Popen([sys.executable, "-c", "import os, time; os.fork() or (os.setsid(), time.sleep(99)) # MARK"],
+                     start_new_session=True)
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "time.sleep(99)"])
+def test_no_process_of_a_program_is_left(end: str) -> None:
+    mark = f"daemon-{os.getpid()}-{time.monotonic_ns()}"
+    run = play((DAEMON + end).replace("MARK", mark), rollout_deadline_s=1.5)
+    assert run.ending is (Ending.DEADLINE if end else Ending.SUBMITTED)
+    assert processes_with(mark) == []
+
+
+def test_a_cancelled_rollout_kills_its_program() -> None:
+    mark = f"cancelled-{os.getpid()}-{time.monotonic_ns()}"
+
+    async def work() -> None:
+        script = f"import time; time.sleep(99) # {mark}"
+        config = config_of(["{python}", "-c", script])
+        running = asyncio.create_task(run_program(episode_of(config, EnginePolicy(ScriptedEngine([])))))
+        async with asyncio.timeout(20):
+            while not processes_with(mark):  # noqa: ASYNC110  of another process
+                await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert processes_with(mark) == []
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_is_behind_is_a_failure_and_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "END_GRACE_S", 0.2)
+    error = EngineBehind("old", hint="wait")
+    loop = "while True:\n    try: ask('a')\n    except urllib.error.HTTPError: time.sleep(0.01)"
+    run = play(loop, policy=Failing(error))
+    assert (run.ending, run.failure) == (None, error)
+
+
+def test_a_program_that_cannot_be_executed_is_an_error_of_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"harness.program.argv cannot be executed: .*no-such-program"):
+        play(["no-such-program"])
+
+
+def test_a_warm_program_has_its_modules_at_once_and_its_own_world() -> None:
+    script = "print('decimal' in sys.modules, __name__, sys.argv, os.getcwd() == os.path.realpath(os.curdir)); ask('a')"
+    argv = ["{python}", "-c", ASK + script, "--word"]
+    run = play(argv, [text("x")], settings={"warm": ["decimal", "urllib.request"]})
+    assert run.ending is Ending.SUBMITTED, run.log.decode()
+    assert b"True __main__ ['-c', '--word'] True" in run.log
+    run = play(["{python}", "-c", "import sys; sys.exit('bad')"], settings={"warm": ["decimal"]})
+    assert run.ending is Ending.STOPPED
+    assert b"bad" in run.log
+    with pytest.raises(ConfigError, match="cannot import no_such_module"):
+        play(argv, settings={"warm": ["no_such_module"]})
+
+
+def test_a_launcher_that_was_killed_is_started_again() -> None:
+    async def work() -> None:
+        config = config_of(["{python}", "-c", "print('hello')"], {"warm": ["fractions"]})
+        for _ in range(2):
+            run = await run_program(episode_of(config, EnginePolicy(ScriptedEngine([]))))
+            assert b"hello" in run.log
+            launcher = commands.launcher_of(sys.executable, ("fractions",))
+            assert launcher._process is not None
+            launcher._process.kill()
+            launcher._process.wait()
+
+    asyncio.run(work())
+
+
+def test_a_long_output_is_bounded() -> None:
+    run = play("print('x' * 1000_000)", settings={"log_bytes": 4096})
+    assert len(run.log) <= 4096
+
+
+def test_a_machine_that_fails_is_a_failure() -> None:
+    class Broken(MemoryMachine):
+        async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+            raise MachineError("it died", hint="fork another")
+
+    script = "import subprocess; sys.exit(subprocess.call(['etude-machine', 'ls']))"
+    run = play(script, machine=Broken({}))
+    assert (run.ending, str(run.failure)[:7]) == (None, "it died")
+
+
+def test_a_machine_without_a_loopback_of_its_own_is_named() -> None:
+    with pytest.raises(ConfigError, match="MemoryMachine has no loopback"):
+        play(["true"], settings={"where": "inside"})
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ({"argv": []}, "argv is empty"),
+        ({"argv": ["a"], "where": "near"}, "did you mean 'inside'|known: inside, outside"),
+        ({"argv": ["a"], "warn": ["json"]}, "did you mean 'harness.program.warm'"),
+        ({"argv": ["python", "x"], "warm": ["json"], "where": "inside"}, "warm is for programs outside"),
+        ({"argv": ["python"], "warm": ["json"]}, "warm needs argv"),
+        ({}, "argv"),
+    ],
+)
+def test_wrong_settings_are_named(program: dict[str, Any], said: str) -> None:
+    config = build(HarnessConfig, {"program": {"kind": "command", **program}})
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(run_program(episode_of(config, None)))
+
+
+def test_the_settings_come_back_from_a_config() -> None:
+    config = config_of(["a", "b"], {"env": {"A": "b"}})
+    assert build(HarnessConfig, to_plain(config)) == config
+    assert build(HarnessConfig, {"program": "loop"}) == HarnessConfig()
+
+
+def test_logs_are_kept_by_attempt_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "harness"
+    for attempt in (0, 1):
+        write_log(folder, "eval/1.2", attempt, f"log {attempt}".encode())
+    write_log(folder, "eval/1.21", 0, b"another")
+    assert read_logs(folder, "eval/1.2") == [(0, "log 0"), (1, "log 1")]
+    monkeypatch.setattr("etude.rollouts.logs.MOST_LOGS", 8)
+    for i in range(20):
+        write_log(folder, f"g{i}", 0, b"x")
+    assert len(list(folder.iterdir())) <= 8
+
+
+def test_a_program_in_the_machine_asks_through_a_socket_of_its_own() -> None:
+    script = (
+        "print(os.environ['OPENAI_BASE_URL'], os.path.exists('calc.py'))\n"
+        "assert ask('a') == 'x'\n"
+        "import subprocess; subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+    )
+    argv = ["python3", "-c", ASK + script]
+
+    async def work() -> None:
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
+        try:
+            one, two, three, four = await runtime.fork(await prepare(runtime, TASK), 4)
+            config = config_of(argv, {"where": "inside"})
+            episodes = [
+                episode_of(config, EnginePolicy(ScriptedEngine([text("x")])), machine) for machine in (one, two)
+            ]
+            for run in await asyncio.gather(*map(run_program, episodes)):
+                assert run.ending is Ending.SUBMITTED, run.log.decode()
+                assert len(run.trace.turns) == 1
+                assert b"http://127.0.0.1:" in run.log
+                assert b"/v1 True" in run.log
+            hung = episode_of(config_of(["sleep", "99"], {"where": "inside"}, rollout_deadline_s=0.5), None, three)
+            assert (await run_program(hung)).ending is Ending.DEADLINE
+            missing = episode_of(config_of(["no-such"], {"where": "inside"}), None, four)
+            with pytest.raises(ConfigError, match="cannot be executed in the machine"):
+                await run_program(missing)
+        finally:
+            await runtime.close()
+
+    asyncio.run(work())

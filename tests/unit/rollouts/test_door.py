@@ -1,0 +1,526 @@
+"""The endpoints of a rollout: what is attributed to it, what is a repetition, and who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.harness.test_tools import TASK
+from tests.unit.harness.tokeniser import laptop_chat
+
+from etude.errors import EngineBehind, EngineError
+from etude.gateway import RequestRefused
+from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard_tools
+from etude.records import Completion, CompletionRequest
+from etude.records.rollout import Ending, TurnKind
+from etude.rollouts import attribution as attributing
+from etude.rollouts import door as doors
+from etude.rollouts.attribution import Attribution
+from etude.rollouts.door import Door, open_door
+from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
+
+CHAT = laptop_chat()
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOLS = [{"type": "function", "function": {"name": "cat", "description": "", "parameters": PARAMETERS}}]
+
+
+def say(name: str, **arguments: str) -> list[int]:
+    return CHAT.encode_call(Call(name, arguments)).tolist()
+
+
+def text(words: str) -> list[int]:
+    return [*CHAT.encode(words).tolist(), CHAT.end_id]
+
+
+class Gated(EnginePolicy):
+    """A policy that answers when its gate is open. `num_asked`: requests that have arrived."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__(ScriptedEngine(answers))
+        self.gate, self.num_asked = asyncio.Event(), 0
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        self.num_asked += 1
+        await self.gate.wait()
+        return await super().complete(request)
+
+
+class Failing:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise self.error
+
+
+class Client:
+    """A client of one door, with the episode behind it."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, key: str, episode: Episode, asked: Attribution) -> None:
+        self.http, self.url, self.key, self.episode, self.asked = http, url, key, episode, asked
+        self.lines: list[str] = []
+
+    def post(self, path: str, body: Any, **headers: str) -> Any:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.http.post(f"{self.url}{path}", json=body, headers=named)
+
+    async def chat(self, *words: str, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, Any]:
+        messages = more.pop("messages", None) or [{"role": "user", "content": w} for w in words]
+        body = {"model": "any", "messages": messages, **more}
+        async with self.post("/v1/chat/completions", body, **(headers or {})) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def client(policy: Any, *, name: str = "g000001.0/0", **limits: Any) -> AsyncIterator[Client]:
+    sizes = {"turn_tokens": 48, "context_tokens": 1024, "max_turns": 8, **limits}
+    episode = Episode(
+        TASK,
+        MemoryMachine({p: t.encode() for p, t in TASK.files.items()}),
+        policy=policy,
+        chat=CHAT,
+        tools=standard_tools(),
+        limits=HarnessConfig(**sizes),
+        options=RequestOptions(session_id=name, seed=7),
+    )
+    lines: list[str] = []
+    asked = Attribution(episode, log=lines.append)
+    async with open_door(episode, asked, None, log=lines.append) as (url, key), aiohttp.ClientSession() as http:
+        made = Client(http, url, key, episode, asked)
+        made.lines = lines
+        yield made
+
+
+def scripted(*answers: Sequence[int]) -> EnginePolicy:
+    return EnginePolicy(ScriptedEngine(answers))
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await work()
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110  many kinds of conditions
+        await asyncio.sleep(0.005)
+
+
+def test_a_conversation_is_one_chain_and_its_tools_outputs_are_recorded() -> None:
+    async def work() -> None:
+        async with client(scripted(say("cat", path="a.py"), text("done"))) as c:
+            first = {"role": "user", "content": "fix"}
+            status, body = await c.chat(messages=[first], tools=TOOLS)
+            assert status == 200, body
+            reply = body["choices"][0]["message"]
+            assert body["choices"][0]["finish_reason"] == "tool_calls"
+            output = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "1 def f()"}
+            status, body = await c.chat(messages=[first, reply, output], tools=TOOLS)
+            assert body["choices"][0]["message"]["content"] == "done"
+            turns = c.episode.result().trace.turns
+            assert [turn.parent for turn in turns] == [None, 0]
+            assert [(one.name, one.arguments, one.output) for one in turns[0].calls] == [
+                ("cat", {"path": "a.py"}, "1 def f()")
+            ]
+
+    run(work)
+
+
+def test_a_client_that_vanishes_loses_no_turn_and_an_equal_request_waits_for_the_first_one() -> None:
+    async def work() -> None:
+        policy = Gated([text("one"), text("two")])
+        async with client(policy) as c:
+            gone = asyncio.create_task(c.chat("hello"))
+            await until(lambda: policy.num_asked)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            (entry,) = [one for entries in c.asked._by_key.values() for one in entries]
+            await until(lambda: not entry.num_clients)
+            again = asyncio.create_task(c.chat("hello"))
+            await until(lambda: entry.num_clients)
+            policy.gate.set()
+            _, body = await again
+            assert body["choices"][0]["message"]["content"] == "one"
+            assert (policy.num_asked, len(c.episode.result().trace.turns), c.asked.num_joined) == (1, 1, 1)
+            _, body = await c.chat("hello")  # the answer was delivered: this is another sample
+            assert body["choices"][0]["message"]["content"] == "two"
+
+    run(work)
+
+
+@pytest.mark.parametrize("headers", [{"x_stainless_retry_count": "1"}, {"idempotency_key": "k"}])
+def test_a_retry_gets_the_recorded_turn(headers: dict[str, str]) -> None:
+    async def work() -> None:
+        async with client(scripted(text("one"), text("two"))) as c:
+            first = {} if "x_stainless_retry_count" in headers else headers
+            _, body = await c.chat("hello", headers=first)
+            _, again = await c.chat("hello", headers=headers)
+            assert again == body
+            assert len(c.episode.result().trace.turns) == 1
+
+    run(work)
+
+
+def test_a_retry_joins_the_request_in_flight() -> None:
+    async def work() -> None:
+        policy = Gated([text("one")])
+        async with client(policy) as c:
+            first = asyncio.create_task(c.chat("hello"))
+            await until(lambda: policy.num_asked)
+            second = asyncio.create_task(c.chat("hello", headers={"x_stainless_retry_count": "2"}))
+            await until(lambda: c.asked.num_joined)
+            policy.gate.set()
+            assert await first == await second
+
+    run(work)
+
+
+def test_parallel_equal_requests_of_two_sub_agents_are_two_samples_with_their_own_seeds() -> None:
+    async def work() -> None:
+        policy = Gated([text("one"), text("two")])
+        async with client(policy) as c:
+            both = [asyncio.create_task(c.chat("hello")) for _ in range(2)]
+            await until(lambda: policy.num_asked == 2)
+            policy.gate.set()
+            found = {body["choices"][0]["message"]["content"] for _, body in await asyncio.gather(*both)}
+            assert found == {"one", "two"}
+            seeds = {turn.sampling.seed for turn in c.episode.result().trace.turns}
+            assert len(seeds) == 2
+
+    run(work)
+
+
+def test_n_answers_are_n_turns() -> None:
+    async def work() -> None:
+        async with client(scripted(text("one"), text("two"), text("three"))) as c:
+            _, body = await c.chat("hello", n=3)
+            assert [one["message"]["content"] for one in body["choices"]] == ["one", "two", "three"]
+            assert len(c.episode.result().trace.turns) == 3
+            status, _ = await c.chat("hello", n=17)
+            assert status == 400
+
+    run(work)
+
+
+def test_the_runs_sampling_is_used_and_what_was_asked_is_logged_once() -> None:
+    async def work() -> None:
+        policy = scripted(text("one"), text("two"))
+        async with client(policy) as c:
+            for word in ("a", "b"):
+                asked = {"temperature": 0.1, "top_p": 0.5, "max_tokens": 9, "tool_choice": "required", "tools": TOOLS}
+                status, body = await c.chat(word, **asked)
+                assert status == 200, body
+            used = policy.engine.requests[0].sampling  # type: ignore[attr-defined]
+            assert (used.temperature, used.max_tokens) == (1.0, 9)
+            (line,) = c.lines
+            assert '"temperature": 0.1' in line
+            assert '"tool_choice": "required"' in line
+            _, _ = await c.chat("c", max_tokens=10_000)
+
+    run(work)
+
+
+def test_a_stream_has_the_whole_answer_and_signs_of_life_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "KEEP_ALIVE_S", 0.05)
+
+    async def work() -> None:
+        policy = Gated([text("one")])
+        async with client(policy) as c:
+            body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
+            async with c.post("/v1/chat/completions", body) as response:
+                first = await response.content.readline()
+                assert first.startswith(b":")
+                policy.gate.set()
+                rest = (await response.content.read()).decode()
+            assert '"content":"one"' in rest
+            assert rest.endswith("data: [DONE]\n\n")
+
+    run(work)
+
+
+def test_an_engine_that_is_lost_after_the_first_byte_is_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "KEEP_ALIVE_S", 0.05)
+
+    async def work() -> None:
+        policy = Gated([])  # has no answer
+        async with client(policy) as c:
+            body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
+            async with c.post("/v1/chat/completions", body) as response:
+                assert response.status == 200
+                await response.content.readline()
+                policy.gate.set()
+                rest = (await response.content.read()).decode()
+            assert '"code":"engine_unavailable"' in rest
+            assert isinstance(c.episode.result().failure, EngineError)
+
+    run(work)
+
+
+@pytest.mark.parametrize("error", [EngineError("gone", hint="x"), EngineBehind("old", hint="x")])
+def test_an_engine_that_is_lost_is_a_failure_and_no_client_retries(error: EngineError) -> None:
+    async def work() -> None:
+        async with client(Failing(error)) as c:
+            body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+            async with c.post("/v1/chat/completions", body) as response:
+                assert response.status == 503
+                assert response.headers["x-should-retry"] == "false"
+            assert c.episode.result().failure is error
+            assert c.asked.failed.is_set()
+
+    run(work)
+
+
+def test_strangers_and_swapped_urls_are_refused_and_nothing_is_attributed() -> None:
+    async def work() -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+        async with client(scripted(text("x"))) as one, client(scripted(text("y")), name="g000001.1/0") as two:
+            base = two.url.partition("/r/")[0]
+            swapped = base + "/r/" + one.url.partition("/r/")[2]
+            for url, headers, status in (
+                (swapped, {}, 404),
+                (f"{base}/r/g000001.1.0/guess", {}, 404),
+                (base, {}, 401),
+                (base, {"authorization": f"Bearer {one.key}"}, 401),
+                (base, {"authorization": "Bearer \xff"}, 401),
+                (f"{two.url}x", {}, 404),
+            ):
+                async with two.http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+                    assert response.status == status, url
+                    assert (await response.json())["error"]["message"]
+            assert not one.asked.num_requests
+            assert not two.asked.num_requests
+            key = {"authorization": f"Bearer {two.key}"}
+            async with two.http.post(f"{base}/v1/chat/completions", json=body, headers=key) as response:
+                assert response.status == 200
+            async with two.http.get(f"{two.url}/v1/models/gpt-9") as response:
+                assert (await response.json())["id"] == "gpt-9"
+
+    run(work)
+
+
+def test_a_full_context_is_the_vendors_error_and_a_shorter_request_goes_on() -> None:
+    async def work() -> None:
+        async with client(scripted(text("x")), context_tokens=100) as c:
+            status, body = await c.chat("word " * 200)
+            assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+            assert "maximum context length is 100 tokens" in body["error"]["message"]
+            assert c.asked.context_full
+            status, _ = await c.chat("word")
+            assert status == 200
+            assert not c.asked.context_full
+
+    run(work)
+
+
+def test_after_the_last_turn_requests_are_refused_for_good() -> None:
+    async def work() -> None:
+        async with client(scripted(text("x"), text("y")), max_turns=1) as c:
+            await c.chat("a")
+            for _ in range(3):
+                async with c.post(
+                    "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "b"}]}
+                ) as r:
+                    assert (r.status, r.headers["x-should-retry"]) == (403, "false")
+                    assert (await r.json())["error"]["code"] == "rollout_ended"
+            assert c.episode.ending is Ending.TURNS
+            assert c.asked.failed.is_set()
+
+    run(work)
+
+
+def test_a_flood_of_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attributing, "MAX_PARALLEL", 3)
+
+    async def work() -> None:
+        policy = Gated([text("x")] * 99)
+        async with client(policy, max_turns=5) as c:
+            tasks = [asyncio.create_task(c.chat(f"w{i}")) for i in range(3)]
+            await until(lambda: policy.num_asked == 3)
+            status, body = await c.chat("more")
+            assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+            statuses = [(await c.chat(f"more {i}"))[0] for i in range(40)]
+            assert statuses[-1] == 403
+            assert c.episode.ending is Ending.TURNS
+            policy.gate.set()
+            await asyncio.gather(*tasks)
+            assert len(c.episode.result().trace.turns) == 3
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        json.dumps({"model": "m", "messages": []}).encode(),
+        json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "x"}]}).encode(),
+        json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": "all"}).encode(),
+        json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], "n": "2"}).encode(),
+        b'{"a":' * 5000,
+    ],
+)
+def test_a_malformed_request_is_refused_and_the_rollout_goes_on(body: bytes) -> None:
+    async def work() -> None:
+        async with client(scripted(text("x"))) as c:
+            async with c.http.post(f"{c.url}/v1/chat/completions", data=body) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["message"]
+            assert (await c.chat("a"))[0] == 200
+
+    run(work)
+
+
+def test_a_body_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "MAX_BODY_BYTES", 1000)
+
+    async def work() -> None:
+        async with client(scripted(text("x"))) as c:
+            status, _ = await c.chat("a" * 2000)
+            assert status == 413
+
+    run(work)
+
+
+def test_side_calls_are_told_from_turns_at_the_end() -> None:
+    async def work() -> None:
+        async with client(scripted(text("a title"), say("cat", path="a"), text("sub"))) as c:
+            system = [{"role": "system", "content": "Write a title."}, {"role": "user", "content": "fix"}]
+            await c.chat(messages=system, max_tokens=40)
+            await c.chat("fix", tools=TOOLS)
+            await c.chat("summarise this file", max_completion_tokens=4000)  # no short answer
+            c.asked.finish()
+            assert [turn.kind for turn in c.episode.result().trace.turns] == [TurnKind.SIDE, TurnKind.ACT, TurnKind.ACT]
+
+    run(work)
+
+
+def test_a_program_without_tools_has_no_side_calls_but_those_of_a_pattern() -> None:
+    async def work() -> None:
+        async with client(scripted(text("x"), text("y"))) as c:
+            c.asked._side = ("*-mini",)
+            await c.chat(messages=[{"role": "system", "content": "A"}, {"role": "user", "content": "b"}], max_tokens=9)
+            await c.chat("b", model="gpt-mini")
+            c.asked.finish()
+            assert [turn.kind for turn in c.episode.result().trace.turns] == [TurnKind.ACT, TurnKind.SIDE]
+
+    run(work)
+
+
+def test_the_machine_is_reached_with_the_same_secret() -> None:
+    async def work() -> None:
+        async with client(scripted()) as c:
+            async with c.post("/machine/exec", {"command": ["python", "tests.py"]}) as response:
+                assert "of 4" in (await response.json())["output"]
+            async with c.post("/machine/read", {"path": "../x"}) as response:
+                assert response.status == 400
+            async with c.post("/machine/write", {"path": "new", "content": "%%"}) as response:
+                assert response.status == 400
+            async with c.post("/machine/burn", {}) as response:
+                assert response.status == 404
+            c.episode.submit()
+            async with c.post("/machine/exec", {"command": "ls"}) as response:
+                assert response.status == 403
+
+    run(work)
+
+
+REQUESTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_dialects_are_attributed(path: str, stream: bool) -> None:
+    async def work() -> None:
+        async with client(scripted(text("hello"))) as c:
+            async with c.post(path, {"model": "m", "temperature": 0.3, "stream": stream, **REQUESTS[path]}) as response:
+                said = await response.text()
+                assert response.status == 200, said
+                assert "hello" in said
+            (turn,) = c.episode.result().trace.turns
+            assert turn.sampling.temperature == 1.0
+
+    run(work)
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_errors_are_in_the_dialects_own_shape(path: str) -> None:
+    async def work() -> None:
+        async with client(scripted(), max_turns=1, turn_tokens=20, context_tokens=22) as c:
+            async with c.post(path, {"model": "m", **REQUESTS[path]}) as response:
+                said = await response.json()
+                assert response.status == 400
+                assert ("too long" if path == "/v1/messages" else "maximum context length") in said["error"]["message"]
+                assert (said.get("type") == "error") is (path == "/v1/messages")
+            c.episode.submit()
+            async with c.post(path, {"model": "m", **REQUESTS[path]}) as response:
+                assert response.status == 403
+                assert "the rollout has ended" in (await response.json())["error"]["message"]
+
+    run(work)
+
+
+def test_the_tokens_of_a_prompt_are_counted_and_nothing_is_recorded() -> None:
+    async def work() -> None:
+        async with client(scripted()) as c:
+            body = {"model": "m", "messages": [{"role": "user", "content": "fix"}]}
+            async with c.post("/v1/messages/count_tokens", body) as response:
+                assert (await response.json())["input_tokens"] == c.episode.num_tokens(body["messages"], tools=[])
+            assert c.episode.result().trace.turns == ()
+
+    run(work)
+
+
+def test_a_defect_of_the_endpoints_is_a_failure_and_not_the_agents_fault() -> None:
+    async def work() -> None:
+        async with client(Failing(ZeroDivisionError("ours"))) as c:
+            status, _ = await c.chat("a")
+            assert status == 500
+            assert "ZeroDivisionError: ours" in str(c.episode.result().failure)
+            assert c.asked.failed.is_set()
+
+    run(work)
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+JSON = st.recursive(
+    LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x, max_size=3), max_leaves=8
+)
+NAMES = ["model", "messages", "tools", "n", "stream", "max_tokens", "tool_choice", "response_format", "input", "stop"]
+
+
+@given(
+    st.sampled_from(sorted(REQUESTS)),
+    st.binary(max_size=40)
+    | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), JSON, max_size=6).map(
+        lambda x: json.dumps(x).encode()
+    ),
+)
+def test_any_bytes_are_a_request_or_are_refused(path: str, body: bytes) -> None:
+    episode = Episode(
+        TASK,
+        MemoryMachine({}),
+        policy=scripted(),
+        chat=CHAT,
+        tools=standard_tools(),
+        limits=HarnessConfig(),
+        options=RequestOptions(session_id="s", seed=0),
+    )
+    door = Door(episode, Attribution(episode, log=lambda _: None), secret=None, log=lambda _: None)
+    with contextlib.suppress(RequestRefused):
+        assert door._parsed(doors._BY_PATH[path].read, body).messages
