@@ -1,4 +1,6 @@
-"""Milliseconds of a decoding step by how its rows are sampled: ``python -m benchmarks.masked_steps [--repeats N]``.
+"""Milliseconds of a decoding step by how its rows are sampled.
+
+``python -m benchmarks.masked_steps [--repeats N] [--vocabularies A,B]``
 
 The reference engine, on one thread of a CPU, samples 64 tokens of each of B requests: plainly, with truncation, with
 penalties, with the likeliest tokens, and under a JSON schema whose text does not end. Each vocabulary size has a model
@@ -85,6 +87,7 @@ async def measured(vocab_size: int, batch: int, repeats: int, tokenizer: Path) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vocabularies", default="2048,32768,151936", help="sizes, at least 2,048")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +96,7 @@ def main() -> None:
         tokenizer = Path(folder) / "tokenizer.json"
         rows = [
             asyncio.run(measured(vocab_size, batch, args.repeats, tokenizer))
-            for vocab_size in (2_048, 32_768, 151_936)
+            for vocab_size in map(int, args.vocabularies.split(","))
             for batch in (1, 16)
         ]
     report("masked_steps", {"tokens": TOKENS, "repeats": args.repeats, "rows": rows})

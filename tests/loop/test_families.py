@@ -18,7 +18,7 @@ from tests.parity import chats
 from etude import cli
 from etude.config import to_toml
 from etude.errors import ConfigError
-from etude.gateway import GatewayConfig, create_app, serving
+from etude.gateway import GatewayConfig, ServedModel, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -113,7 +113,8 @@ def test_it_is_talked_to_by_its_own_template(checkpoint: Path) -> None:
         async with ReferenceEngine(
             load_model(checkpoint), version=version, config=EngineConfig(context_tokens=512)
         ) as engine:
-            app = create_app(EnginePolicy(engine), chat, model="deepseek", context_tokens=512, config=config)
+            model = ServedModel(EnginePolicy(engine), chat, name="deepseek", context_tokens=512, config=config)
+            app = create_app([model], config=config)
             async with (
                 serving(app, config=config) as url,
                 openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client,

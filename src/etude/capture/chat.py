@@ -86,6 +86,12 @@ class Chat(Protocol):
         Without it such a call is returned as it is, where its format allows this, and the caller checks it."""
         ...
 
+    def in_reasoning(self, prompt_ids: I32) -> bool | None:
+        """Return whether a prompt ends within the model's reasoning, because the template wrote ``<think>``.
+
+        If False, a completion may begin with ``<think>``. None: completions of this format have no reasoning."""
+        ...
+
     def num_text_tokens(self, ids: Sequence[int]) -> int:
         """Return the number of leading tokens of a completion that come before its first tool call.
 

@@ -161,12 +161,14 @@ class TurnTree:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         reuse: bool = False,
+        take: bool = True,
     ) -> Prompt:
         """Encode a request: the tokens of the deepest recorded turn, then those of the messages after it.
 
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
         same tools in OpenAI's format, needed when the tools may change within the tree. `reuse`: if the tree has a turn
-        of an equal request, return it as `Prompt.answered`; then no session is taken. Raises `ContextFull`, before it
+        of an equal request, return it as `Prompt.answered`; then no session is taken. `take`
+        False: the caller only counts tokens and will not sample; no session is taken. Raises `ContextFull`, before it
         tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
         keys = conversation_keys(tools, messages)
         with self._lock:
@@ -174,8 +176,8 @@ class TurnTree:
                 self._touch(answered)
                 return answered.prompt()
             parent = self._deepest(keys[:-1])
-            start = self._start(parent, tools, keys[0])
-            session_id, fork_from = self._session(parent)
+            start = self._start(parent, tools, keys[0]) if take else Start.FIRST
+            session_id, fork_from = self._session(parent) if take else ("", None)
             known = 0 if parent is None else keys.index(parent.key) + 1
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
             recorded = {node.reply_digest for node in self._nodes} if replies else set()
@@ -184,12 +186,22 @@ class TurnTree:
             new_ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
             return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
         remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
-        ended = parent.completion.stop_reason is StopReason.STOP
-        new_ids = self._chat.continuation(
-            messages[:known], messages[known:], signatures, ended=ended, max_tokens=remaining
-        )
+        new_ids = self._continuation(parent, messages, known, signatures, max_tokens=remaining)
         token_ids = np.concatenate([parent.context(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
+
+    def prompt_tokens(
+        self, messages: Sequence[Message], signatures: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> int:
+        """Return how many tokens the prompt of a request would have. Nothing is recorded, and no session is taken.
+
+        The arguments are those of `prompt`. Raises what the chat format raises."""
+        keys = conversation_keys(tools, messages)
+        with self._lock:
+            parent = self._deepest(keys[:-1])
+        if parent is None:
+            return len(self._chat.encode_prompt(messages, signatures))
+        return parent.num_tokens + len(self._continuation(parent, messages, keys.index(parent.key) + 1, signatures))
 
     def record(
         self,
@@ -249,6 +261,20 @@ class TurnTree:
                 )
                 for node in nodes
             )
+        )
+
+    def _continuation(
+        self,
+        parent: Node,
+        messages: Sequence[Message],
+        known: int,
+        signatures: Mapping[str, Any],
+        max_tokens: int | None = None,
+    ) -> I32:
+        """Encode the messages after the first `known` ones, which are the context of `parent`."""
+        ended = parent.completion.stop_reason is StopReason.STOP
+        return self._chat.continuation(
+            messages[:known], messages[known:], signatures, ended=ended, max_tokens=max_tokens
         )
 
     # The caller of these methods holds the lock.

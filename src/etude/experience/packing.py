@@ -173,14 +173,19 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: float) -> list[tuple[int, Sample]]:
     """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
 
-    Tokens that are too old are masked. The list is empty when the advantage is 0 or no token with loss is left.
-    `temperature`: the sampling temperature of the run."""
+    A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
+    the rollout's advantage. Masked are tokens that are too old, which is decided for each conversation by itself, and
+    refused summaries if the advantage is positive: what came after them is not their merit. The list is empty when the
+    advantage is 0 or no token with loss is left. `temperature`: the sampling temperature of the run."""
     if not member.advantage:
         return []
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     found = list[tuple[int, Sample]]()
     for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
         path = mask_stale(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
+        refused = [trace.turns[at].kind is TurnKind.REFUSED for at in trace.chain(leaf)]
+        if member.advantage > 0 and any(refused):
+            path = mask_path(path, ~_repeat_by_turn(trace, trace.chain(leaf), refused))
         if path.mask.any():
             own = temperatures(trace, leaf, path.mask, run=temperature)
             found.append((leaf, Sample.uniform(member.rollout_id, path, member.advantage, own)))

@@ -1,7 +1,8 @@
-"""An HTTP server with OpenAI's chat and text completions API, over any `Policy`. Usable alone, without torch.
+"""An HTTP server with OpenAI's and Anthropic's APIs, over any `Policy`. Usable alone, without torch.
 
-    app = create_app(policy, ChatFormat.load("checkpoint"), model="etude", context_tokens=384)
-    async with serving(app, config=GatewayConfig(port=8000)) as base_url:
+    model = ServedModel(policy, ChatFormat.load("checkpoint"), name="etude", context_tokens=384)
+    app = create_app([model], config=config)
+    async with serving(app, config=config) as base_url:
         ...
 
 A `Policy` samples completions of token ids; a chat format converts messages to token ids and back. Any OpenAI client
@@ -14,6 +15,8 @@ from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, EventStream, new_head
 from etude.gateway.errors import RequestRefused
 from etude.gateway.http import serving
+from etude.gateway.keys import KeyLimits, Keys
+from etude.gateway.model import ServedModel
 from etude.gateway.requests import ChatRequest
 
 __all__ = [
@@ -24,8 +27,11 @@ __all__ = [
     "EventStream",
     "Gateway",
     "GatewayConfig",
+    "KeyLimits",
+    "Keys",
     "RequestRefused",
     "ResponseHead",
+    "ServedModel",
     "create_app",
     "make_answer",
     "new_head",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.capture import Chat, Message, ParsedReply
+from etude.gateway.streams import split_unfinished
 from etude.records.completion import Completion, StopReason
 from etude.records.wire import I32
 
@@ -85,7 +86,8 @@ def make_answer(
         calls = tuple({"name": call.name, "arguments": call.arguments} for call in reply.calls)
         text, reasoning = reply.text, reply.reasoning
     else:
-        text = chat.decode(completion.token_ids)
+        thinking = None if reply is None else chat.in_reasoning(prompt_ids)
+        reasoning, text = split_unfinished(chat.decode(completion.token_ids), thinking)
     end, stop_text = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=(-1, None))
     if stop_text is not None:
         text, calls = text[:end], ()

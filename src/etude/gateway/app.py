@@ -11,136 +11,208 @@ cancelled. Clients execute tool calls."""
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+import contextlib
+import datetime
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from etude.capture import Chat
 from etude.errors import EtudeError
+from etude.gateway.access_log import Metrics, Record
 from etude.gateway.config import GatewayConfig
-from etude.gateway.dialects import DIALECTS, Dialect, EventStream, new_head
+from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
 from etude.gateway.errors import RequestRefused, from_error
-from etude.gateway.http import HANDLERS, host, is_loopback, run_until_disconnect
+from etude.gateway.http import HANDLERS, error_response, host, is_loopback, run_until_disconnect
+from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
+from etude.gateway.pump import EventPump, EventResponse
 from etude.gateway.requests import ChatRequest
-from etude.seams import Policy
 
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
 
 
 def create_app(
-    policy: Policy,
-    chat: Chat,
-    *,
-    model: str,
-    context_tokens: int,
-    config: GatewayConfig | None = None,
-    key: str | None = None,
+    models: Sequence[ServedModel], *, config: GatewayConfig | None = None, keys: Keys | None = None
 ) -> Starlette:
-    """Return the ASGI app that serves one model over OpenAI's API. Run it with `serving`.
+    """Return the ASGI app that serves models over OpenAI's and Anthropic's APIs. Run it with `serving`.
 
-    `policy` samples the completions and `chat` converts messages to tokens and back. `model` is the name that clients
-    send. `context_tokens` is the largest number of tokens of prompt and answer together. `key` is the API key that
-    clients must send; without one, only requests to a loopback host name (such as localhost) are answered."""
-    served = ServedModel(policy, chat, name=model, context_tokens=context_tokens, config=config)
-    gateway = Gateway(served, config=config, key=key)
+    Clients must send one of `keys`; None: only requests to a loopback host name (such as localhost) are answered."""
+    gateway = Gateway(models, config=config, keys=keys)
     routes = [
         Route("/health", gateway.health),
-        Route("/v1/models", gateway.models),
+        Route("/metrics", gateway.metrics_page),
+        Route("/v1/models", gateway.list_models),
         Route("/v1/models/{name:path}", gateway.one_model),
+        Route("/v1/messages/count_tokens", gateway.count_tokens, methods=["POST"]),
         *(
-            Route(dialect.path, partial(gateway.serve, dialect=dialect), methods=["POST"], name=dialect.name)
-            for dialect in DIALECTS.values()
+            Route(dialect.path, partial(gateway.complete, name=name), methods=["POST"], name=name)
+            for name, dialect in DIALECTS.items()
         ),
     ]
-    app = Starlette(routes=routes, exception_handlers=HANDLERS)
-    app.state.needs_key = key is not None
+    allowed = list(gateway.config.cors_origins)
+    cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"])
+    app = Starlette(routes=routes, exception_handlers=HANDLERS, middleware=[cors] if allowed else [])
+    app.state.needs_key, app.state.gateway = keys is not None, gateway
     return app
 
 
 class Gateway:
-    """The app's request handlers. `create_app` makes one. `key` is the API key, if one is needed."""
+    """The app's request handlers. `create_app` makes one, with the same arguments."""
 
-    def __init__(self, model: ServedModel, *, config: GatewayConfig | None = None, key: str | None = None) -> None:
-        self.config, self._model, self._key = config or GatewayConfig(), model, key
+    def __init__(
+        self, models: Sequence[ServedModel], *, config: GatewayConfig | None = None, keys: Keys | None = None
+    ) -> None:
+        self.config = config or GatewayConfig()
+        self.models = {model.name: model for model in models}
+        self.metrics = Metrics()
+        self.num_open = 0  # requests that are not answered to their end
+        self._keys, self._draining, self._empty = keys, False, asyncio.Event()
+
+    async def drain(self, deadline_s: float) -> None:
+        """Refuse new requests with status 503, and wait until all others have ended, at most `deadline_s` seconds."""
+        self._draining = True
+        if self.num_open:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._empty.wait()
 
     async def health(self, request: Request) -> Response:
-        """Answer GET /health with status 200. No API key is needed."""
-        return JSONResponse({"status": "ok", "model": self._model.name})
+        """Answer GET /health with status 200, or 503 while the gateway drains. No API key is needed."""
+        status = "draining" if self._draining else "ok"
+        return JSONResponse({"status": status, "models": list(self.models)}, 503 if self._draining else 200)
 
-    async def models(self, request: Request) -> Response:
-        """Answer GET /v1/models with a list that has the one model."""
+    async def metrics_page(self, request: Request) -> Response:
+        """Answer GET /metrics for Prometheus."""
         self._admit(request)
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        if self.metrics.registry is None:
+            message = "metrics need prometheus_client\n  hint: pip install 'etude[prometheus]'"
+            raise RequestRefused(404, message, code="not_found")
+        page, content_type = self.metrics.page({m.name: (m.num_running, m.num_waiting) for m in self.models.values()})
+        return Response(page, headers={"content-type": content_type})
+
+    async def list_models(self, request: Request) -> Response:
+        """Answer GET /v1/models with the list of models, in a form for clients of OpenAI and of Anthropic."""
+        self._admit(request)
+        names = list(self.models)
+        of_anthropic = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": [_card(m) for m in self.models.values()], **of_anthropic})
 
     async def one_model(self, request: Request) -> Response:
         """Answer GET /v1/models/{name} with the model's description, or with 404 for another name."""
         self._admit(request)
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._card())
+        return JSONResponse(_card(self._model(request.path_params["name"])))
 
-    async def serve(self, request: Request, dialect: Dialect) -> Response:
-        """Answer a request in a dialect: sample the model's next message, or continue a text."""
-        self._admit(request)
-        if not request.headers.get("content-type", "").startswith("application/json"):
-            raise RequestRefused(415, "send the body as content-type: application/json", code="unsupported_media_type")
+    async def complete(self, request: Request, name: str) -> Response:
+        """Answer a request in the dialect `name`: sample the model's next message, or continue a text."""
+        return await self._recorded(request, name, partial(self._complete, dialect=DIALECTS[name]))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer POST /v1/messages/count_tokens with the number of tokens of a prompt."""
+        return await self._recorded(request, "count_tokens", self._count_tokens)
+
+    async def _recorded(self, request: Request, dialect: str, work: Callable[..., Any]) -> Response:
+        """Run a handler, log and count its request, and keep it open until its response has ended."""
+        record = Record(request.method, dialect)
+        self.num_open += 1
+
+        def end(status: int) -> None:
+            if not record.ended:
+                self.num_open -= 1
+                record.end(status, self.metrics)
+                if self._draining and not self.num_open:
+                    self._empty.set()
+
+        status = 500
+        response: Response | None = None
         try:
+            record.key = self._admit(request)
+            if self._draining:
+                raise RequestRefused(503, "the gateway is stopping; try again", code="engine_unavailable", retry_s=5)
+            if record.key is not None:
+                record.key.add_request()
+            if not request.headers.get("content-type", "").startswith("application/json"):
+                message = "send the body as content-type: application/json"
+                raise RequestRefused(415, message, code="unsupported_media_type")
             async with asyncio.timeout(self.config.deadline_s):
-                parsed = await self._read(dialect, await self._body(request))
-                self._check_model(parsed.model)
-                head = new_head(parsed)
-                if parsed.stream:
-                    stream = dialect.stream(parsed, head, self._model.chat)
-                    events = self._events(parsed, stream)
-                    first = await run_until_disconnect(request, anext(events))  # an error up to here has an HTTP status
-                    return _streaming(first, events, stream)
-                answers = await run_until_disconnect(request, self._model.answer(parsed))
+                response = await work(request, record)
         except TimeoutError:
-            raise self._model.timeout_refusal() from None
+            response = error_response(request, self._timeout())
         except ClientDisconnect:
-            return Response(status_code=499)
-        return JSONResponse(dialect.body(parsed, head, answers))
+            response = Response(status_code=499)
+        except RequestRefused as refused:
+            response = error_response(request, refused)
+        except EtudeError as error:
+            response = error_response(request, from_error(error))
+        finally:
+            if response is not None:
+                status = response.status_code
+            if isinstance(response, EventResponse):
+                response.at_end = partial(end, status)
+            else:
+                end(status)
+        return response
 
-    async def _events(self, parsed: ChatRequest, stream: EventStream) -> AsyncGenerator[bytes]:
-        async with aclosing(self._model.stream(parsed)) as parts:
-            async for index, part in parts:
-                for event in stream.tokens(part, index) if isinstance(part, list) else stream.finish(part, index):
-                    yield event
-        for event in stream.end():
-            yield event
+    async def _complete(self, request: Request, record: Record, dialect: Dialect) -> Response:
+        parsed, model = await self._parsed(request, record, dialect.read)
+        head = new_head(parsed)
+        if not parsed.stream:
+            answers = await run_until_disconnect(request, model.answer(parsed))
+            record.add(answers)
+            return JSONResponse(dialect.body(parsed, head, answers))
+        pump = EventPump(model.stream(parsed), dialect.stream(parsed, head, model.chat), record)
+        try:
+            end = record.began + self.config.deadline_s
+            first = await run_until_disconnect(request, pump.first(self.config.ping_s))  # an error here has a status
+            return EventResponse(pump, first, end=end, ping_s=self.config.ping_s, late=self._timeout())
+        except BaseException:
+            await pump.close()
+            raise
 
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._model.created,
-            "owned_by": "etude",
-            "max_model_len": self._model.context_tokens,
-        }
+    async def _count_tokens(self, request: Request, record: Record) -> Response:
+        parsed, model = await self._parsed(request, record, messages.read_count)
+        return JSONResponse({"input_tokens": await run_until_disconnect(request, model.count(parsed))})
 
-    def _admit(self, request: Request) -> None:
-        """Check the API key. Without a key, check that the Host header is loopback.
+    async def _parsed(
+        self, request: Request, record: Record, read: Callable[[bytes], ChatRequest]
+    ) -> tuple[ChatRequest, ServedModel]:
+        body = await self._body(request)
+        if len(body) <= _SHORT_BYTES:
+            parsed = read(body)
+        else:
+            parsed = await next(iter(self.models.values())).run_in_thread(partial(read, body))
+        model = self._model(parsed.model)
+        record.model = model.name
+        return parsed, model
+
+    def _timeout(self) -> RequestRefused:
+        return RequestRefused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
+
+    def _admit(self, request: Request) -> KeyUse | None:
+        """Check the API key. Without keys, check that the Host header is loopback.
 
         The second check refuses a web page whose host name resolves to this machine."""
-        if self._key is None:
+        if self._keys is None:
             if not is_loopback(host(request)):
                 raise RequestRefused(403, "without a key only localhost is answered", code="forbidden")
-            return
+            return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode()):
-            raise RequestRefused(401, "the API key is missing or wrong", code="invalid_api_key")
+        if scheme.lower() != "bearer":
+            given = request.headers.get("x-api-key", "")
+        return self._keys.find(given.strip().encode("latin-1"))
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model.name:
-            message = f"The model {name[:100]!r} does not exist; this is {self._model.name!r}."
+    def _model(self, name: str) -> ServedModel:
+        if name not in self.models:
+            served = ", ".join(repr(one) for one in list(self.models)[:8])
+            message = f"The model {name[:100]!r} does not exist; here is {served}."
             raise RequestRefused(404, message, code="model_not_found", param="model")
+        return self.models[name]
 
     async def _body(self, request: Request) -> bytes:
         limit, body = self.config.max_body_bytes, bytearray()
@@ -150,24 +222,19 @@ class Gateway:
                 raise RequestRefused(413, f"the body is larger than {limit} bytes", code="request_too_large")
         return bytes(body)
 
-    async def _read(self, dialect: Dialect, body: bytes) -> ChatRequest:
-        if len(body) <= _SHORT_BYTES:
-            return dialect.read(body)
-        return await self._model.run_in_thread(partial(dialect.read, body))
 
-
-def _streaming(first: bytes, events: AsyncGenerator[bytes], stream: EventStream) -> Response:
-    """Return the response of a stream whose first event is known. A later error becomes the last event."""
-
-    async def body() -> AsyncIterator[bytes]:
-        async with aclosing(events):
-            yield first
-            try:
-                async for event in events:
-                    yield event
-            except RequestRefused as refused:
-                yield stream.error(refused)
-            except EtudeError as error:
-                yield stream.error(from_error(error))
-
-    return StreamingResponse(body(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+def _card(model: ServedModel) -> dict[str, Any]:
+    of_anthropic = {
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.datetime.fromtimestamp(model.created, datetime.UTC).isoformat(),
+        "max_input_tokens": model.context_tokens,
+    }
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "etude",
+        "max_model_len": model.context_tokens,
+        **of_anthropic,
+    }

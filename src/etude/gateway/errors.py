@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 
 from etude.errors import ContextFull, EngineError, EtudeError, nearest
@@ -11,17 +12,30 @@ from etude.errors import ContextFull, EngineError, EtudeError, nearest
 class RequestRefused(Exception):
     """Raised to refuse a request: the HTTP status, and the error that the client gets.
 
-    `code` and `param` are fields of OpenAI's error object; `param` names the invalid request field."""
+    `code` and `param` are fields of OpenAI's error object; `param` names the invalid request field.
+    `context` is set when the context is full: the tokens of the prompt, and the most tokens that the model takes.
+    `retry_s` is the time after which the client may try again, in seconds."""
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        context: tuple[int, int] | None = None,
+        retry_s: float = 1.0,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.context, self.retry_s = context, retry_s
 
     @property
     def headers(self) -> dict[str, str]:
         """The headers of the HTTP response. With status 429 or 503 they have retry-after."""
-        found = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
-        return found.get(self.status, {})
+        if self.status in (429, 503):
+            return {"retry-after": str(math.ceil(self.retry_s))}
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
 
 def openai_error(refused: RequestRefused) -> dict[str, object]:
@@ -54,17 +68,24 @@ def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
     return RequestRefused(400, message, code="unknown_parameter", param=field[:100])
 
 
-def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> RequestRefused:
+def context_exceeded(
+    context_tokens: int, prompt_tokens: int, answer_tokens: int, *, facts: str = ""
+) -> RequestRefused:
     """Return the error of a request that exceeds the context (HTTP 400), with OpenAI's message and code.
 
-    `context_tokens` is the model's limit, and `answer_tokens` the length of the answer that the client asked for."""
+    `context_tokens` is the model's limit, and `answer_tokens` the length of the answer that the client asked for. With
+    `facts`, which say why a text is certainly too long, `prompt_tokens` is only a lower bound."""
     total = prompt_tokens + answer_tokens
     message = (
         f"This model's maximum context length is {context_tokens} tokens. However, you requested {total} tokens "
         f"({prompt_tokens} in the messages, {answer_tokens} in the completion). "
         "Please reduce the length of the messages or completion."
     )
-    return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+    if facts:
+        message = f"This model's maximum context length is {context_tokens} tokens. However, {facts}."
+    return RequestRefused(
+        400, message, code="context_length_exceeded", param="messages", context=(total, context_tokens)
+    )
 
 
 def from_error(error: EtudeError) -> RequestRefused:

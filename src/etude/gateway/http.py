@@ -65,7 +65,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _error(request: Request, refused: RequestRefused) -> Response:
+def error_response(request: Request, refused: RequestRefused) -> Response:
     """Return the response of an error, in the dialect of the request's path."""
     path = request.scope["path"]
     write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), openai_error)
@@ -74,22 +74,22 @@ def _error(request: Request, refused: RequestRefused) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRefused)
-    return _error(request, error)
+    return error_response(request, error)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, EtudeError)
-    return _error(request, from_error(error))
+    return error_response(request, from_error(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = f"{request.method} {request.scope['path']} is not offered"
-    return _error(request, RequestRefused(status, what, code="not_found"))
+    return error_response(request, RequestRefused(status, what, code="not_found"))
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return _error(request, RequestRefused(500, "the gateway failed; its log says why", code="internal_error"))
+    return error_response(request, RequestRefused(500, "the gateway failed; its log says why", code="internal_error"))
 
 
 HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
@@ -101,9 +101,12 @@ async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str
     """Serve `app`, made by `create_app`, while the block runs. Yields the URL that OpenAI clients take as `base_url`.
 
     Raises `ConfigError` when the port is in use, and when the app has no API key but `config.host` is not a loopback
-    address. At exit, running requests have 5 s to end."""
+    address. At exit, new requests get status 503, and running ones have `config.drain_s` seconds to end."""
     if not app.state.needs_key and not is_loopback(config.host):
         hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
         raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)
-    async with run_http_server(app, bind(config.host, config.port), name="the gateway", grace_s=5) as url:
-        yield f"{url}/v1"
+    async with run_http_server(app, bind(config.host, config.port), name="the gateway", grace_s=1) as url:
+        try:
+            yield f"{url}/v1"
+        finally:
+            await app.state.gateway.drain(config.drain_s)

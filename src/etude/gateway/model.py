@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from etude.capture import Chat, Prompt, TurnTree
+from etude.errors import ContextFull
 from etude.gateway.answers import Answer, make_answer
 from etude.gateway.config import GatewayConfig
 from etude.gateway.errors import RequestRefused, context_exceeded, invalid_request
@@ -25,6 +26,9 @@ from etude.records.wire import I32
 from etude.seams import Policy, stream_or_complete
 
 T = TypeVar("T")
+StreamPart = I32 | tuple[int, list[int] | Answer]
+"""The token ids of the prompt; or the number of an answer with newly sampled token ids, or with the whole answer."""
+_MAX_QUEUED = 64
 TOKENISER_THREADS = 2
 """Number of tokeniser threads. Work of a disconnected client is not interrupted; later work waits for it."""
 
@@ -57,59 +61,127 @@ class ServedModel:
         self.created = int(time.time())
         self._tree = TurnTree(chat, session_id=f"chat-{uuid.uuid4().hex}", max_tokens=self.config.remembered_tokens)
         self._running = asyncio.Semaphore(self.config.max_running)
-        self._num_waiting = 0
+        self._num_running = self._num_waiting = 0
         self._tokeniser_threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run a function in a tokeniser thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._tokeniser_threads, work)
 
+    @property
+    def num_running(self) -> int:
+        """The number of answers that are being sampled."""
+        return self._num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers that wait to be sampled."""
+        return self._num_waiting
+
     async def answer(self, parsed: ChatRequest) -> list[Answer]:
         """Sample the answers to a request. Raises `RequestRefused`, and what the policy raises."""
+        if parsed.n == 1:
+            return [await self._answer(parsed, 0)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(parsed, index)) for index in range(parsed.n)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _answer(self, parsed: ChatRequest, index: int) -> Answer:
         async with self._running_slot():
-            pending = await self._prepare(parsed)
-            return [self._record(pending, await self.policy.complete(pending.request))]
+            pending = await self._prepare(parsed, index)
+            return self._record(pending, await self.policy.complete(pending.request))
 
-    async def stream(self, parsed: ChatRequest) -> AsyncGenerator[tuple[int, list[int] | Answer]]:
-        """Sample the answers to a request: yields (number of the answer, newly sampled token ids or complete answer).
+    async def stream(self, parsed: ChatRequest) -> AsyncGenerator[StreamPart]:
+        """Sample the answers to a request.
 
+        Yields the prompt's token ids, then (number of the answer, newly sampled token ids or the complete answer).
         Raises `RequestRefused`, and what the policy raises."""
-        end = time.monotonic() + self.config.deadline_s
+        if parsed.n == 1:
+            async with aclosing(self._stream(parsed, 0)) as parts:
+                async for part in parts:
+                    yield part
+            return
+        queue: asyncio.Queue[StreamPart | Exception | None] = asyncio.Queue(_MAX_QUEUED)
+
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(self._stream(parsed, index)) as parts:
+                    async for part in parts:
+                        await queue.put(part)
+                await queue.put(None)
+            except Exception as error:  # noqa: BLE001  the reader of the queue raises it
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(parsed.n)]
+        try:
+            left = parsed.n
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self, parsed: ChatRequest, index: int) -> AsyncGenerator[StreamPart]:
         async with self._running_slot():
-            pending = await self._prepare(parsed)
+            pending = await self._prepare(parsed, index)
+            yield pending.request.prompt_ids
             async with aclosing(stream_or_complete(self.policy, self.policy.complete, pending.request)) as parts:
-                while True:
-                    try:
-                        part = await asyncio.wait_for(anext(parts), max(0.0, end - time.monotonic()))
-                    except TimeoutError:
-                        raise self.timeout_refusal() from None
+                async for part in parts:
                     if isinstance(part, Completion):
                         answer = self._record(pending, part)
                         break
-                    yield 0, part
-        yield 0, answer
+                    yield index, part
+        yield index, answer
 
-    def timeout_refusal(self) -> RequestRefused:
-        """Return the error of a request that was not answered in time."""
-        return RequestRefused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
+    async def count(self, parsed: ChatRequest) -> int:
+        """Return the number of tokens of a conversation's prompt. Nothing is sampled or recorded.
 
-    async def _prepare(self, parsed: ChatRequest) -> PendingRequest:
-        return await (self._prepare_chat(parsed) if parsed.prompt is None else self._prepare_text(parsed))
-
-    async def _prepare_chat(self, parsed: ChatRequest) -> PendingRequest:
-        """Tokenise a conversation; turns that were sampled here keep their tokens."""
+        A prompt that certainly has more than 16 contexts counts as that many."""
+        signatures = self._signatures(parsed)
+        most = 16 * self.context_tokens
+        render = partial(
+            self._tree.prompt, parsed.messages, signatures, tools=parsed.tools, max_tokens=most, take=False
+        )
         try:
-            signatures = self.chat.signatures(parsed.tools)
+            return len((await self.run_in_thread(render)).token_ids)
+        except ContextFull:
+            return most
+
+    async def _prepare(self, parsed: ChatRequest, index: int) -> PendingRequest:
+        try:
+            return await (self._prepare_chat if parsed.prompt is None else self._prepare_text)(parsed, index)
+        except ContextFull as full:  # certainly too long, so it was not tokenised
+            raise context_exceeded(self.context_tokens, self.context_tokens + 1, 0, facts=full.facts) from None
+
+    def _signatures(self, parsed: ChatRequest) -> Any:
+        try:
+            return self.chat.signatures(parsed.tools)
         except ValueError as error:
             raise invalid_request(str(error), "tools") from None
+
+    async def _prepare_chat(self, parsed: ChatRequest, index: int) -> PendingRequest:
+        """Tokenise a conversation; turns that were sampled here keep their tokens."""
+        signatures = self._signatures(parsed)
         render = partial(
             self._tree.prompt, parsed.messages, signatures, tools=parsed.tools, max_tokens=self.context_tokens
         )
         prompt = await self.run_in_thread(render)
-        request = self._request(parsed, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True)
+        request = self._request(
+            parsed, index, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True
+        )
         return PendingRequest(parsed, request, signatures, prompt)
 
-    async def _prepare_text(self, parsed: ChatRequest) -> PendingRequest:
+    async def _prepare_text(self, parsed: ChatRequest, index: int) -> PendingRequest:
         assert parsed.prompt is not None, "a text request"
         if isinstance(parsed.prompt, str):
             prompt_ids = await self.run_in_thread(
@@ -119,10 +191,17 @@ class ServedModel:
             prompt_ids = np.array(parsed.prompt, np.int32)
         else:
             raise invalid_request(f"prompt has a token id outside of [0, {self.chat.vocab_size})", "prompt")
-        return PendingRequest(parsed, self._request(parsed, f"text-{uuid.uuid4().hex}", prompt_ids, keep=False))
+        return PendingRequest(parsed, self._request(parsed, index, f"text-{uuid.uuid4().hex}", prompt_ids, keep=False))
 
     def _request(
-        self, parsed: ChatRequest, session_id: str, prompt_ids: I32, *, fork_from: str | None = None, keep: bool
+        self,
+        parsed: ChatRequest,
+        index: int,
+        session_id: str,
+        prompt_ids: I32,
+        *,
+        fork_from: str | None = None,
+        keep: bool,
     ) -> CompletionRequest:
         return CompletionRequest(
             request_id=f"{session_id}/{uuid.uuid4().hex}",
@@ -132,7 +211,7 @@ class ServedModel:
                 max_tokens=self._max_answer_tokens(parsed, len(prompt_ids)),
                 stop_token_ids=self.chat.stop_token_ids,
                 temperature=parsed.temperature,
-                seed=secrets.randbits(63) if parsed.seed is None else parsed.seed & ((1 << 63) - 1),
+                seed=secrets.randbits(63) if parsed.seed is None else (parsed.seed + index) & ((1 << 63) - 1),
             ),
             routes_from=None,
             deadline_s=self.config.deadline_s,
@@ -158,9 +237,11 @@ class ServedModel:
 
     def _max_answer_tokens(self, parsed: ChatRequest, num_prompt: int) -> int:
         """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
-        remaining = self.context_tokens - num_prompt
-        if remaining < (parsed.max_tokens or 1):
-            raise context_exceeded(self.context_tokens, num_prompt, parsed.max_tokens or 1)
+        remaining, least = self.context_tokens - num_prompt, 1 if parsed.clamp else parsed.max_tokens or 1
+        if remaining < least:
+            raise context_exceeded(self.context_tokens, num_prompt, least)
+        if parsed.clamp and parsed.max_tokens:
+            return min(remaining, parsed.max_tokens)
         return parsed.max_tokens or min(remaining, self.config.answer_tokens)
 
     @asynccontextmanager
@@ -173,7 +254,9 @@ class ServedModel:
             await self._running.acquire()
         finally:
             self._num_waiting -= 1
+        self._num_running += 1
         try:
             yield
         finally:
+            self._num_running -= 1
             self._running.release()

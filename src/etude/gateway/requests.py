@@ -28,23 +28,32 @@ class ChatRequest:
       follow in the order of their calls.
     - `prompt`: a text or token ids to continue, in place of `messages`.
     - `tools`: OpenAI's list of tools. It is empty when the client forbids tool calls.
-    - `max_tokens`: the most tokens to sample; None leaves the limit to the gateway.
+    - `must_call`: the answer must be a call of one of the tools. `parallel`: it may have several calls.
+    - `n`: the number of answers.
+    - `max_tokens`: the most tokens to sample; None leaves the limit to the gateway. With `clamp` it is lowered to what
+      the context has left; otherwise a request that does not fit is refused.
     - `seed`: None means a random seed.
     - `stop`: the answer is cut off before the first of these texts.
     - `include_usage`: a stream ends with the token counts.
-    - `return_token_ids`: the response also has the token ids of prompt and answer."""
+    - `return_token_ids`: the response also has the token ids of prompt and answer.
+    - `echo`: fields of the body that the dialect repeats in its response."""
 
     model: str
     messages: list[Message] = field(default_factory=list)
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
+    must_call: bool = False
+    parallel: bool = True
+    n: int = 1
     max_tokens: int | None = None
+    clamp: bool = False
     temperature: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    echo: dict[str, Any] = field(default_factory=dict)
 
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -107,6 +116,33 @@ def canonical_call(name: str, arguments: Any, call_id: str, where: str) -> dict[
         raise invalid_request("a tool call's arguments must be a JSON object of whole characters", where)
     identity = {"id": call_id} if call_id else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def function_tool(name: str, description: str | None, schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return an entry of OpenAI's list of tools. `schema` is the JSON schema of the arguments."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    return {"type": "function", "function": {**function, "parameters": schema or {"type": "object", "properties": {}}}}
+
+
+def chosen_tools(
+    tools: list[dict[str, Any]], only: str | Sequence[str] | None, *, none: bool = False
+) -> list[dict[str, Any]]:
+    """Return the tools that the model may call.
+
+    `only` is the name, or the names, that the client chose; None allows all. With `none` the client forbids calls.
+    Raises `RequestRefused` when a chosen tool is not in the list."""
+    if none:
+        return []
+    if only is None:
+        return tools
+    names = [only] if isinstance(only, str) else list(only)
+    known = {tool.get("function", {}).get("name"): tool for tool in tools}
+    for name in names:
+        if name not in known:
+            raise invalid_request(f"tool_choice names {name[:100]!r}, which is not among the tools", "tool_choice")
+    return [known[name] for name in names]
 
 
 def checked_messages(messages: list[Message], where: str) -> list[Message]:

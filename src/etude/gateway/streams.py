@@ -1,7 +1,8 @@
 """Decodes sampled tokens piece by piece, for streamed responses.
 
-Sent text cannot be taken back. So three things are held back: an incomplete character, text that may be the beginning
-of a stop text, and everything from a tool call on, which is sent complete at the end."""
+Sent text cannot be taken back. So these are held back: an incomplete character, text that may be the beginning of a
+stop text or of the marks around the model's reasoning, and everything from a tool call on, which is sent complete at
+the end."""
 
 from __future__ import annotations
 
@@ -10,33 +11,68 @@ from collections.abc import Sequence
 from etude.capture import Chat
 
 CHARACTER_TOKENS = 4  # most tokens of one character, which has at most four bytes
+THINK, THOUGHT = "<think>", "</think>"
 
 
 class StreamedText:
-    """Decodes a completion piece by piece, as its tokens are sampled. A stream of events has one.
+    """Decodes a completion piece by piece, as its tokens are sampled. A stream of events has one for each answer.
 
-    `sent` is the text that `add` has returned so far. `stop` are texts before which the text ends."""
+    `sent` is the text that `add` has returned so far, and `sent_reasoning` the reasoning. `stop` are texts before which
+    the text ends. `in_reasoning` is what `Chat.in_reasoning` says of the prompt."""
 
-    def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
-        self.sent = ""
+    def __init__(self, chat: Chat, stop: Sequence[str], *, in_reasoning: bool | None = None) -> None:
+        self.sent = self.sent_reasoning = ""
         self._chat, self._stop = chat, stop
         self._ids: list[int] = []
         self._context_start = self._decoded_stop = 0  # ids before the first are only context, before the second decoded
-        self._pending = ""  # decoded text that may be the beginning of a stop text
+        self._pending = ""  # decoded text that cannot be sent yet
         self._ended = False  # a call or a stop text has begun
+        self._part = "text" if in_reasoning is None else "reasoning" if in_reasoning else "begin"
+        self._after_reasoning = False  # newlines between reasoning and text are dropped
 
-    def add(self, ids: list[int]) -> str:
-        """Append sampled token ids and return the text that can now be sent, which may be ""."""
+    def add(self, ids: list[int]) -> tuple[str, str]:
+        """Append sampled token ids and return the (reasoning, text) that can now be sent, which may be ""."""
         if self._ended:
-            return ""
+            return "", ""
         length = self._chat.num_text_tokens(ids)
         self._ids += ids[:length]
-        text = self._pending + self._decode_new()
+        self._pending += self._decode_new()
+        self._ended = length < len(ids)
+        if self._part == "begin":
+            begin = self._pending.lstrip()
+            if len(begin) < len(THINK) and THINK.startswith(begin):
+                return "", ""
+            if begin.startswith(THINK):
+                self._part, self._pending = "reasoning", begin[len(THINK) :]
+            else:
+                self._part = "text"
+        reasoning = self._reasoning() if self._part == "reasoning" else ""
+        text = self._text() if self._part == "text" else ""
+        self.sent_reasoning += reasoning
+        self.sent += text
+        return reasoning, text
+
+    def left(self, reasoning: str, text: str) -> tuple[str, str]:
+        """Return what of the complete answer's reasoning and text was not sent yet."""
+        return _rest(reasoning, self.sent_reasoning), _rest(text, self.sent)
+
+    def _reasoning(self) -> str:
+        pending = self._pending if self.sent_reasoning else self._pending.lstrip()
+        reasoning, closed, rest = pending.partition(THOUGHT)
+        if closed:
+            self._part, self._pending, self._after_reasoning = "text", rest, True
+            return reasoning.rstrip()
+        safe = pending[: len(pending) - _prefix_length(pending, (THOUGHT,))].rstrip()
+        self._pending = pending[len(safe) :]
+        return safe
+
+    def _text(self) -> str:
+        text = self._pending.lstrip("\n") if self._after_reasoning else self._pending
+        self._after_reasoning &= not text
         end = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
-        self._ended = length < len(ids) or end >= 0
-        safe = text[: end if end >= 0 else len(text) - _stop_prefix_length(text, self._stop)]
+        self._ended |= end >= 0
+        safe = text[: end if end >= 0 else len(text) - _prefix_length(text, self._stop)]
         self._pending = text[len(safe) :]
-        self.sent += safe
         return safe
 
     def _decode_new(self) -> str:
@@ -61,12 +97,27 @@ class StreamedText:
         self._context_start, self._decoded_stop = self._decoded_stop, stop
         return text[len(before) :]
 
-    def left(self, text: str) -> str:
-        """Return what of the complete answer's text was not sent yet."""
-        return text[len(self.sent) :] if text.startswith(self.sent) else ""
+
+def split_unfinished(text: str, in_reasoning: bool | None) -> tuple[str, str]:
+    """Split the text of a completion that could not be parsed, such as one that was cut off, into (reasoning, text).
+
+    `in_reasoning` is what `Chat.in_reasoning` says of the prompt.
+
+    >>> split_unfinished("<think>so", False), split_unfinished("so</think>\\n4", True), split_unfinished("so", None)
+    (('so', ''), ('so', '4'), ('', 'so'))
+    """
+    begin = text.lstrip()
+    if in_reasoning is None or not (in_reasoning or begin.startswith(THINK)):
+        return "", text
+    reasoning, _, rest = begin.removeprefix(THINK).partition(THOUGHT)
+    return reasoning.strip(), rest.lstrip("\n")
 
 
-def _stop_prefix_length(text: str, stop: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` with which a stop text begins."""
-    longest = max((len(s) for s in stop), default=0)
-    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
+def _rest(text: str, sent: str) -> str:
+    return text[len(sent) :] if text.startswith(sent) else ""
+
+
+def _prefix_length(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest suffix of `text` with which one of `marks` begins."""
+    longest = max((len(s) for s in marks), default=0)
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in marks)), 0)

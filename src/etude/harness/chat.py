@@ -235,6 +235,10 @@ class ChatFormat:
             calls.append(call)
         return Reply(self.decode(body[: opened[0]]), tuple(calls))
 
+    def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
+        """Return None: completions in etude's format have no reasoning."""
+        return None
+
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return the number of leading tokens of a completion that come before its first tool call.
 

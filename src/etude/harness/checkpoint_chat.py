@@ -115,6 +115,10 @@ class CheckpointChatFormat(ChatFormat):
         reasoning, answer = split_reasoning(before if calls else self.decode(body[:-1]))
         return Reply(answer, calls, reasoning=reasoning)
 
+    def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
+        """Return whether a prompt ends within the model's reasoning, because the template wrote ``<think>``."""
+        return self.decode(prompt_ids[-8:], special=True).rstrip().endswith("<think>")
+
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return the number of leading tokens before the first one that opens a tool call, or that is special."""
         ends = self._openers | self._special_ids

@@ -21,6 +21,8 @@ class HarnessConfig:
     - `max_turns`: the most completions of the model.
     - `turn_tokens`: the most tokens of one completion.
     - `context_tokens`: the most tokens of a conversation.
+    - `summary_tokens`: the most tokens of a summary. A conversation that reaches 50 to 80 % of the context (each group
+      of rollouts has its own share) is summarised by the model and goes on with the summary; 0: it ends when full.
     - `output_chars`: the longest tool output. A longer one loses its middle.
     - `turn_deadline_s`: the longest time in which an engine makes no progress. After it the rollout is invalid.
     - `tool_deadline_s`: the longest time of one command, which is then killed.
@@ -35,6 +37,7 @@ class HarnessConfig:
     max_turns: int = ranged(8, low=1, high=10_000)
     turn_tokens: int = ranged(24, low=1)
     context_tokens: int = ranged(384, low=16)
+    summary_tokens: int = ranged(0, low=0)
     output_chars: int = ranged(400, low=16)
     turn_deadline_s: float = ranged(60.0, low=0.01)
     tool_deadline_s: float = ranged(5.0, low=0.01)
@@ -52,6 +55,11 @@ class HarnessConfig:
         if self.turn_tokens >= self.context_tokens:
             raise ValueError(
                 f"turn_tokens = {self.turn_tokens} leaves no room in context_tokens = {self.context_tokens}"
+            )
+        if 4 * self.summary_tokens > self.context_tokens:
+            raise ValueError(
+                f"summary_tokens = {self.summary_tokens} is more than a quarter of "
+                f"context_tokens = {self.context_tokens}: a summary must leave room for the work"
             )
 
     @property

@@ -37,12 +37,14 @@ class RequestOptions:
     """Settings that all completion requests of one rollout share.
 
     `session_id` is the name of the rollout's engine session. `seed` is the rollout's seed, from which `turn_seed`
-    derives that of each turn. `keep_routes`: whether completions must have their routes (experts chosen by the MoE
-    routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
+    derives that of each turn. `group_seed` is that of its group, for draws that all its rollouts share: the length from
+    which a conversation is summarised. `keep_routes`: whether completions must have their routes (experts chosen by the
+    MoE routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
     seed, so a fault changes no token."""
 
     session_id: str
     seed: int
+    group_seed: int = 0
     temperature: float = 1.0
     min_step: int = 0
     pin_step: int | None = None
@@ -155,9 +157,9 @@ class Episode:
         `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools`
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With
         `reuse` the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
-        `max_tokens` may make the turn shorter than `harness.turn_tokens`. Without `strict` a call need not fit its
-        tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the gateway get
-        it.
+        `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
+        fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
+        gateway get it.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
@@ -165,7 +167,7 @@ class Episode:
         Raises:
 
         - `EpisodeEnded` when `ending` is set, or when `harness.max_turns` turns were requested.
-        - `ContextFull` when the conversation and `harness.turn_tokens` do not fit into `harness.context_tokens`. A
+        - `ContextFull` when the conversation and `max_tokens` do not fit into `harness.context_tokens`. A
           program may catch it and ask with a shorter conversation; otherwise it ends the episode.
         - `EngineError` when no engine has answered. The rollout is then invalid in any case.
         - `ChatError` for a chat template that the user must fix."""
@@ -180,18 +182,27 @@ class Episode:
         if prompt.answered is not None:
             await asyncio.sleep(0)  # a program that repeats a request for ever cannot block the event loop
             return self._turn(prompt.answered, messages, signatures, strict=strict)
-        if (num_tokens := len(prompt.token_ids) + self.limits.turn_tokens) > self.limits.context_tokens:
+        max_tokens = max_tokens or self.limits.turn_tokens
+        if not strict:  # clients ask for far more than they need
+            max_tokens = min(max_tokens, self.limits.turn_tokens)
+        if (num_tokens := len(prompt.token_ids) + max_tokens) > self.limits.context_tokens:
             facts = (
                 f"{num_tokens} tokens with the next turn, and harness.context_tokens is {self.limits.context_tokens}"
             )
             raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
-        request = self._request(prompt, number, min(self.limits.turn_tokens, max_tokens or self.limits.turn_tokens))
+        request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
         reply = self._parse(completion, signatures, strict=strict)
         message = assistant_message(reply, turn=number)
         node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
         return self._turn(node, messages, signatures, strict=strict)
+
+    def num_tokens(self, messages: list[Message]) -> int:
+        """Return how many tokens the prompt of a request with these messages and the episode's tools has.
+
+        Raises `ChatError` for a chat template that the user must fix."""
+        return self._tree.prompt_tokens(messages, self.tools.signatures)
 
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
         reply = self.chat.parse(completion.token_ids, signatures, strict=strict)
@@ -270,7 +281,8 @@ class Episode:
             self.failure = self.failure or error
             raise
 
-    def _request(self, prompt: Prompt, turn: int, max_tokens: int) -> CompletionRequest:
+    def _request(self, prompt: Prompt, turn: int, max_tokens: int, *, last: bool) -> CompletionRequest:
+        """Make the request of a turn. `last`: no other turn is likely to continue its session."""
         options, limits = self.options, self.limits
         num_before = self._num_asked[prompt.key]
         self._num_asked[prompt.key] += 1
@@ -289,7 +301,7 @@ class Episode:
             pin_step=options.pin_step,
             routes_from=prompt.routes_from if options.keep_routes else None,
             deadline_s=limits.turn_deadline_s,
-            keep_session=turn + 1 < limits.max_turns,
+            keep_session=turn + 1 < limits.max_turns and not last,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from etude.config import Plugin
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError, PluginError
+from etude.harness.compaction import Compactor, RoomMaker
 from etude.harness.config import PROGRAMS
 from etude.harness.episode import AgentRun, Episode, EpisodeEnded
 from etude.harness.tools import PLUGIN_GRACE_S
@@ -41,10 +42,18 @@ class Loop:
         await run_agent(episode)
 
 
-async def run_agent(episode: Episode) -> None:
-    """Run the built-in program: sample a turn, run its tool calls, and repeat until the episode ends."""
+async def run_agent(episode: Episode, room: RoomMaker | None = None) -> None:
+    """Run the built-in program: sample a turn, run its tool calls, and repeat until the episode ends.
+
+    `room` keeps the conversation within the context. By default the model summarises it (`Compactor`) if
+    `harness.summary_tokens` is set; otherwise a full context ends the episode."""
+    if room is None and episode.limits.summary_tokens:
+        room = Compactor(episode)
     while episode.ending is None:
-        await episode.act(await episode.ask())
+        if room is not None:
+            await room.make_room(episode)
+        if episode.ending is None:
+            await episode.act(await episode.ask())
 
 
 async def run_program(episode: Episode) -> AgentRun:

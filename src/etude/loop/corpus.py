@@ -12,20 +12,23 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
-from etude.harness import ChatFormat, chat_template, standard_tools
+from etude.harness import ChatFormat, HarnessConfig, chat_template, standard_tools
 from etude.harness.chat import SPECIAL_TOKENS, Message
+from etude.harness.context import HISTORY, REQUEST, Carried, go_on, head_of
 from etude.loop.config import RunConfig, open_tasks, read_config
 from etude.loop.processes import EXIT_RESTART
 from etude.records.task import Split
-from etude.rollouts import demonstrate
+from etude.records.wire import I32
+from etude.rollouts import demonstrate, demonstrate_long
 from etude.run import RunFolder
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
 from etude.tasks.corpus import plugin_documents
@@ -33,6 +36,8 @@ from etude.tasks.scripts import Demonstrating, demonstrations
 from etude.telemetry import Telemetry
 from etude.training.corpus import write_corpus
 from etude.training.tokenizer import train_tokenizer
+
+T = TypeVar("T")
 
 HELDOUT_DOCUMENTS = 96  # demonstrations on validation tasks, for the held-out loss
 TOKENIZER_SAMPLE = 1500  # demonstrations for training the tokeniser
@@ -47,13 +52,12 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     library = list(library_documents(budget_chars=corpus.library_chars, seed=config.seed))
     with telemetry.span("corpus.demonstrations", count=corpus.num_demonstrations):
         talks = _demonstrate(config)
-    heldout = _play(
-        source, HELDOUT_DOCUMENTS, seed=config.seed, first=2_000_000, right_body=1.0, split=Split.VALIDATION
-    )
+    held: dict[str, Any] = {"seed": config.seed, "first": 2_000_000, "right_body": 1.0, "split": Split.VALIDATION}
     own = [text for plugin in corpus.sources for text in plugin_documents(plugin, seed=config.seed)]
     assert_no_heldout(chain(code, own))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
         texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_message_texts, talks[:TOKENIZER_SAMPLE]))
+        texts = chain(texts, _summary_texts(config, talks[:TOKENIZER_SAMPLE]))
         train_tokenizer(
             texts,
             run / "tokenizer",
@@ -62,12 +66,18 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
             chat_template=chat_template(),
         )
     chat = ChatFormat.load(run / "tokenizer")
-    signatures = standard_tools(config.harness.tools).signatures
-    documents = [chat.encode_conversation(talk, signatures) for talk in talks]
+    if config.harness.summary_tokens:
+        with telemetry.span("corpus.summaries", count=corpus.num_demonstrations):
+            documents = _in_parallel(_demonstrate_long_part, config, corpus.num_demonstrations, run / "tokenizer")
+        heldout = _play_long(source, HELDOUT_DOCUMENTS, chat, config.harness, **held)
+    else:
+        signatures = standard_tools(config.harness.tools).signatures
+        documents = [chat.encode_conversation(talk, signatures) for talk in talks]
+        heldout = [chat.encode_conversation(talk, signatures) for talk in _play(source, HELDOUT_DOCUMENTS, **held)]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
     documents += [chat.document(text) for text in chain(library, own)]
     random.Random(f"corpus {config.seed}").shuffle(documents)
-    write_corpus(run / "corpus", documents, heldout=[chat.encode_conversation(talk, signatures) for talk in heldout])
+    write_corpus(run / "corpus", documents, heldout=heldout)
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 
@@ -81,10 +91,21 @@ def _demonstrated_source(config: RunConfig) -> Demonstrating:
 
 
 def _demonstrate(config: RunConfig) -> list[list[Message]]:
-    cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
+    """Play the demonstrations as one conversation each; with summaries, only as many as the tokeniser needs.
+
+    Where a conversation is summarised depends on its tokens, so those are played again with the tokeniser."""
+    count = config.corpus.num_demonstrations
+    return _in_parallel(
+        _demonstrate_part, config, min(count, TOKENIZER_SAMPLE) if config.harness.summary_tokens else count
+    )
+
+
+def _in_parallel(part: Callable[..., list[T]], config: RunConfig, count: int, *rest: Any) -> list[T]:
+    """Call `part` for ranges of demonstrations on all cores, and return the results in order."""
+    cores = len(os.sched_getaffinity(0))
     cuts = [count * i // cores for i in range(cores + 1)]
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # notices when a process is killed
-        parts = [pool.submit(_demonstrate_part, config, a, b) for a, b in pairwise(cuts)]
+        parts = [pool.submit(part, config, a, b, *rest) for a, b in pairwise(cuts)]
         return list(chain.from_iterable(part.result() for part in parts))
 
 
@@ -93,6 +114,49 @@ def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Mes
     talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=share)
     assert_no_heldout(message["content"] for talk in talks for message in talk)
     return talks
+
+
+def _demonstrate_long_part(config: RunConfig, start: int, stop: int, tokenizer: Path) -> list[I32]:
+    source, share, chat = _demonstrated_source(config), config.corpus.right_body, ChatFormat.load(tokenizer)
+    documents = _play_long(
+        source,
+        stop - start,
+        chat,
+        config.harness,
+        seed=config.seed,
+        first=1_000_000 + start,
+        right_body=share,
+        split=Split.TRAIN,
+    )
+    assert_no_heldout(map(chat.decode, documents))
+    return documents
+
+
+def _play_long(
+    source: Demonstrating,
+    count: int,
+    chat: ChatFormat,
+    limits: HarnessConfig,
+    *,
+    seed: int,
+    first: int,
+    right_body: float,
+    split: Split,
+) -> list[I32]:
+    return [
+        document
+        for i, d in enumerate(
+            demonstrations(source, count=count, seed=seed, right_body=right_body, first=first, split=split)
+        )
+        for document in demonstrate_long(
+            d.task,
+            d.script,
+            chat,
+            MemoryMachine({p: t.encode() for p, t in d.task.files.items()}),
+            limits,
+            group_seed=first + i,
+        )
+    ]
 
 
 def _play(
@@ -111,6 +175,15 @@ def _message_texts(talk: list[Message]) -> Iterator[str]:
         yield message["content"]
         for call in message.get("tool_calls", ()):
             yield " ".join([call["function"]["name"], *call["function"]["arguments"].values()])
+
+
+def _summary_texts(config: RunConfig, talks: Sequence[list[Message]]) -> Iterator[str]:
+    """The texts that the harness adds for summaries, as often as conversations have them."""
+    if not config.harness.summary_tokens:
+        return
+    for number, talk in enumerate(talks):
+        carried = Carried("", 1 + number % 8, turns_left=number % config.harness.max_turns, history=HISTORY)
+        yield from (REQUEST, str(go_on(head_of(talk), carried)[0]["content"]))
 
 
 def _batched(items: Sequence[str], size: int) -> Iterator[list[str]]:

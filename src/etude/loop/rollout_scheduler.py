@@ -76,6 +76,7 @@ def siblings(
             attempt=0,
             task=task,
             seed=keyed_seed(seed, group_id, i),
+            group_seed=keyed_seed(seed, group_id),
             temperature=temperature,
             min_step=min_step,
             pin_step=pin_step,

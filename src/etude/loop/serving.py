@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etude.errors import CheckpointError, NoCheckpoint
-from etude.gateway import GatewayConfig, create_app, serving
+from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
 from etude.inference.config import EngineConfig
@@ -80,12 +80,13 @@ async def serve_checkpoint(
             child = Child("engine", argv, logs=folder, telemetry=telemetry)
             await supervisor.add(child, Role(on_up, answers))
             info = await fleet.engines["engine"].info()
-            app = create_app(fleet, chat, model=model, context_tokens=info.context_tokens, config=gateway, key=key)
+            served = ServedModel(fleet, chat, name=model, context_tokens=info.context_tokens, config=gateway)
+            app = create_app([served], config=gateway, keys=Keys.of(key) if key else None)
             async with serving(app, config=gateway) as url:
                 yield url
         finally:
-            for served in engines:
-                await served.close()
+            for one in engines:
+                await one.close()
             await supervisor.close()
 
 
@@ -104,7 +105,8 @@ async def serve_fleet(
     follower = FleetUpdater(fleet, token=token)
     following = asyncio.create_task(follower.poll_registry(registry), name="follow the fleet")
     try:
-        app = create_app(fleet, chat, model=model, context_tokens=requirements.context_tokens, config=gateway, key=key)
+        served = ServedModel(fleet, chat, name=model, context_tokens=requirements.context_tokens, config=gateway)
+        app = create_app([served], config=gateway, keys=Keys.of(key) if key else None)
         async with serving(app, config=gateway) as url:
             yield url
     finally:

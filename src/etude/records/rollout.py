@@ -35,11 +35,13 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class TurnKind(enum.StrEnum):
     """The purpose of a turn.
 
-    ACT works at the task. SUMMARY writes the text with which a cleared context continues. SIDE does something beside
-    the task, such as a title or a classification."""
+    ACT works at the task. SUMMARY writes the text with which a cleared context continues. REFUSED is a summary that was
+    not used, since it was empty, too long or a tool call: it gets no credit for what came after it. SIDE does something
+    beside the task, such as a title or a classification."""
 
     ACT = "act"
     SUMMARY = "summary"
+    REFUSED = "refused"
     SIDE = "side"
 
 
@@ -282,9 +284,9 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout to run, as the conductor (the process that controls a run) sends it to a worker.
 
     Ids look like "g000012" for a group and "g000012.3" for its rollout 3. `attempt`: 0, then one more each time the
-    rollout is run again. `min_step`: the lowest version step of weights that may sample it. `pin_step`: the only one,
-    for evaluations; None: any. `keep_routes`: whether completions must have routes (the expert indices of each token).
-    """
+    rollout is run again. `group_seed`: for draws that all rollouts of the group share. `min_step`: the lowest version
+    step of weights that may sample it. `pin_step`: the only one, for evaluations; None: any. `keep_routes`: whether
+    completions must have routes (the expert indices of each token)."""
 
     rollout_id: str
     group_id: str
@@ -292,6 +294,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     seed: int
     temperature: float
+    group_seed: int = 0
     min_step: int = 0
     pin_step: int | None = None
     keep_routes: bool = True

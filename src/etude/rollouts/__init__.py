@@ -20,6 +20,6 @@ Baselines run through the same code, with a script in place of the policy:
 """
 
 from etude.rollouts.rollout import not_run, run_rollout, submitted
-from etude.rollouts.scripted import Script, ScriptedPolicy, demonstrate
+from etude.rollouts.scripted import Script, ScriptedPolicy, demonstrate, demonstrate_long
 
-__all__ = ["Script", "ScriptedPolicy", "demonstrate", "not_run", "run_rollout", "submitted"]
+__all__ = ["Script", "ScriptedPolicy", "demonstrate", "demonstrate_long", "not_run", "run_rollout", "submitted"]

@@ -126,6 +126,7 @@ def _request_options(spec: RolloutSpec) -> RequestOptions:
     return RequestOptions(
         session_id=session_of(spec),
         seed=spec.seed,
+        group_seed=spec.group_seed,
         temperature=spec.temperature,
         min_step=spec.min_step,
         pin_step=spec.pin_step,

@@ -1,6 +1,8 @@
 """Scripts in place of a policy, for baselines and demonstrations.
 
-A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``.
+A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``. To
+say a text it yields ``("", {"text": text})``. Asked for a summary (`harness.context.REQUEST`, on a line after the last
+output) it says one, and receives the message with which the new conversation begins.
 `ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent can run in place of a model.
 `demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, to get documents for
 mid-training.
@@ -8,16 +10,30 @@ mid-training.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
 import numpy as np
 
-from etude.harness import Call, ChatFormat, HarnessConfig, ToolSet, Workbench
+from etude.errors import ContextFull
+from etude.harness import (
+    Call,
+    ChatFormat,
+    Episode,
+    HarnessConfig,
+    RequestOptions,
+    ToolSet,
+    Workbench,
+    run_agent,
+    standard_tools,
+)
 from etude.harness.chat import Message, Reply
-from etude.harness.episode import assistant_message
+from etude.harness.context import REQUEST
+from etude.harness.episode import EpisodeEnded, assistant_message
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.task import Task
+from etude.records.wire import I32
 from etude.seams import Machine
 
 Script = Generator[tuple[str, dict[str, str | int]], str, None]
@@ -39,10 +55,9 @@ class ScriptedPolicy:
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Return the script's next call as a completion."""
-        output = self._chat.last_message(request.prompt_ids) if self._begun else None
+        output = self._last_output(request.prompt_ids) if self._begun else None
         self._begun = True
-        call = _next_call(self._script, output)
-        ids = self._chat.encode_call(call if call is not None else Call("submit", {}))
+        ids = self._encode(_next_call(self._script, output) or Call("submit", {}))
         step = request.pin_step if request.pin_step is not None else request.min_step
         return Completion(
             request_id=request.request_id,
@@ -54,6 +69,19 @@ class ScriptedPolicy:
             stop_reason=StopReason.STOP,
             engine="script",
         )
+
+    def _last_output(self, prompt_ids: I32) -> str:
+        """The last message of a prompt; before a request for a summary, also the message before it."""
+        last = self._chat.last_message(prompt_ids)
+        if last != REQUEST:
+            return last
+        ends = np.flatnonzero(prompt_ids == self._chat.end_id)
+        return f"{self._chat.last_message(prompt_ids[: ends[-1]])}\n{REQUEST}"
+
+    def _encode(self, call: Call) -> I32:
+        if call.name:
+            return self._chat.encode_call(call)
+        return np.append(self._chat.encode(call.arguments["text"]), np.int32(self._chat.stop_token_ids[0]))
 
 
 def demonstrate(
@@ -73,6 +101,28 @@ def demonstrate(
             call_id = messages[-1]["tool_calls"][0]["id"]
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     return messages
+
+
+def demonstrate_long(
+    task: Task, script: Script, chat: ChatFormat, machine: Machine, limits: HarnessConfig, *, group_seed: int
+) -> list[I32]:
+    """Run a script that writes summaries, and return the token ids of each of its conversations, [T] int32.
+
+    The built-in agent program runs it, with the settings `limits`, so the conversations are like those of rollouts. The
+    length from which they are summarised follows from `group_seed`. Otherwise it is like `demonstrate`."""
+    episode = Episode(
+        task,
+        machine,
+        policy=ScriptedPolicy(script, chat),
+        chat=chat,
+        tools=standard_tools(limits.tools),
+        limits=limits,
+        options=RequestOptions(session_id="demonstration", seed=0, group_seed=group_seed),
+    )
+    with contextlib.suppress(ContextFull, EpisodeEnded):
+        _at_once(run_agent(episode))
+    trace = episode.result().trace
+    return [trace.path(leaf).token_ids for leaf in trace.leaves()]
 
 
 def _next_call(script: Script, output: str | None) -> Call | None:

@@ -1,7 +1,8 @@
 """Scripted agents without a model, and the optional methods of task sources that provide them.
 
 A script is a generator: it yields ``(tool name, arguments)``, receives the tool's output as text, and ends after
-``submit``. Rollouts use it as a policy (baselines), or run it on a machine in memory (demonstrations).
+``submit``. For tasks longer than the context it also writes summaries (`etude.rollouts.scripted`). Rollouts use it as a
+policy (baselines), or run it on a machine in memory (demonstrations).
 """
 
 from __future__ import annotations

@@ -238,3 +238,41 @@ def test_credit_is_computed_again_from_a_trace_to_the_bit_and_under_other_settin
     others = assign_credit(graded, Composition(require_submit=False), scheme)
     assert [one.value for one, _ in others] == [1.0, 0.1, 0.7]
     assert all((K1 in one.values) is bool(kl) for one in graded)
+
+
+def summarised(kit: Any, *, refused: bool = False, steps: tuple[int, int, int] = (0, 0, 0)) -> Trace:
+    """A rollout of three conversations: a turn and a summary, twice, and a last turn. `steps`: of each."""
+    turns = []
+    for step in steps:
+        turns.append(kit.turn(None, 5, kit.completion([(step, 4)], context=5)))
+        if len(turns) < 4:
+            kind = TurnKind.REFUSED if refused and len(turns) == 1 else TurnKind.SUMMARY
+            last = kit.turn(len(turns) - 1, 2, kit.completion([(step, 3)], context=11))
+            turns.append(msgspec.structs.replace(last, kind=kind))
+    return Trace(tuple(turns))
+
+
+def test_the_reward_reaches_every_token_of_a_summarised_rollout_once(kit):
+    """A rollout of three conversations weighs as much per token as one of a single conversation."""
+    long, short = kit.group("g000000", [1.0, 0.0], summarised(kit)), kit.group("g000001", [1.0, 0.0])
+    batch = make_batch(plan_batch([long, short], batch_id="b", step=1, max_lag=0), kit.read)
+    mine = [sample for sample in batch.samples if sample.rollout_id == "g000000.0"]
+    assert len(mine) == 3
+    assert sum(int(sample.path.mask.sum()) for sample in mine) == 4 + 3 + 4 + 3 + 4
+    assert {advantage for sample in mine for advantage in sample.advantages} == {0.5}
+    assert batch.num_loss_tokens == 2 * 18 + 2 * 4
+    assert sum(int(sample.path.mask.sum()) for sample in batch.samples) == batch.num_loss_tokens
+
+
+def test_one_old_conversation_does_not_make_the_others_stale(kit):
+    group = kit.group("g000000", [1.0, 0.0], summarised(kit, steps=(0, 4, 5)))
+    plan = plan_batch([group], batch_id="b", step=6, max_lag=2, straggler=Straggler.MASK)
+    mine = [sample for sample in make_batch(plan, kit.read).samples if sample.rollout_id == "g000000.0"]
+    assert [int(sample.path.mask.sum()) for sample in mine] == [7, 4]
+
+
+def test_a_refused_summary_gets_blame_and_no_credit(kit):
+    group = kit.group("g000000", [1.0, 0.0], summarised(kit, refused=True))
+    batch = make_batch(plan_batch([group], batch_id="b", step=1, max_lag=0), kit.read)
+    trained = {i: [int(s.path.mask.sum()) for s in batch.samples if s.rollout_id == i] for i in group.rollout_ids}
+    assert trained == {"g000000.0": [4, 7, 4], "g000000.1": [7, 7, 4]}

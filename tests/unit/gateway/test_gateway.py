@@ -15,7 +15,7 @@ import pytest
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.errors import ConfigError, ContextFull, EngineError
-from etude.gateway import DIALECTS, ChatRequest, GatewayConfig, create_app, serving
+from etude.gateway import DIALECTS, ChatRequest, GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.harness import Call, ChatFormat, chat_template, standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.testing import ScriptedEngine, StreamingPolicy
@@ -71,14 +71,9 @@ async def door(
     """A real server and the real OpenAI client."""
     engine = ScriptedEngine(answers, context_tokens=max(4096, context_tokens))
     config = config or GatewayConfig(port=0)
-    app = create_app(
-        policy or StreamingPolicy(engine),  # type: ignore[arg-type]
-        chat,
-        model="laptop",
-        context_tokens=context_tokens,
-        config=config,
-        key=key,
-    )
+    policy = policy or StreamingPolicy(engine)
+    model = ServedModel(policy, chat, name="laptop", context_tokens=context_tokens, config=config)  # type: ignore[arg-type]
+    app = create_app([model], config=config, keys=Keys.of(key) if key else None)
     async with (
         serving(app, config=config) as url,
         openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=20) as client,

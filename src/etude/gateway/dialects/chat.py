@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from etude.capture import Chat, Message
+from etude.capture import Message
 from etude.gateway.answers import Answer, ResponseHead
 from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
@@ -121,18 +121,20 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
 class _ChatStream(CompletionStream):
     """Makes the events of type `chat.completion.chunk`."""
 
-    def __init__(self, request: ChatRequest, head: ResponseHead, chat: Chat) -> None:
-        super().__init__(request, head_fields(head, "chatcmpl-", "chat.completion.chunk"), chat)
-        self._response = head
+    prefix, kind = "chatcmpl-", "chat.completion.chunk"
 
-    def _opening(self, index: int) -> Iterator[bytes]:
-        yield self._event({"delta": {"role": "assistant", "content": ""}}, index)
+    def _start(self, num_prompt: int) -> Iterator[bytes]:
+        for index in range(self.request.n):
+            yield self._event({"delta": {"role": "assistant", "content": ""}}, index)
+
+    def _reasoning(self, piece: str, index: int) -> Iterator[bytes]:
+        yield self._event({"delta": {"reasoning_content": piece}}, index)
 
     def _content(self, piece: str) -> dict[str, Any]:
         return {"delta": {"content": piece} if piece else {}}
 
     def _calls(self, answer: Answer, index: int) -> Iterator[dict[str, Any]]:
-        for number, call in enumerate(_tool_calls(answer, self._response, index)):
+        for number, call in enumerate(_tool_calls(answer, self.head, index)):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             yield {"delta": {"tool_calls": [{"index": number, **call, "function": {"name": name, "arguments": ""}}]}}
             yield {"delta": {"tool_calls": [{"index": number, "function": {"arguments": arguments}}]}}

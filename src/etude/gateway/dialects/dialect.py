@@ -7,43 +7,75 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from etude.capture import Chat
 from etude.gateway.answers import Answer, ResponseHead
 from etude.gateway.errors import RequestRefused
 from etude.gateway.requests import ChatRequest
+from etude.gateway.streams import StreamedText
+from etude.records.wire import I32
 
 
-class EventStream(Protocol):
-    """Makes the server-sent events of one response. It does no input or output itself.
+class EventStream:
+    """Makes the server-sent events of one response. It does no input or output itself. Each dialect has a subclass.
 
     Call `tokens` for each part that the policy samples, `finish` once with each complete answer, then `end`. The calls
-    of `tokens` may be left out: `finish` sends all that was not sent before. `index` is the number of the answer, for
-    requests that ask for several."""
+    of `start` and `tokens` may be left out: `finish` sends all that was not sent before. `index` is the number of the
+    answer, for requests that ask for several."""
 
-    ping: bytes
+    ping = b": keep-alive\n\n"
     """What is sent while nothing is sampled, so that no proxy closes the connection."""
 
-    def start(self) -> Iterator[bytes]:
-        """Yield the events before the first token. `tokens` and `finish` yield them if this was not called."""
-        ...
+    def __init__(self, request: ChatRequest, head: ResponseHead, chat: Chat) -> None:
+        self.request, self.head = request, head
+        self._chat, self._started = chat, False
+        self._texts = [StreamedText(chat, request.stop) for _ in range(request.n)]
+
+    def start(self, prompt_ids: I32) -> Iterator[bytes]:
+        """Yield the events before the first token. `prompt_ids` are the tokens that the model reads."""
+        if not self._started:
+            self._started = True
+            thinking = self._chat.in_reasoning(prompt_ids)
+            self._texts = [StreamedText(self._chat, self.request.stop, in_reasoning=thinking) for _ in self._texts]
+            yield from self._start(len(prompt_ids))
 
     def tokens(self, ids: list[int], index: int = 0) -> Iterator[bytes]:
         """Yield the events for newly sampled token ids. Text that may not be sent yet gives no event."""
-        ...
+        assert self._started, "start comes first"
+        yield from self._pieces(*self._texts[index].add(ids), index)
 
     def finish(self, answer: Answer, index: int = 0) -> Iterator[bytes]:
         """Yield the last events of an answer, which includes what was streamed before."""
-        ...
+        yield from self.start(answer.prompt_ids)
+        yield from self._pieces(*self._texts[index].left(answer.reasoning, answer.text), index)
+        yield from self._finish(answer, index)
 
     def end(self) -> Iterator[bytes]:
         """Yield the last events of the response."""
-        ...
+        yield from ()
 
     def error(self, refused: RequestRefused) -> bytes:
         """Return the event of an error after which nothing follows. The vendor's clients raise it as an exception."""
-        ...
+        raise NotImplementedError
+
+    def _pieces(self, reasoning: str, text: str, index: int) -> Iterator[bytes]:
+        if reasoning:
+            yield from self._reasoning(reasoning, index)
+        if text:
+            yield from self._text(text, index)
+
+    def _start(self, num_prompt: int) -> Iterator[bytes]:
+        yield from ()
+
+    def _reasoning(self, piece: str, index: int) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def _text(self, piece: str, index: int) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def _finish(self, answer: Answer, index: int) -> Iterator[bytes]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ import msgspec
 
 from etude.capture import Chat
 from etude.gateway.answers import Answer, ResponseHead, num_sampled
-from etude.gateway.dialects.dialect import data_event
+from etude.gateway.dialects.dialect import EventStream, data_event
 from etude.gateway.errors import RequestRefused, openai_error
 from etude.gateway.requests import ChatRequest, check_range, check_stops
-from etude.gateway.streams import StreamedText
 
 DONE = b"data: [DONE]\n\n"
 HARMLESS = frozenset(
@@ -131,49 +130,34 @@ def whole_body(
     return body
 
 
-class CompletionStream:
+class CompletionStream(EventStream):
     """Makes the events of a streamed response of OpenAI's completions. The subclasses write the choices."""
 
-    ping = b": keep-alive\n\n"
+    prefix = kind = ""
 
-    def __init__(self, request: ChatRequest, head: dict[str, Any], chat: Chat) -> None:
-        self._head, self._usage = head, request.include_usage
-        self._texts = [StreamedText(chat, request.stop)]
+    def __init__(self, request: ChatRequest, head: ResponseHead, chat: Chat) -> None:
+        super().__init__(request, head, chat)
+        self._head = head_fields(head, self.prefix, self.kind)
         self._fingerprint: str | None = None
         self._answers: list[Answer] = []
-        self._started = False
 
-    def start(self) -> Iterator[bytes]:
-        if not self._started:
-            self._started = True
-            for index in range(len(self._texts)):
-                yield from self._opening(index)
-
-    def tokens(self, ids: list[int], index: int = 0) -> Iterator[bytes]:
-        yield from self.start()
-        if piece := self._texts[index].add(ids):
-            yield self._event(self._content(piece), index)
-
-    def finish(self, answer: Answer, index: int = 0) -> Iterator[bytes]:
-        yield from self.start()
+    def _finish(self, answer: Answer, index: int) -> Iterator[bytes]:
         self._answers.append(answer)
         self._fingerprint = answer.fingerprint
-        if left := self._texts[index].left(answer.text):
-            yield self._event(self._content(left), index)
         for content in self._calls(answer, index):
             yield self._event(content, index)
         yield self._event(self._content(""), index, answer.finish)
 
     def end(self) -> Iterator[bytes]:
-        if self._usage:
+        if self.request.include_usage:
             yield data_event({**self._header(), "choices": [], "usage": usage(self._answers)})
         yield DONE
 
     def error(self, refused: RequestRefused) -> bytes:
         return data_event(openai_error(refused))
 
-    def _opening(self, index: int) -> Iterator[bytes]:
-        yield from ()
+    def _text(self, piece: str, index: int) -> Iterator[bytes]:
+        yield self._event(self._content(piece), index)
 
     def _content(self, piece: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -186,7 +170,8 @@ class CompletionStream:
 
     def _event(self, content: dict[str, Any], index: int, finish_reason: str | None = None) -> bytes:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
-        return data_event({**self._header(), "choices": [choice]} | ({"usage": None} if self._usage else {}))
+        no_usage = {"usage": None} if self.request.include_usage else {}
+        return data_event({**self._header(), "choices": [choice]} | no_usage)
 
 
 def head_fields(head: ResponseHead, prefix: str, kind: str) -> dict[str, Any]:

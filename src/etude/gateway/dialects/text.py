@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from etude.capture import Chat
 from etude.gateway.answers import Answer, ResponseHead
 from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
@@ -48,8 +47,7 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
 class _TextStream(CompletionStream):
     """Makes the events of type `text_completion`."""
 
-    def __init__(self, request: ChatRequest, head: ResponseHead, chat: Chat) -> None:
-        super().__init__(request, head_fields(head, "cmpl-", "text_completion"), chat)
+    prefix, kind = "cmpl-", "text_completion"
 
     def _content(self, piece: str) -> dict[str, Any]:
         return {"text": piece}

@@ -1,0 +1,107 @@
+"""One log line and the metrics of each request: who asked for what, how long it took, and never its content."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.gateway.answers import Answer, num_sampled
+from etude.gateway.keys import KeyUse
+
+logger = logging.getLogger("etude.gateway")
+_LATENCY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Metrics:
+    """The metrics of a gateway for Prometheus. Without the library prometheus_client nothing is counted."""
+
+    def __init__(self) -> None:
+        try:
+            import prometheus_client as library
+        except ImportError:
+            self.registry: Any = None
+            return
+        self._library, self.registry = library, library.CollectorRegistry()
+        self._requests = self._make(library.Counter, "requests", "Requests by dialect and status", "dialect", "status")
+        self._tokens = self._make(library.Counter, "tokens", "Tokens: prompt, cached (part of prompt), answer", "kind")
+        self._seconds = self._make(
+            library.Histogram, "request_seconds", "Time of a request", "dialect", buckets=_LATENCY_S
+        )
+        self._first = self._make(
+            library.Histogram, "first_event_seconds", "Time to a stream's first event", "dialect", buckets=_LATENCY_S
+        )
+        self._running = self._make(library.Gauge, "running", "Answers that are being sampled", "model")
+        self._waiting = self._make(library.Gauge, "waiting", "Requests that wait to run", "model")
+
+    def _make(self, kind: Any, name: str, about: str, *labels: str, **options: Any) -> Any:
+        return kind(f"etude_gateway_{name}", about, labels, registry=self.registry, **options)
+
+    def count(self, record: Record, status: int, wall_s: float) -> None:
+        """Count a request that has ended."""
+        if self.registry is None:
+            return
+        self._requests.labels(record.dialect, str(status)).inc()
+        self._seconds.labels(record.dialect).observe(wall_s)
+        if record.first_s is not None:
+            self._first.labels(record.dialect).observe(record.first_s)
+        for kind, number in (
+            ("prompt", record.num_prompt),
+            ("cached", record.num_cached),
+            ("answer", record.num_sampled),
+        ):
+            self._tokens.labels(kind).inc(number)
+
+    def page(self, models: dict[str, tuple[int, int]]) -> tuple[bytes, str]:
+        """Return the page for Prometheus and its content type. `models`: name → (running, waiting)."""
+        for name, (running, waiting) in models.items():
+            self._running.labels(name).set(running)
+            self._waiting.labels(name).set(waiting)
+        return self._library.generate_latest(self.registry), self._library.CONTENT_TYPE_LATEST
+
+
+@dataclass(slots=True)
+class Record:
+    """What is logged and counted of one request."""
+
+    method: str
+    dialect: str
+    began: float = field(default_factory=time.perf_counter)
+    model: str = "-"
+    key: KeyUse | None = None
+    first_s: float | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_sampled: int = 0
+    ended: bool = False
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Add the tokens of answers."""
+        if self.num_prompt == 0:
+            self.num_prompt = len(answers[0].prompt_ids)
+            self.num_cached = answers[0].completion.num_cached
+        self.num_sampled += num_sampled(answers)
+
+    def end(self, status: int, metrics: Metrics) -> None:
+        """Log and count the request, which ended with an HTTP status. Later calls have no effect."""
+        if self.ended:
+            return
+        self.ended = True
+        wall_s = time.perf_counter() - self.began
+        if self.key is not None:
+            self.key.add_tokens(self.num_prompt + self.num_sampled)
+        metrics.count(self, status, wall_s)
+        logger.info(
+            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d ms=%.1f",
+            self.method,
+            self.dialect,
+            self.model,
+            "-" if self.key is None else self.key.name,
+            status,
+            self.num_prompt,
+            self.num_cached,
+            self.num_sampled,
+            1000 * wall_s,
+        )

@@ -1,0 +1,381 @@
+"""The dialect of OpenAI's Responses, without state on the server: each request has the whole conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from etude.capture import Chat, Message
+from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
+from etude.gateway.errors import RequestRefused, invalid_request, openai_error
+from etude.gateway.requests import (
+    ChatRequest,
+    canonical_call,
+    check_range,
+    checked_messages,
+    chosen_tools,
+    decode_body,
+    function_tool,
+)
+
+HARMLESS = frozenset(
+    {
+        "access_programs",
+        "client_metadata",
+        "include",  # of its values only logprobs changes the answer
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning",  # whether and how long the model reasons is up to its training and its template
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+    }
+)
+"""Parameters that clients send and that do not change the answer; they are ignored."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "max_tool_calls": (None,),
+    "moderation": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "truncation": (None, "disabled"),
+}
+"""Known parameters that are not supported, with the values that are accepted because they change nothing."""
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class _Item(msgspec.Struct):
+    type: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[_Part] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    input: str = ""
+    output: str | list[_Part] = ""
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    type: str
+    name: str = ""
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[_Tool] = []
+
+
+class _Format(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | bool | None = None
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
+    verbosity: str | None = None
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    model: str
+    input: str | list[_Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    stream: bool | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: _Text | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+_echo_decoder = msgspec.json.Decoder(dict[str, Any])
+ECHOED = frozenset(
+    "instructions max_output_tokens metadata parallel_tool_calls temperature text tool_choice tools top_p user".split()
+)
+"""Parameters that the response repeats."""
+
+
+def read(data: bytes) -> ChatRequest:
+    """Parse and check the JSON body of a request for a response. Raises `RequestRefused` with status 400."""
+    body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
+    check_range("max_output_tokens", body.max_output_tokens, 1)
+    check_range("temperature", body.temperature, 0, 2)
+    items = [_Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages += _messages(items)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    choice = body.tool_choice or "auto"
+    only: str | list[str] | None = None
+    if isinstance(choice, _Choice):
+        if choice.type not in ("function", "custom", "allowed_tools"):
+            raise invalid_request(f"tool_choice of type {choice.type[:100]!r} is not offered", "tool_choice")
+        only = [tool.name for tool in choice.tools] if choice.type == "allowed_tools" else choice.name
+        must = choice.type != "allowed_tools" or choice.mode == "required"
+    else:
+        must = choice == "required"
+    given = _echo_decoder.decode(data)
+    return ChatRequest(
+        model=body.model,
+        messages=checked_messages(messages, "input"),
+        tools=chosen_tools(tools, only, none=choice == "none"),
+        must_call=must,
+        parallel=body.parallel_tool_calls is not False,
+        max_tokens=body.max_output_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        stream=bool(body.stream),
+        echo={name: given[name] for name in ECHOED if given.get(name) is not None},
+    )
+
+
+def _messages(items: Sequence[_Item]) -> list[Message]:
+    """Convert the items of a conversation. Those of one turn of the model become one message."""
+    messages: list[Message] = []
+    turn: Message = {}  # the turn of the model that is being put together, also the last of `messages`
+
+    def of_model(new: bool) -> Message:
+        nonlocal turn
+        if new or not turn:
+            turn = {"role": "assistant", "content": ""}
+            messages.append(turn)
+        return turn
+
+    for i, item in enumerate(items):
+        where, kind = f"input[{i}]", item.type or "message"
+        if kind == "message":
+            text = _text(item.content, f"{where}.content")
+            if item.role == "assistant":
+                of_model(bool(turn.get("content") or turn.get("tool_calls")))["content"] = text
+                continue
+            if item.role is None:
+                raise invalid_request("a message needs a role", f"{where}.role")
+            messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
+        elif kind == "reasoning":
+            text = _text(item.content, f"{where}.content")
+            message = of_model(bool(turn.get("content") or turn.get("tool_calls")))
+            message |= {"reasoning_content": text} if text else {}
+            continue
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.arguments if kind == "function_call" else {"input": item.input}
+            call = canonical_call(item.name, arguments, item.call_id, f"{where}.arguments")
+            of_model(new=False).setdefault("tool_calls", []).append(call)
+            continue
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            text = _text(item.output, f"{where}.output")
+            messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+        else:
+            raise invalid_request(f"an item of type {kind[:100]!r} is not offered by this model", where)
+        turn = {}
+    return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
+
+
+def _text(content: str | list[_Part] | None, where: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
+            raise invalid_request(f"content of type {part.type[:100]!r} is not offered by this model", where)
+    return "".join(part.text or part.refusal for part in content)
+
+
+def _tool(tool: _Tool, where: str) -> dict[str, Any]:
+    if tool.type == "custom":
+        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        return function_tool(tool.name, tool.description, text)
+    if tool.type != "function":
+        what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
+        raise invalid_request(f"{what}\n  hint: give tools of type function, which the client executes", where)
+    return function_tool(tool.name, tool.description, tool.parameters)
+
+
+def _output(request: ChatRequest, head: ResponseHead, answer: Answer) -> list[dict[str, Any]]:
+    """Return the output items of an answer: reasoning, message and calls."""
+    status = "incomplete" if answer.finish == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if answer.reasoning:
+        items.append(_reasoning_item(head, answer.reasoning))
+    if answer.text or not answer.calls:
+        items.append(_message_item(head, answer.text, status))
+    custom = {tool.get("name") for tool in request.echo.get("tools", ()) if tool.get("type") == "custom"}
+    for number, (call_id, name, arguments) in enumerate(answer.calls_with_ids("call_", head)):
+        if name in custom:
+            text = answer.calls[number]["arguments"].get("input", "")
+            content = {"type": "custom_tool_call", "input": text if isinstance(text, str) else json.dumps(text)}
+        else:
+            content = {"type": "function_call", "arguments": arguments}
+        items.append(
+            {"id": f"fc_{head.id}{number}", **content, "call_id": call_id, "name": name, "status": "completed"}
+        )
+    return items
+
+
+def _reasoning_item(head: ResponseHead, text: str | None) -> dict[str, Any]:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{head.id}", "type": "reasoning", "summary": [], "content": content}
+
+
+def _message_item(head: ResponseHead, text: str | None, status: str) -> dict[str, Any]:
+    content = [] if text is None else [_text_part(text)]
+    return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _response(request: ChatRequest, head: ResponseHead, status: str) -> dict[str, Any]:
+    return {
+        "id": f"resp_{head.id}",
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "model": head.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": request.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": 1.0,
+        "truncation": "disabled",
+        "usage": None,
+        **request.echo,
+    }
+
+
+def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the JSON body of a response."""
+    answer = answers[0]
+    prompt, sampled, cut = len(answer.prompt_ids), len(answer.completion.token_ids), answer.finish == "length"
+    response = _response(request, head, "incomplete" if cut else "completed")
+    response["output"] = _output(request, head, answer)
+    response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+    response["usage"] = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": answer.completion.num_cached},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+    if request.return_token_ids:
+        response |= {"token_ids": answer.completion.token_ids.tolist(), "prompt_token_ids": answer.prompt_ids.tolist()}
+    return response
+
+
+class _ResponseStream(EventStream):
+    """Makes the events from `response.created` to `response.completed`. At any time one item is open, or none."""
+
+    def __init__(self, request: ChatRequest, head: ResponseHead, chat: Chat) -> None:
+        super().__init__(request, head, chat)
+        self._number = -1
+        self._open, self._num_items, self._sent = "", 0, ""  # type of the open item, and its text so far
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return named_event({"type": kind, "sequence_number": self._number, **fields})
+
+    def _start(self, num_prompt: int) -> Iterator[bytes]:
+        response = _response(self.request, self.head, "in_progress")
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def _item(self, kind: str, item: dict[str, Any]) -> bytes:
+        return self._event(f"response.output_item.{kind}", output_index=self._num_items, item=item)
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": self._num_items, "content_index": 0}
+
+    def _begin(self, kind: str) -> Iterator[bytes]:
+        if self._open == kind:
+            return
+        yield from self._close("completed")
+        self._open, self._sent = kind, ""
+        item = (
+            _reasoning_item(self.head, None) if kind == "reasoning" else _message_item(self.head, None, "in_progress")
+        )
+        yield self._item("added", item)
+        part = {"type": "reasoning_text", "text": ""} if kind == "reasoning" else _text_part("")
+        yield self._event("response.content_part.added", **self._place(item), part=part)
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        if self._open == "reasoning":
+            item = _reasoning_item(self.head, self._sent)
+            yield self._event("response.reasoning_text.done", **self._place(item), text=self._sent)
+        elif self._open == "message":
+            item = _message_item(self.head, self._sent, status)
+            yield self._event("response.output_text.done", **self._place(item), text=self._sent, logprobs=[])
+        else:
+            return
+        yield self._event("response.content_part.done", **self._place(item), part=item["content"][0])
+        yield self._item("done", item)
+        self._open, self._num_items = "", self._num_items + 1
+
+    def _reasoning(self, piece: str, index: int) -> Iterator[bytes]:
+        yield from self._begin("reasoning")
+        self._sent += piece
+        place = self._place(_reasoning_item(self.head, None))
+        yield self._event("response.reasoning_text.delta", **place, delta=piece)
+
+    def _text(self, piece: str, index: int) -> Iterator[bytes]:
+        yield from self._begin("message")
+        self._sent += piece
+        place = self._place(_message_item(self.head, None, ""))
+        yield self._event("response.output_text.delta", **place, delta=piece, logprobs=[])
+
+    def _finish(self, answer: Answer, index: int) -> Iterator[bytes]:
+        response = body(self.request, self.head, [answer])
+        if not answer.text and not answer.calls:
+            yield from self._begin("message")
+        yield from self._close("incomplete" if answer.finish == "length" else "completed")
+        for item in response["output"]:
+            if item["type"] in ("function_call", "custom_tool_call"):
+                yield from self._call(item)
+        kind = "response.incomplete" if answer.finish == "length" else "response.completed"
+        yield self._event(kind, response=response)
+
+    def _call(self, item: dict[str, Any]) -> Iterator[bytes]:
+        name = "arguments" if item["type"] == "function_call" else "input"
+        kind = f"response.{item['type']}_{name}"
+        place = {"item_id": item["id"], "output_index": self._num_items}
+        yield self._item("added", {**item, name: "", "status": "in_progress"})
+        yield self._event(f"{kind}.delta", **place, delta=item[name])
+        yield self._event(f"{kind}.done", **place, **{name: item[name]}, name=item["name"])
+        yield self._item("done", item)
+        self._num_items += 1
+
+    def error(self, refused: RequestRefused) -> bytes:
+        failed = _response(self.request, self.head, "failed")
+        failed["error"] = {"code": refused.code, "message": refused.message}
+        first = self._event("error", code=refused.code, message=refused.message, param=refused.param)
+        return first + self._event("response.failed", response=failed)
+
+
+DIALECT = Dialect("responses", "/v1/responses", read, body, _ResponseStream, openai_error)

@@ -1,0 +1,109 @@
+"""API keys of a gateway, with limits of requests per minute and tokens per day.
+
+The file of keys is TOML, with one table for each key. It has no secrets: a key is given by its SHA-256.
+
+    [alice]
+    sha256 = "9f86d081..."       # printf %s "$KEY" | sha256sum
+    requests_per_minute = 60     # 0, the default: no limit
+    tokens_per_day = 1_000_000   # of prompts and answers together, from 0:00 UTC; 0, the default: no limit
+
+What was used is counted in memory and begins at 0 when the gateway starts."""
+
+from __future__ import annotations
+
+import hashlib
+import string
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from etude.config import read
+from etude.errors import ConfigError, nearest
+from etude.gateway.errors import RequestRefused
+
+_MINUTE_S, _DAY_S = 60.0, 86_400.0
+
+
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An API key as the hexadecimal SHA-256 of its UTF-8 bytes, and its limits; 0 is no limit."""
+
+    sha256: str
+    requests_per_minute: int = 0
+    tokens_per_day: int = 0
+
+
+class KeyUse:
+    """One API key and what of its limits is used. `clock` returns Unix seconds."""
+
+    def __init__(self, name: str, limits: KeyLimits, *, clock: Callable[[], float] = time.time) -> None:
+        self.name, self.limits, self._clock = name, limits, clock
+        self._requests: deque[float] = deque()
+        self._day, self.num_tokens = 0, 0
+
+    def add_request(self) -> None:
+        """Count a request. Raises `RequestRefused` (429) and counts none if a limit is reached."""
+        now, limits = self._clock(), self.limits
+        if limits.tokens_per_day and self._tokens_of_today(now) >= limits.tokens_per_day:
+            message = f"the key {self.name!r} has used its {limits.tokens_per_day} tokens of today (UTC)"
+            retry_s = _DAY_S - now % _DAY_S
+            raise RequestRefused(429, message, code="insufficient_quota", retry_s=retry_s)
+        while self._requests and self._requests[0] <= now - _MINUTE_S:
+            self._requests.popleft()
+        if limits.requests_per_minute:
+            if len(self._requests) >= limits.requests_per_minute:
+                message = f"the key {self.name!r} has {limits.requests_per_minute} requests per minute"
+                retry_s = self._requests[0] + _MINUTE_S - now
+                raise RequestRefused(429, message, code="rate_limit_exceeded", retry_s=retry_s)
+            self._requests.append(now)
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of an answered request."""
+        self.num_tokens = self._tokens_of_today(self._clock()) + num_tokens
+
+    def _tokens_of_today(self, now: float) -> int:
+        if (day := int(now // _DAY_S)) != self._day:
+            self._day, self.num_tokens = day, 0
+        return self.num_tokens
+
+
+class Keys:
+    """The API keys of a gateway. `limits` are the keys by name."""
+
+    def __init__(self, limits: Mapping[str, KeyLimits], *, clock: Callable[[], float] = time.time) -> None:
+        if not limits:
+            raise ConfigError("there are no API keys", hint='add one: [me] and sha256 = "..." of the key')
+        for name, key in limits.items():
+            if len(key.sha256) != 64 or not set(key.sha256.lower()) <= set(string.hexdigits):
+                hint = 'printf %s "$KEY" | sha256sum prints it'
+                raise ConfigError(f"{name}.sha256 is no SHA-256", f"{len(key.sha256)} characters", hint=hint)
+            if min(key.requests_per_minute, key.tokens_per_day) < 0:
+                raise ConfigError(f"a limit of the key {name!r} is below 0", hint="0 is no limit")
+        if len({key.sha256.lower() for key in limits.values()}) < len(limits):
+            raise ConfigError("two names have the same key", hint="give each name a key of its own")
+        self._by_digest = {key.sha256.lower(): KeyUse(name, key, clock=clock) for name, key in limits.items()}
+
+    @staticmethod
+    def of(key: str) -> Keys:
+        """Return one key without limits, given itself."""
+        return Keys({"key": KeyLimits(sha256=hashlib.sha256(key.encode()).hexdigest())})
+
+    @staticmethod
+    def read(path: Path) -> Keys:
+        """Read a TOML file of keys. Raises `ConfigError` if it is invalid."""
+        try:
+            return Keys(msgspec.convert(read(path), dict[str, KeyLimits]))
+        except msgspec.ValidationError as error:
+            hint = nearest(str(error).rpartition("field `")[2].rstrip("`"), KeyLimits.__struct_fields__)
+            raise ConfigError(f"{path} is not a file of API keys", str(error), hint=hint) from None
+
+    def find(self, given: bytes) -> KeyUse:
+        """Return the key that a client sent. Raises `RequestRefused` (401) for an unknown one.
+
+        Keys are compared by their digests, so the time that this takes says nothing about them."""
+        found = self._by_digest.get(hashlib.sha256(given).hexdigest())
+        if found is None:
+            raise RequestRefused(401, "the API key is missing or wrong", code="invalid_api_key")
+        return found

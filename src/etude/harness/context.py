@@ -1,0 +1,164 @@
+"""When a conversation is summarised, and what it goes on with. Pure functions over messages; nothing is sampled here.
+
+A conversation that has reached its trigger gets a short request for a summary, with the same tools in its prompt. A new
+conversation then begins with the task's instruction, the summary, and the name of a file with everything before it."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etude.harness.chat import Message, Reply
+
+REQUEST = "summarise"
+"""The user message that asks for a summary. It is short because it is in every context that is summarised."""
+HISTORY = ".etude/history.txt"
+"""The file in the machine's working directory with all messages before the last summary."""
+LOW_SHARE, HIGH_SHARE = 0.5, 0.8
+"""The range of triggers, as shares of the context."""
+MAX_ATTEMPTS = 3
+"""Summaries that may be sampled in a row until one of them is valid."""
+
+
+class SummaryFault(enum.StrEnum):
+    """Why a summary is refused.
+
+    EMPTY: no text. TOO_LONG: all allowed tokens were sampled and it had not ended. CUT_OFF: it stopped earlier without
+    an end. TOOL_CALL: it has a tool call, valid or not."""
+
+    EMPTY = "empty"
+    TOO_LONG = "too long"
+    CUT_OFF = "cut off"
+    TOOL_CALL = "tool call"
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What a conversation goes on with after a summary.
+
+    `summary`: the model's text. `number`: how many summaries there were, with this one. `turns_left`: how many turns
+    the agent has left; None: unlimited. `history`: the path of the file with all earlier messages, "" for none."""
+
+    summary: str
+    number: int
+    turns_left: int | None = None
+    history: str = ""
+
+
+def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
+    """Return the length from which a conversation is summarised: 50 to 80 % of the context, by the group's seed.
+
+    All rollouts of a group have the same trigger, so that their rewards differ only by what the model did. Several
+    lengths occur over a run, so that the model does not learn to count on one.
+
+    >>> trigger_tokens(1, context_tokens=1000) == trigger_tokens(1, context_tokens=1000)
+    True
+    """
+    digest = hashlib.blake2b(f"summary trigger {group_seed}".encode(), digest_size=8).digest()
+    share = LOW_SHARE + (HIGH_SHARE - LOW_SHARE) * int.from_bytes(digest, "little") / 2**64
+    return max(1, round(share * context_tokens))
+
+
+def is_due(num_tokens: int, *, trigger: int, exchange: int, reserved: int, context_tokens: int) -> bool:
+    """Return whether a conversation should be summarised before the model's next turn.
+
+    It is due from `trigger` tokens on, and when another exchange would leave no room for a summary. `num_tokens`: of
+    the next prompt. `exchange`: tokens of the longest exchange so far (a model turn and the outputs of its calls).
+    `reserved`: tokens of the request for a summary, and of the summary."""
+    return num_tokens >= trigger or num_tokens + exchange + reserved > context_tokens
+
+
+def head_of(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages that every summarised conversation begins with: those up to the first one of the user.
+
+    >>> talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "fix"}, {"role": "assistant"}]
+    >>> [message["role"] for message in head_of(talk)]
+    ['system', 'user']
+    """
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages) - 1)
+    return list(messages[: first + 1])
+
+
+def with_request(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the request for a summary at the end. The given messages stay as they are.
+
+    After a user message the request becomes a part of that message, since many templates refuse two in a row."""
+    if len(messages) > 1 and messages[-1]["role"] == "user":
+        return [*messages[:-1], _extended(messages[-1], REQUEST)]
+    return [*messages, {"role": "user", "content": REQUEST}]
+
+
+def without_last_exchange(messages: Sequence[Message]) -> list[Message] | None:
+    """Return the messages before the model's last turn, or None when there is no turn of the model.
+
+    It is for a conversation that a long tool output has filled, so that not even a summary fits. The first exchange is
+    never the last resort: a conversation of the head alone has nothing to summarise."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    if last < 0 or not any(message["role"] == "assistant" for message in messages[:last]):
+        return None
+    return list(messages[:last])
+
+
+def summary_fault(reply: Reply, *, ended: bool, num_tokens: int, max_tokens: int) -> SummaryFault | None:
+    """Return why the completion of a request for a summary is refused, or None for a valid summary.
+
+    `reply`: the parsed completion. `ended`: whether the model ended it. `num_tokens`: the tokens that were sampled, of
+    `max_tokens` allowed ones."""
+    if not ended:
+        return SummaryFault.TOO_LONG if num_tokens >= max_tokens else SummaryFault.CUT_OFF
+    if reply.calls or reply.error:
+        return SummaryFault.TOOL_CALL
+    return None if reply.text.strip() else SummaryFault.EMPTY
+
+
+def go_on(head: Sequence[Message], carried: Carried) -> list[Message]:
+    """Return the conversation that follows a summary: the head, its last message extended by what is carried.
+
+    >>> head = [{"role": "user", "content": "fix the test"}]
+    >>> print(go_on(head, Carried("calc.py is wrong", 2, turns_left=9, history=HISTORY))[0]["content"])
+    fix the test
+    [summary 2, 9 turns left, history: .etude/history.txt]
+    calc.py is wrong
+    """
+    facts = [f"summary {carried.number}"]
+    facts += [] if carried.turns_left is None else [f"{carried.turns_left} turns left"]
+    facts += [f"history: {carried.history}"] if carried.history else []
+    return [*head[:-1], _extended(head[-1], f"[{', '.join(facts)}]\n{carried.summary.strip()}")]
+
+
+def history_text(messages: Sequence[Message]) -> str:
+    """Return messages as text to be searched: each begins with its role on a line.
+
+    >>> call = {"function": {"name": "cat", "arguments": {"path": "a.py"}}}
+    >>> print(history_text([{"role": "assistant", "content": "", "tool_calls": [call]}]), end="")
+    [assistant] cat a.py
+    """
+    return "".join(f"[{message['role']}] {_plain(message)}\n" for message in messages)
+
+
+def _plain(message: Message) -> str:
+    parts = [_text(message.get("content"))]
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, dict):
+            arguments = " ".join(v if isinstance(v, str) else json.dumps(v) for v in arguments.values())
+        parts.append(f"{call['function']['name']} {arguments}".rstrip())
+    return "\n".join(part for part in parts if part)
+
+
+def _text(content: Any) -> str:
+    """The text of a message's content: a string, or a list of parts of which only the texts count."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content or "")
+
+
+def _extended(message: Message, text: str) -> Message:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": text}]}
+    return {**message, "content": f"{content}\n{text}"}
