@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from etude.errors import Exit
@@ -13,17 +14,37 @@ from etude.errors import Exit
 pytestmark = pytest.mark.timeout(300)
 UNBOUNDED = ("--set", "machines.require_memory_bound=false")  # what runs in the machines is ours
 AGENT = Path(__file__).parents[2] / "examples" / "command" / "agent.py"
+BUSY = f"""
+import json, os, runpy, threading, urllib.request
+
+def ask(messages, **more):
+    body = json.dumps({{"model": "small", "messages": messages, **more}}).encode()
+    headers = {{"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+
+ask([{{"role": "system", "content": "m"}}, {{"role": "user", "content": "1"}}], max_tokens=4)
+agents = [threading.Thread(target=ask, args=([{{"role": "user", "content": "m1 2"}}],)) for _ in range(2)]
+[agent.start() for agent in agents]
+[agent.join() for agent in agents]
+runpy.run_path({str(AGENT)!r}, run_name="__main__")
+"""
 
 
 def test_a_program_that_only_speaks_http_is_trained_and_its_steps_replay(
     game: Any, cli_in: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     here, run = cli_in(tmp_path), tmp_path / "runs" / "r"
-    program = f'harness.program={{kind="command", argv=["{{python}}", "{AGENT}"], warm=["json", "urllib.request"]}}'
-    done = here("run", game.config, "--name", "r", "--set", program, "--set", "rl.steps=2", *UNBOUNDED)
+    (tmp_path / "busy.py").write_text(BUSY)
+    program = 'harness.program={kind="command", argv=["{python}", "{cwd}/busy.py"], warm=["json", "urllib.request"]}'
+    limits = ("--set", "harness.max_turns=8", "--set", "rl.steps=2", "--set", "evals.every=0")
+    done = here("run", game.config, "--name", "r", "--set", program, *limits, *UNBOUNDED)
     assert done.returncode == Exit.DONE, done.stderr + done.stdout
     assert here("replay", run, "2").returncode == Exit.DONE
+    assert here("fsck", run).returncode == Exit.DONE
     shown = here("rollouts", "show", run, "g000000.0").stdout
     assert "log of the agent program, attempt 0:" in shown
     assert "sampling asked:" in shown
     assert "exit code 0" in shown
+    kinds = pq.read_table(run / "traces" / "batch-000002.parquet", columns=["kind"])["kind"].to_pylist()
+    assert {"act", "side"} <= set(kinds)

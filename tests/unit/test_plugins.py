@@ -707,5 +707,5 @@ def test_a_model_family_of_the_config_is_a_plugin_whose_code_is_recorded(module,
 def test_a_harness_is_named_in_the_config(tmp_path):
     config = build(RunConfig, {"harness": {"program": {"kind": "examples.plugins.harnesses:Oriented", "lines": 1}}})
     assert list(plugins_in(config)) == [("harness.program", config.harness.program)]
-    with pytest.raises(ConfigError, match="neither 'loop' nor an import path"):
+    with pytest.raises(ConfigError, match="did you mean 'loop'; or give an import path"):
         build(RunConfig, {"harness": {"program": "lop"}})

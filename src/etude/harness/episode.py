@@ -198,11 +198,12 @@ class Episode:
         node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
         return self._turn(node, messages, signatures, strict=strict)
 
-    def num_tokens(self, messages: list[Message]) -> int:
-        """Return how many tokens the prompt of a request with these messages and the episode's tools has.
+    def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """Return how many tokens the prompt of a request with these messages has. `tools` are as in `ask`.
 
         Raises `ChatError` for a chat template that the user must fix."""
-        return self._tree.prompt_tokens(messages, self.tools.signatures)
+        signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
+        return self._tree.prompt_tokens(messages, signatures, tools=tools or ())
 
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
         reply = self.chat.parse(completion.token_ids, signatures, strict=strict)

@@ -27,10 +27,10 @@ from etude.harness.episode import Episode, EpisodeEnded, ModelTurn, plain_argume
 from etude.harness.tools import clip
 from etude.records.rollout import Ending, ToolCall, TurnKind
 
-MAX_PARALLEL = 64
-"""The most requests of one rollout that run at the same time."""
 MAX_ANSWERS = 16
 """The most answers to one request (`n`)."""
+MAX_PARALLEL = 64
+"""The most requests of one rollout that run at the same time."""
 SIDE_TOKENS = 1024
 """The longest answer that a side call asks for, in tokens."""
 _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
@@ -40,11 +40,10 @@ _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 class Asking:
     """A request as it arrived: what it asks, and how it may be a repetition of another one.
 
-    `num_answers`: how many answers it wants. `retry`: the client says that it repeats a
+    `retry`: the client says that it repeats a
     request. `idempotency_key`: the same for all attempts of one request, or ""."""
 
     chat: ChatRequest
-    num_answers: int = 1
     retry: bool = False
     idempotency_key: str = ""
 
@@ -90,7 +89,7 @@ class Attribution:
         self._by_key: dict[bytes, list[Asked]] = {}
         self._by_idempotency: dict[str, Asked] = {}
         self._running = set[asyncio.Task[tuple[Answer, ...]]]()
-        self._refused = set[str]()
+        self._logged, self._closed = set[str](), False
 
     def ask(self, asking: Asking) -> Asked:
         """Return the request that this one repeats, or begin to sample its answers.
@@ -100,11 +99,11 @@ class Attribution:
         if self.num_requests > self.max_requests and self.episode.ending is None:
             self._log(f"more than {self.max_requests} requests: the rollout ends")
             self.episode.ending = Ending.TURNS
-        if self.episode.ending is not None:
+        if self._closed or self.episode.ending is not None:
             self.failed.set()
-            raise EpisodeEnded(self.episode.ending)
+            raise EpisodeEnded(self.episode.ending or Ending.STOPPED)
         chat = asking.chat
-        limits = f"|{asking.num_answers}|{chat.max_tokens}|{chat.stop}".encode()
+        limits = f"|{chat.n}|{chat.max_tokens}|{chat.stop}".encode()
         key = hashlib.sha256(conversation_keys(chat.tools, chat.messages)[-1] + limits).digest()
         if (earlier := self._repeated(key, asking)) is not None:
             self.num_joined += 1
@@ -140,7 +139,7 @@ class Attribution:
 
     async def _sample(self, asking: Asking) -> tuple[Answer, ...]:
         try:
-            answers = [await self._turn(asking.chat) for _ in range(asking.num_answers)]
+            answers = [await self._turn(asking.chat) for _ in range(asking.chat.n)]
         except ContextFull as error:
             self.context_full = True
             self._once(f"a request did not fit: {error.facts}")
@@ -154,7 +153,8 @@ class Attribution:
     async def _turn(self, chat: ChatRequest) -> Answer:
         episode, messages = self.episode, list(chat.messages)
         kind = TurnKind.SIDE if self._is_side(chat) else TurnKind.ACT
-        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=chat.max_tokens, strict=False)
+        limit = min(chat.max_tokens or episode.limits.turn_tokens, episode.limits.turn_tokens)
+        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False)
         node = turn.node
         node.calls = tuple(
             ToolCall(name=call.name, arguments={k: plain_argument(v) for k, v in call.arguments.items()}, output="")
@@ -191,15 +191,16 @@ class Attribution:
                 node.kind = TurnKind.SIDE
 
     async def close(self) -> None:
-        """Cancel the requests that still run, and wait for their end."""
+        """Refuse requests from now on, cancel those that still run, and wait for their end."""
+        self._closed = True
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def _once(self, line: str) -> None:
         """Log a line, the first time only."""
-        if line not in self._refused and len(self._refused) < MAX_PARALLEL:
-            self._refused.add(line)
+        if line not in self._logged and len(self._logged) < MAX_PARALLEL:
+            self._logged.add(line)
             self._log(line)
 
 

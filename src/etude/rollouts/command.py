@@ -30,13 +30,13 @@ from etude.records.command import OutputChunk, ProcessStarted
 from etude.records.rollout import Ending
 from etude.rollouts.attribution import Attribution
 from etude.rollouts.door import open_door
-from etude.rollouts.processes import launcher_of
+from etude.rollouts.processes import Launcher, launcher_of, uncancelled
 from etude.scratch import ScratchDirectory
 
 END_GRACE_S = 5.0
 """Seconds that a program has to end by itself once its requests are refused."""
 _NOT_RUN = (126, 127)  # exit codes of a program that was not found, or cannot be executed
-_ENV_CHARS = 100_000  # Linux takes 131,071 bytes in one variable
+_ENV_BYTES = 100_000  # Linux takes 131,071 in one variable
 
 
 class Where(enum.StrEnum):
@@ -68,7 +68,7 @@ class CommandProgram:
     - `side`: patterns of model names, or of texts of a system message, whose requests are side calls, not trained on.
     - `log_bytes`: the most bytes of output that are kept for each rollout.
 
-    Raises `ValueError` for settings that contradict each other."""
+    Raises `ConfigError` for settings that contradict each other."""
 
     argv: tuple[str, ...]
     where: Where = Where.OUTSIDE
@@ -80,12 +80,15 @@ class CommandProgram:
     log_bytes: int = ranged(65_536, low=1024, high=16 << 20)
 
     def __post_init__(self) -> None:
+        wrong = ""
         if not self.argv or not self.argv[0]:
-            raise ValueError("argv is empty: give the program and its arguments")
-        if self.warm and self.where is Where.INSIDE:
-            raise ValueError("warm is for programs outside: no interpreter of this host can be forked into a machine")
-        if self.warm and len(self.argv) < 2:
-            raise ValueError("warm needs argv = [python, script], [python, '-m', module] or [python, '-c', code]")
+            wrong = "argv is empty: give the program and its arguments"
+        elif self.warm and self.where is Where.INSIDE:
+            wrong = "warm is for programs outside: no interpreter of this host can be forked into a machine"
+        elif self.warm and len(self.argv) < 2:
+            wrong = "warm needs argv = [python, script], [python, '-m', module] or [python, '-c', code]"
+        if wrong:
+            raise ConfigError("[harness.program]", wrong, hint="change the settings that the error names")
 
     async def run(self, episode: Episode) -> None:
         """Run the program on an episode to its end. The episode then has its ending or its failure, and a log.
@@ -98,6 +101,8 @@ class CommandProgram:
 
         attribution = Attribution(episode, side=self.side, log=note)
         try:
+            if self.where is Where.OUTSIDE:
+                await self.launcher().start()  # not in the program's time
             async with self._door(episode, attribution, note) as (program, variables):
                 await self._watch(episode, attribution, program, variables, limit_s, note)
         finally:
@@ -107,6 +112,13 @@ class CommandProgram:
                 f"{attribution.num_joined} repeated"
             )
             episode.log = log.value()
+
+    def launcher(self) -> Launcher:
+        """Return what starts the program beside the worker."""
+        if not self.warm:
+            return launcher_of(sys.executable, ())
+        python = sys.executable if self.argv[0] == "{python}" else self.argv[0]
+        return launcher_of(shutil.which(python) or python, self.warm)
 
     async def _watch(
         self,
@@ -152,7 +164,7 @@ class CommandProgram:
         self, episode: Episode, attribution: Attribution, note: Any
     ) -> AsyncIterator[tuple[Starter, dict[str, str]]]:
         """Open the rollout's endpoints. Yields what starts the program, and its variables."""
-        inside = self.where is Where.INSIDE
+        inside, instruction = self.where is Where.INSIDE, _without_nul(episode.task.instruction)
         listener = await _listener(episode.machine) if inside else None
         async with open_door(episode, attribution, listener, log=note) as (url, key):
             variables = {
@@ -162,21 +174,24 @@ class CommandProgram:
                 "ANTHROPIC_BASE_URL": url,
                 "ANTHROPIC_API_KEY": key,
                 "ETUDE_ROLLOUT": episode.options.session_id,
-                "ETUDE_TASK": episode.task.instruction[:_ENV_CHARS],
+                "ETUDE_TASK": instruction.encode()[:_ENV_BYTES].decode(errors="ignore"),
                 "NO_PROXY": "127.0.0.1,localhost",
                 "no_proxy": "127.0.0.1,localhost",
             }
             if inside:
                 yield _Inside(self, episode, note), variables
                 return
-            with ScratchDirectory("program") as folder:
-                variables |= _write_tools(folder, url)
-                yield _Outside(self, episode, folder / "work", note), variables
+            scratch = await asyncio.to_thread(ScratchDirectory, "program")
+            try:
+                variables |= _write_tools(scratch.path, url)
+                yield _Outside(self, episode, scratch.path / "work", note), variables
+            finally:
+                await uncancelled(asyncio.create_task(asyncio.to_thread(scratch.close)))  # it may have many files
 
     def words(self, episode: Episode, variables: Mapping[str, str], workdir: str) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the variables, with their placeholders replaced."""
         values = {
-            "instruction": episode.task.instruction,
+            "instruction": _without_nul(episode.task.instruction),
             "base_url": variables["OPENAI_BASE_URL"],
             "model": self.model,
             "workdir": workdir,
@@ -217,15 +232,16 @@ class _Outside:
         argv, added = self.settings.words(self.episode, variables, str(self.folder))
         path = f"{variables['PATH']}:{os.environ.get('PATH', os.defpath)}"
         env = {**os.environ, **added, "PATH": added["PATH"] if "PATH" in self.settings.env else path}
-        python = (shutil.which(argv[0]) or argv[0]) if self.settings.warm else sys.executable
-        launcher = launcher_of(python, self.settings.warm)
+        launcher = self.settings.launcher()
         program = await launcher.launch(
             argv, env=env, cwd=self.folder, fork=bool(self.settings.warm), log_bytes=self.settings.log_bytes
         )
+        if launcher.notes:
+            self.note(launcher.notes)
         try:
             return await _first(program.wait(), over)
         finally:
-            await asyncio.shield(asyncio.create_task(program.close(), name="end a program"))
+            await uncancelled(asyncio.create_task(program.close(), name="end a program"))
             self.note(f"output of the program:\n{program.output.value().decode(errors='replace')}")
 
 
@@ -277,6 +293,11 @@ async def _listener(machine: object) -> socket.socket:
         hint = 'set machines.backend = "namespace", or harness.program.where = "outside"'
         raise ConfigError("a program inside the machine cannot reach the model", facts, hint=hint)
     return await machine.listen()
+
+
+def _without_nul(text: str) -> str:
+    """Return a text that can be an argument or a variable of a process."""
+    return text.replace("\0", "").encode(errors="replace").decode()
 
 
 def _write_tools(folder: Path, url: str) -> dict[str, str]:

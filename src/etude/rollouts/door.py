@@ -5,7 +5,7 @@ may instead send the secret as its API key to ``/v1``. Inside a machine the list
 in this machine's network namespace only, so there is no secret to steal.
 
     GET  /v1/models
-    POST /v1/chat/completions
+    POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     POST /machine/exec, /machine/read, /machine/write      (outside only)
 
 Any model name is accepted and means the policy. Answers are complete before the first event of a stream is sent, with
@@ -22,7 +22,9 @@ import hmac
 import json
 import secrets
 import socket
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -33,7 +35,8 @@ from starlette.types import Receive, Scope, Send
 
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
-from etude.gateway.errors import from_error, invalid_request, openai_error
+from etude.gateway.dialects import messages
+from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
 from etude.harness.episode import Episode, EpisodeEnded
 from etude.http_server import bind, run_http_server
 from etude.rollouts.attribution import MAX_ANSWERS, MAX_PARALLEL, Asked, Asking, Attribution, TooManyRequests
@@ -45,35 +48,38 @@ KEEP_ALIVE_S = 10.0
 """Seconds between two signs of life in a stream whose answer is not complete."""
 MAX_OUTPUT_BYTES = 1 << 20
 """The longest output of a command that is returned through `/machine/exec`."""
+_SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
 _BY_PATH = {dialect.path: dialect for dialect in DIALECTS.values() if dialect.name != "text"}
 _SAMPLING = {
     *("temperature", "seed", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "logit_bias", "min_tokens"),
 }
 """Parameters for which the run's values are used, whatever a client asks."""
-_KEPT = {"messages", "input", "model", "tools", "system", "instructions", "stream", "max_tokens"}
+_KEPT = {
+    *("messages", "input", "system", "instructions", "model", "tools", "mcp_servers", "stream", "max_tokens"),
+    *("max_completion_tokens", "max_output_tokens", "previous_response_id", "conversation", "prompt"),
+}
 """Parameters that are not left out when a dialect refuses them."""
 
 
 class Door:
     """The endpoints of one rollout, as an ASGI app. `open_door` serves one.
 
-    `secret`: what a client must know; None inside a machine. `acts`: whether it may use the machine through this door.
-    `log` gets lines for the log of the rollout."""
+    `secret`: what a client must know; None inside a machine. `log` gets lines for the log of the rollout."""
 
     def __init__(
         self, episode: Episode, attribution: Attribution, *, secret: str | None, log: Callable[[str], None]
     ) -> None:
         self._episode, self._attribution, self._secret, self._log = episode, attribution, secret, log
         self._name = episode.options.session_id
-        self._prefix = f"/r/{quote(self._name, safe='')}/{secret}" if secret is not None else ""
+        self._prefix = f"/r/{quote(self._name.replace('/', '.'), safe='')}/{secret}" if secret is not None else ""
         self._num_commands = 0
         self.asked_sampling: dict[str, Any] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive)
-        dialect = next((d for path, d in _BY_PATH.items() if request.url.path.endswith(path)), None)
+        dialect = next((d for path, d in _BY_PATH.items() if path in request.url.path), None)
         try:
             response = await self._respond(request, send)
         except RequestRefused as refused:
@@ -81,9 +87,15 @@ class Door:
             response = JSONResponse(body, refused.status, refused.headers)
         except ClientDisconnect:
             return
-        except Exception as error:
-            self._log(f"the endpoint failed: {type(error).__name__}: {error}")
-            raise
+        except Exception as error:  # noqa: BLE001  a defect of ours is no fault of the agent
+            traceback.print_exc()
+            facts = f"{type(error).__name__}: {error}"
+            self._log(f"the endpoint failed: {facts}")
+            failure = MachineError("the endpoints of the rollout failed", facts, hint="see the log of the worker")
+            self._episode.failure = self._episode.failure or failure
+            self._attribution.failed.set()
+            refused = Ended("the endpoints failed, so the rollout ends", 500, "internal_error")
+            response = JSONResponse(openai_error(refused), refused.status, refused.headers)
         if response is not None:
             await response(scope, receive, send)
 
@@ -96,6 +108,9 @@ class Door:
         if path in _BY_PATH and request.method == "POST":
             await self._chat(_BY_PATH[path], request, send)
             return None
+        if path == "/v1/messages/count_tokens" and request.method == "POST":
+            chat = await self._read(messages.read_count, request)
+            return JSONResponse({"input_tokens": self._count(chat)})
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
         raise RequestRefused(404, f"{request.method} {path} is not offered to programs of a rollout", code="not_found")
@@ -121,8 +136,13 @@ class Door:
         return {"id": name, "object": "model", "created": 0, "owned_by": "etude", "max_model_len": context}
 
     async def _chat(self, dialect: Dialect, request: Request, send: Send) -> None:
-        asking = self._read(dialect, request, await _body(request))
-        chat = asking.chat
+        chat = await self._read(dialect.read, request)
+        retry = request.headers.get("x-stainless-retry-count", "0")
+        asking = Asking(
+            chat=chat,
+            retry=retry.isdigit() and int(retry) > 0,
+            idempotency_key=request.headers.get("idempotency-key", ""),
+        )
         try:
             asked = self._attribution.ask(asking)
         except (EpisodeEnded, TooManyRequests) as error:
@@ -184,7 +204,19 @@ class Door:
                 return
         asked.delivered = True
 
-    def _read(self, dialect: Dialect, request: Request, body: bytes) -> Asking:
+    def _count(self, chat: ChatRequest) -> int:
+        try:
+            return self._episode.num_tokens(chat.messages, tools=chat.tools)
+        except EtudeError as error:
+            raise _refusal(error, self._episode) from None
+
+    async def _read(self, read: Callable[[bytes], ChatRequest], request: Request) -> ChatRequest:
+        body = await _body(request)
+        if len(body) <= _SHORT_BYTES:
+            return self._parsed(read, body)
+        return await asyncio.to_thread(self._parsed, read, body)
+
+    def _parsed(self, read: Callable[[bytes], ChatRequest], body: bytes) -> ChatRequest:
         """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""
         try:
             fields = msgspec.json.decode(body)
@@ -192,30 +224,26 @@ class Door:
             fields = None
         if not isinstance(fields, dict):
             raise invalid_request("the body is not a JSON object")
-        num_answers = fields.pop("n", None) or 1
-        if type(num_answers) is not int or not 1 <= num_answers <= MAX_ANSWERS:
+        n = fields.pop("n", None) or 1
+        if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
             raise invalid_request(f"n must be from 1 to {MAX_ANSWERS}", "n")
         asked = {name: fields.pop(name) for name in sorted(_SAMPLING & fields.keys())}
         while True:
             try:
-                chat = dialect.read(json.dumps(fields).encode())
+                chat = replace(read(json.dumps(fields).encode()), n=n)
                 break
             except RequestRefused as refused:
                 if refused.param not in fields or refused.param in _KEPT:
                     raise
                 asked[refused.param] = fields.pop(refused.param)
+        if chat.must_call:
+            asked["tool_choice"] = fields.get("tool_choice")
         try:
             self._episode.chat.signatures(chat.tools)
         except ValueError as error:
             raise invalid_request(str(error), "tools") from None
         self._log_sampling({name: value for name, value in asked.items() if value is not None})
-        retry = request.headers.get("x-stainless-retry-count", "0")
-        return Asking(
-            chat=chat,
-            num_answers=num_answers,
-            retry=retry.isdigit() and int(retry) > 0,
-            idempotency_key=request.headers.get("idempotency-key", ""),
-        )
+        return chat
 
     def _log_sampling(self, asked: Mapping[str, Any]) -> None:
         if asked and not self.asked_sampling:
@@ -347,11 +375,8 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
     if isinstance(error, TooManyRequests):
         return RequestRefused(429, "too many requests of this rollout are running", code="rate_limit_exceeded")
     if isinstance(error, ContextFull):
-        message = (
-            f"This model's maximum context length is {episode.limits.context_tokens} tokens. However, your messages "
-            f"and the answer are longer: {error.facts or error.what}. Please reduce the length of the messages."
-        )
-        return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+        limit = episode.limits.context_tokens
+        return context_exceeded(limit, limit + 1, 0, facts=f"the request does not fit: {error.facts or error.what}")
     if isinstance(error, EngineError):
         return Ended(f"no engine answered, so the rollout ends: {error.what}", 503, "engine_unavailable")
     if isinstance(error, EtudeError):

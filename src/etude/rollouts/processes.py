@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import json
 import os
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from etude.environments.output import OutputBuffer
 from etude.errors import ConfigError, EtudeError, MachineError
 
+T = TypeVar("T")
 START_S = 120.0
 """Seconds in which the launcher must have imported the modules of programs."""
 END_S = 30.0
@@ -38,21 +40,29 @@ class Launcher:
 
     def __init__(self, python: str, modules: Sequence[str]) -> None:
         self._command = [python, str(Path(__file__).with_name("launcher.py"))]
-        self._modules, self._lock = tuple(modules), threading.Lock()
+        self._modules = tuple(modules)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="launcher")  # starting it may take long
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self.notes = ""  # what is unsafe about the imported modules
+
+    async def start(self) -> None:
+        """Start the launcher, if it does not run, and wait until it has imported its modules.
+
+        Raises `ConfigError` if a module cannot be imported, and `MachineError` if there is no launcher."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._send, [])
 
     async def launch(
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, fork: bool, log_bytes: int
     ) -> Program:
         """Start a program. With `fork` it runs in a copy of the launcher's interpreter, without ``argv[0]``.
 
-        Raises `ConfigError` if a module cannot be imported, and `MachineError` if there is no launcher."""
+        Raises what `start` raises."""
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            await asyncio.to_thread(self._send, [theirs.fileno(), writing])
+            sending = asyncio.get_running_loop().run_in_executor(self._thread, self._send, [theirs.fileno(), writing])
+            await uncancelled(sending)  # the descriptors must stay open until they are sent
         except BaseException:
             ours.close()
             os.close(reading)
@@ -72,14 +82,16 @@ class Launcher:
         return program
 
     def _send(self, fds: list[int]) -> None:
-        with self._lock:
-            for _ in range(2):
-                try:
-                    socket.send_fds(self._started(), [b"x"], fds)
-                    return
-                except OSError as error:  # it has died
-                    self._end()
-                    reason = str(error)
+        """Send descriptors to the launcher, which is started if it does not run. Called in its thread only."""
+        for _ in range(2):
+            try:
+                sock = self._started()
+                if fds:
+                    socket.send_fds(sock, [b"x"], fds)
+                return
+            except (OSError, ValueError) as error:  # it has died
+                self._end()
+                reason = str(error)
         hint = "see standard error; there may be too little memory, or too many processes"
         raise MachineError("the launcher of agent programs does not start", reason, hint=hint)
 
@@ -93,8 +105,9 @@ class Launcher:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._sock = ours
+        atexit.register(self._end)
         ours.settimeout(START_S)
-        said = json.loads(ours.recv(4096) or b"{}")
+        said = json.loads(ours.recv(4096))
         if "error" in said:
             self._end()
             facts = f"{self._command[0]} cannot import {', '.join(self._modules)}: {said['error']}"
@@ -104,6 +117,7 @@ class Launcher:
         return ours
 
     def _end(self) -> None:
+        atexit.unregister(self._end)
         if self._sock is not None and self._process is not None:
             self._sock.close()
             self._process.kill()
@@ -179,6 +193,10 @@ class Program:
         self._pipe = -1
 
 
-def this_python() -> str:
-    """Return the path of the interpreter of this process."""
-    return sys.executable
+async def uncancelled(work: asyncio.Future[T]) -> T:
+    """Wait for `work` to its end, even if this call is cancelled meanwhile, and return its result."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise

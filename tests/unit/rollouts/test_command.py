@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.here import opened
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.config import build, to_plain
+from etude.environments import prepare
+from etude.environments.namespace import NamespaceRuntime
 from etude.errors import ConfigError, EngineBehind, MachineError
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
 from etude.harness.episode import AgentRun
@@ -312,3 +315,35 @@ def test_logs_are_kept_by_attempt_and_bounded(tmp_path: Path, monkeypatch: pytes
     for i in range(20):
         write_log(folder, f"g{i}", 0, b"x")
     assert len(list(folder.iterdir())) <= 8
+
+
+def test_a_program_in_the_machine_asks_through_a_socket_of_its_own() -> None:
+    script = (
+        "print(os.environ['OPENAI_BASE_URL'], os.path.exists('calc.py'))\n"
+        "assert ask('a') == 'x'\n"
+        "import subprocess; subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+    )
+    argv = ["python3", "-c", ASK + script]
+
+    async def work() -> None:
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
+        try:
+            one, two, three, four = await runtime.fork(await prepare(runtime, TASK), 4)
+            config = config_of(argv, {"where": "inside"})
+            episodes = [
+                episode_of(config, EnginePolicy(ScriptedEngine([text("x")])), machine) for machine in (one, two)
+            ]
+            for run in await asyncio.gather(*map(run_program, episodes)):
+                assert run.ending is Ending.SUBMITTED, run.log.decode()
+                assert len(run.trace.turns) == 1
+                assert b"http://127.0.0.1:" in run.log
+                assert b"/v1 True" in run.log
+            hung = episode_of(config_of(["sleep", "99"], {"where": "inside"}, rollout_deadline_s=0.5), None, three)
+            assert (await run_program(hung)).ending is Ending.DEADLINE
+            missing = episode_of(config_of(["no-such"], {"where": "inside"}), None, four)
+            with pytest.raises(ConfigError, match="cannot be executed in the machine"):
+                await run_program(missing)
+        finally:
+            await runtime.close()
+
+    asyncio.run(work())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -10,17 +11,20 @@ from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import EngineBehind, EngineError
+from etude.gateway import RequestRefused
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.records.rollout import Ending, TurnKind
 from etude.rollouts import attribution as attributing
 from etude.rollouts import door as doors
 from etude.rollouts.attribution import Attribution
-from etude.rollouts.door import open_door
+from etude.rollouts.door import Door, open_door
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
 
 CHAT = laptop_chat()
@@ -284,7 +288,7 @@ def test_strangers_and_swapped_urls_are_refused_and_nothing_is_attributed() -> N
             swapped = base + "/r/" + one.url.partition("/r/")[2]
             for url, headers, status in (
                 (swapped, {}, 404),
-                (f"{base}/r/g000001.1%2F0/guess", {}, 404),
+                (f"{base}/r/g000001.1.0/guess", {}, 404),
                 (base, {}, 401),
                 (base, {"authorization": f"Bearer {one.key}"}, 401),
                 (base, {"authorization": "Bearer \xff"}, 401),
@@ -430,3 +434,93 @@ def test_the_machine_is_reached_with_the_same_secret() -> None:
                 assert response.status == 403
 
     run(work)
+
+
+REQUESTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_dialects_are_attributed(path: str, stream: bool) -> None:
+    async def work() -> None:
+        async with client(scripted(text("hello"))) as c:
+            async with c.post(path, {"model": "m", "temperature": 0.3, "stream": stream, **REQUESTS[path]}) as response:
+                said = await response.text()
+                assert response.status == 200, said
+                assert "hello" in said
+            (turn,) = c.episode.result().trace.turns
+            assert turn.sampling.temperature == 1.0
+
+    run(work)
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_errors_are_in_the_dialects_own_shape(path: str) -> None:
+    async def work() -> None:
+        async with client(scripted(), max_turns=1, turn_tokens=20, context_tokens=22) as c:
+            async with c.post(path, {"model": "m", **REQUESTS[path]}) as response:
+                said = await response.json()
+                assert response.status == 400
+                assert ("too long" if path == "/v1/messages" else "maximum context length") in said["error"]["message"]
+                assert (said.get("type") == "error") is (path == "/v1/messages")
+            c.episode.submit()
+            async with c.post(path, {"model": "m", **REQUESTS[path]}) as response:
+                assert response.status == 403
+                assert "the rollout has ended" in (await response.json())["error"]["message"]
+
+    run(work)
+
+
+def test_the_tokens_of_a_prompt_are_counted_and_nothing_is_recorded() -> None:
+    async def work() -> None:
+        async with client(scripted()) as c:
+            body = {"model": "m", "messages": [{"role": "user", "content": "fix"}]}
+            async with c.post("/v1/messages/count_tokens", body) as response:
+                assert (await response.json())["input_tokens"] == c.episode.num_tokens(body["messages"], tools=[])
+            assert c.episode.result().trace.turns == ()
+
+    run(work)
+
+
+def test_a_defect_of_the_endpoints_is_a_failure_and_not_the_agents_fault() -> None:
+    async def work() -> None:
+        async with client(Failing(ZeroDivisionError("ours"))) as c:
+            status, _ = await c.chat("a")
+            assert status == 500
+            assert "ZeroDivisionError: ours" in str(c.episode.result().failure)
+            assert c.asked.failed.is_set()
+
+    run(work)
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+JSON = st.recursive(
+    LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x, max_size=3), max_leaves=8
+)
+NAMES = ["model", "messages", "tools", "n", "stream", "max_tokens", "tool_choice", "response_format", "input", "stop"]
+
+
+@given(
+    st.sampled_from(sorted(REQUESTS)),
+    st.binary(max_size=40)
+    | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), JSON, max_size=6).map(
+        lambda x: json.dumps(x).encode()
+    ),
+)
+def test_any_bytes_are_a_request_or_are_refused(path: str, body: bytes) -> None:
+    episode = Episode(
+        TASK,
+        MemoryMachine({}),
+        policy=scripted(),
+        chat=CHAT,
+        tools=standard_tools(),
+        limits=HarnessConfig(),
+        options=RequestOptions(session_id="s", seed=0),
+    )
+    door = Door(episode, Attribution(episode, log=lambda _: None), secret=None, log=lambda _: None)
+    with contextlib.suppress(RequestRefused):
+        assert door._parsed(doors._BY_PATH[path].read, body).messages
