@@ -13,7 +13,8 @@ from agents import Agent, Runner, function_tool, set_default_openai_api
 @function_tool
 def shell(command: str) -> str:
     """Run a shell command and return its output."""
-    done = subprocess.run(["etude-machine", "-c", command], capture_output=True, text=True, check=False)
+    argv = ["etude-machine", "-c", command]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     return f"{done.stdout}{done.stderr}[exit code {done.returncode}]"
 
 

@@ -12,7 +12,7 @@ import re
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,13 @@ TASK = Task(
     exports=("calc.py",),
     test_command=("python", "-c", "import calc; assert calc.price(1) == 4"),
 )
-LOOK, EDIT = "cat calc.py", "sed -i 's/n - 3/n + 3/' calc.py"
+COMMANDS = ("cat calc.py", "sed -i 's/n - 3/n + 3/' calc.py")
 FIXED = b"    return n + 3\n"
 SHELLS = ("bash", "Bash", "shell", "exec_command", "shell_command", "run", "local_shell")
 _asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
 
 Answers = Callable[[int, str, Mapping[str, Signature]], str | Call]
-"""The next answer: how many requests of the main conversation were answered, the rendered prompt, its tools."""
+"""Gives the next answer by the number of answers so far (without "ok"), the last message and the tools."""
 
 
 @dataclass
@@ -119,34 +119,46 @@ class Script:
 
 
 class _Episode(Episode):
+    starts: Counter[str]
+
     async def ask(self, messages: Any = None, *, tools: Any = None, **options: Any) -> Any:
         last = str((messages or [{}])[-1].get("content", ""))
         _asked.set((last, self.tools.signatures if tools is None else self.chat.signatures(tools)))
-        return await super().ask(messages, tools=tools, **options)
+        turn = await super().ask(messages, tools=tools, **options)
+        self.starts[str(turn.node.start)] += 1
+        return turn
 
 
 def by_shell(end: str | Call = "done") -> Answers:
-    """Look, edit, and end, by the tool that takes a shell command."""
+    """Look, edit, and end, by the tool that takes a shell command; "ok" where there is none."""
 
     def answer(done: int, last: str, tools: Mapping[str, Signature]) -> str | Call:
-        shell = next((tools[name] for name in SHELLS if name in tools), None)
+        shell = next((tools[name] for name in sorted(tools) if name.rpartition("__")[2] in SHELLS), None)
         if shell is None:
             return "ok"
-        if done == 2 and isinstance(end, Call) or done > 2:
+        if done >= len(COMMANDS):
             return end
-        if done == 2:
-            return end
-        names = [p.name for p in shell.parameters]
-        argument = next(name for name in ("command", "cmd", "commands") if name in names)
-        command = (LOOK, EDIT)[done]
-        return Call(shell.name, {argument: command})
+        names = [parameter.name for parameter in shell.parameters]
+        return Call(shell.name, {next(n for n in ("command", "cmd") if n in names): COMMANDS[done]})
 
     return answer
 
 
-def by_text(answers: Sequence[str]) -> Answers:
+def by_text(*answers: str) -> Answers:
     """These texts, then "ok"."""
     return lambda done, last, tools: answers[done] if done < len(answers) else "ok"
+
+
+_REPLACE = "calc.py\n```python\n<<<<<<< SEARCH\n    return n - 3\n=======\n    return n + 3\n>>>>>>> REPLACE\n```\n"
+ANSWERS: dict[str, Answers] = {
+    "mini-swe-agent": by_shell(Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
+    "OpenAI Agents SDK": by_shell(),
+    "Claude Code": by_shell(),
+    "Codex": by_shell(),
+    "Aider": by_text(_REPLACE),
+    "Inspect": by_shell(Call("submit", {"answer": "done"})),
+}
+"""What the scripted model answers to each agent of the guide."""
 
 
 def play(config: HarnessConfig, answers: Answers, task: Task = TASK) -> Played:
@@ -189,6 +201,7 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
                 limits=config,
                 options=RequestOptions(session_id="g000001.0/0", seed=7),
             )
+            episode.starts = Counter()
             run = await run_program(episode)
             fixed = FIXED in await machine.read("calc.py", max_bytes=10_000)
             await machine.close()
@@ -208,7 +221,7 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
         rows=sum(path.mask.any() for path in paths(trace)),
         wall_s=round(asyncio.get_running_loop().time() - began, 1),
         statuses=dict(statuses),
-        starts={},
+        starts=dict(episode.starts),
         prompt_tokens=len(trace.turns[0].prompt_ids) if trace.turns else 0,
         log=log,
     )
