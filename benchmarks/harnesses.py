@@ -10,9 +10,10 @@ import argparse
 import os
 from typing import Any
 
-from benchmarks.report import report
 from tests.harnesses.agents import AGENTS, FOLDER
 from tests.harnesses.played import ANSWERS, config_of, play
+
+from benchmarks.report import report
 
 
 def measure(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The real agents that tests play, in a folder of their own: ``python -m tests.harnesses.agents [NAME...]`` installs them.
+"""The real agents that tests play, each in a folder of its own: ``python -m tests.harnesses.agents`` installs them.
 
 `ETUDE_AGENTS` is the folder, by default ``~/.cache/etude/agents``. About 2.5 gigabytes in all, and nothing of it is in
 etude's own environment. The layout is that of docs/guides/harnesses.md, where `{cwd}` is this folder."""
@@ -73,7 +73,7 @@ def install(names: Sequence[str] = ()) -> dict[str, str]:
         examples.symlink_to(HERE.parents[1] / "examples")
     failed = {}
     for agent in AGENTS.values():
-        if names and agent.section not in names or not agent.why_not():
+        if (names and agent.section not in names) or not agent.why_not():
             continue
         print(f"installing {agent.section} into {FOLDER}", flush=True)
         try:
