@@ -177,7 +177,7 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
     async def counted(door: Door, scope: Any, receive: Any, send: Any) -> None:
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
-                path = re.sub(r"^/r/[^/]+/[^/]+", "", scope["path"])
+                path = re.sub(r"^/r/.*?(?=/v1/|/machine/)", "", scope["path"])
                 statuses[f"{scope['method']} {path} {message['status']}"] += 1
             await send(message)
 
