@@ -239,7 +239,8 @@ class _Outside:
         if launcher.notes:
             self.note(launcher.notes)
         try:
-            return await _first(program.wait(), over)
+            code: int | None = await _first(program.wait(), over)
+            return code
         finally:
             await uncancelled(asyncio.create_task(program.close(), name="end a program"))
             self.note(f"output of the program:\n{program.output.value().decode(errors='replace')}")

@@ -94,8 +94,8 @@ class Door:
             failure = MachineError("the endpoints of the rollout failed", facts, hint="see the log of the worker")
             self._episode.failure = self._episode.failure or failure
             self._attribution.failed.set()
-            refused = Ended("the endpoints failed, so the rollout ends", 500, "internal_error")
-            response = JSONResponse(openai_error(refused), refused.status, refused.headers)
+            ended = Ended("the endpoints failed, so the rollout ends", 500, "internal_error")
+            response = JSONResponse(openai_error(ended), ended.status, ended.headers)
         if response is not None:
             await response(scope, receive, send)
 
@@ -233,7 +233,7 @@ class Door:
                 chat = replace(read(json.dumps(fields).encode()), n=n)
                 break
             except RequestRefused as refused:
-                if refused.param not in fields or refused.param in _KEPT:
+                if refused.param is None or refused.param not in fields or refused.param in _KEPT:
                     raise
                 asked[refused.param] = fields.pop(refused.param)
         if chat.must_call:

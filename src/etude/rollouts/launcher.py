@@ -81,7 +81,7 @@ def supervise(stream: socket.socket, output: int) -> None:
     os.close(failing)
     os.close(output)
     pidfd = os.pidfd_open(pid)
-    ready, _, _ = select.select([stream, pidfd], [], [])
+    ready, _, _ = select.select([stream.fileno(), pidfd], [], [])
     code = None
     if pidfd in ready:
         _, status = os.waitpid(pid, 0)
@@ -102,7 +102,8 @@ def read_order(stream: socket.socket) -> dict[str, Any] | None:
         if not part:
             return None
         data += part
-    return json.loads(data)
+    order: dict[str, Any] = json.loads(data)
+    return order
 
 
 def run(order: dict[str, Any], output: int, failing: int) -> None:
