@@ -62,8 +62,9 @@ def served(
     chunk_tokens: int = 64,
 ) -> list[Running]:
     """The requests, answered, in step with the other ranks."""
-    scheduler = Scheduler(num_slots=slots, chunk_tokens=chunk_tokens, step_tokens=256, max_waiting=len(requests))
-    runner = Runner(model, num_slots=slots, context_tokens=model.config.context_tokens)
+    sizes = {"num_slots": slots, "context_tokens": model.config.context_tokens}
+    scheduler = Scheduler(**sizes, chunk_tokens=chunk_tokens, step_tokens=256, max_waiting=len(requests))
+    runner = Runner(model, **sizes)
     running = [Running(request, arrived=0.0) for request in requests]
     for one in running:
         scheduler.submit(one)

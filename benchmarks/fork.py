@@ -1,8 +1,8 @@
 """Time and CPU of a session's first token with and without `fork_from`: ``python -m benchmarks.fork``.
 
 A session holds a prefix of keys in the reference engine. A branch adds a few tokens to the prefix and samples one. It
-is asked once with `fork_from`, and once as a session of its own, in turns. Both must give the same bits. The model
-is the laptop example's, with random weights.
+is asked once with `fork_from`, and once of an engine that computes every prompt whole, in turns. Both must give the
+same bits. The model is the laptop example's, with random weights.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ async def measured(prefix_tokens: int, repeats: int) -> dict[str, Any]:
     sizes = ModelConfig(context_tokens=prefix_tokens + 64)
     config = EngineConfig(max_sequences=4, context_tokens=sizes.context_tokens)
     seconds: dict[str, list[float]] = {"computed": [], "forked": []}
-    async with ReferenceEngine(Transformer(sizes, seed=1), version=VERSION, config=config) as engine:
+    engines = {
+        way: ReferenceEngine(Transformer(sizes, seed=1), version=VERSION, config=config, share_prefixes=way == "forked")
+        for way in seconds
+    }
+    async with engines["forked"], engines["computed"]:
         prefix = draw.integers(0, sizes.vocab_size, prefix_tokens)
-        await engine.generate(ask("source", prefix, keep=True))
+        await engines["forked"].generate(ask("source", prefix, keep=True))
         for number in range(repeats):
             prompt = np.concatenate([prefix, draw.integers(0, sizes.vocab_size, NEW)])
             done: dict[str, Completion] = {}
             for way, source in (("computed", None), ("forked", "source")):
                 began = time.perf_counter()
-                done[way] = await engine.generate(ask(f"{way}{number}", prompt, source))
+                done[way] = await engines[way].generate(ask(f"{way}{number}", prompt, source))
                 seconds[way].append(time.perf_counter() - began)
             one, other = done.values()
             assert (one.num_cached, other.num_cached) == (0, prefix_tokens)

@@ -52,7 +52,14 @@ QUICK = Size(TINY, context=32, steps=4, batches=(1, 3), most=4, prompt=24, exact
 
 def running(runner: Runner | DeviceRunner, batch: int, size: Size) -> Scheduler:
     """A scheduler whose sequences all have their context behind them: in memory that holds random numbers."""
-    scheduler = Scheduler(num_slots=batch, chunk_tokens=256, step_tokens=256, max_waiting=batch)
+    scheduler = Scheduler(
+        num_slots=batch,
+        context_tokens=size.context + size.steps + 8,
+        chunk_tokens=256,
+        step_tokens=256,
+        max_waiting=batch,
+        share=False,
+    )
     prompt = np.zeros(size.context, np.int32)
     for i in range(batch):
         sampling = Sampling(max_tokens=1 << 20, stop_token_ids=(), seed=i)

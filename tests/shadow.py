@@ -100,7 +100,7 @@ class CountingRunner(DeviceRunner):
 def stepped() -> None:
     """Prompts in chunks beside decoding rows, then decoding alone; sampled and greedy."""
     runner = CountingRunner(model(torch.bfloat16), num_slots=4, context_tokens=32)
-    scheduler = Scheduler(num_slots=4, chunk_tokens=4, step_tokens=4, max_waiting=4)
+    scheduler = Scheduler(num_slots=4, context_tokens=32, chunk_tokens=4, step_tokens=4, max_waiting=4)
     for i in range(3):
         sampling = Sampling(max_tokens=4, stop_token_ids=(), temperature=0.7 * (i > 0), seed=i)
         prompt = np.arange((3, 6, 7)[i], dtype=np.int32)  # chunks of 2 and more: a single number would be sent for real

@@ -1,6 +1,7 @@
 """An agent that edits lines of a file and hands in. Standard library only; it talks to any OpenAI server.
 
-It runs beside its machine and knows nothing of etude but `etude-machine`, which reads and writes the machine's files."""
+It runs beside its machine and knows nothing of etude but `etude-machine`, which reads and writes the machine's
+files."""
 
 from __future__ import annotations
 

@@ -317,15 +317,11 @@ def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: s
 
 
 def _span(notes: Sequence[Any]) -> str:
-    ends = next(((note.ge, note.le) for note in notes if isinstance(note, msgspec.Meta)), (None, None))
-    match ends:
-        case None, None:
-            return "a finite number"
-        case low, None:
-            return f"at least {low}"
-        case None, high:
-            return f"at most {high}"
-    return f"from {ends[0]} to {ends[1]}"
+    note = next((note for note in notes if isinstance(note, msgspec.Meta)), msgspec.Meta())
+    if note.ge is not None and note.le is not None:
+        return f"from {note.ge} to {note.le}"
+    limits = {"at least": note.ge, "more than": note.gt, "at most": note.le, "less than": note.lt}
+    return " and ".join(f"{how} {limit}" for how, limit in limits.items() if limit is not None) or "a finite number"
 
 
 def _shown(value: Any) -> str:

@@ -51,7 +51,7 @@ def request(i: int, num_prompt: int, max_tokens: int, vocab_size: int, temperatu
 
 
 def scheduling(chunk_tokens: int) -> Scheduler:
-    return Scheduler(num_slots=4, chunk_tokens=chunk_tokens, step_tokens=chunk_tokens, max_waiting=8)
+    return Scheduler(num_slots=4, context_tokens=24, chunk_tokens=chunk_tokens, step_tokens=chunk_tokens, max_waiting=8)
 
 
 def served(
@@ -110,14 +110,14 @@ def test_a_fork_has_the_bits_of_a_session_that_computed_its_prefix(family: str) 
     sizes = FAMILIES[family]
     held = model(sizes, ExactGpu(torch.bfloat16))
     runner, scheduler = DeviceRunner(held, num_slots=4, context_tokens=24), scheduling(4)
-    first, other = request(0, 9, 3, sizes.vocab_size), request(1, 3, 4, sizes.vocab_size)
+    first, other = request(0, 19, 3, sizes.vocab_size), request(1, 3, 4, sizes.vocab_size)
     served(runner, [first], 4, scheduler)
-    prompt = np.concatenate([first.prompt_ids[:7], other.prompt_ids])
+    prompt = np.concatenate([first.prompt_ids[:17], other.prompt_ids])
     branch = replace(other, prompt_ids=prompt, fork_from=first.session_id)
     (forked,) = served(runner, [branch], 4, scheduler)
     alone_runner = DeviceRunner(held, num_slots=1, context_tokens=24)
     (alone,) = served(alone_runner, [branch], 16)
-    assert (forked.num_cached >= 7, alone.num_cached) == (True, 0)
+    assert (forked.num_cached >= 17, alone.num_cached) == (True, 0)
     assert (forked.token_ids, forked.logprobs) == (alone.token_ids, alone.logprobs)
     assert np.array_equal(runner.routes(forked), alone_runner.routes(alone))
 

@@ -27,11 +27,11 @@ SPREAD = """
 from etude.records.reward import Score
 
 class Spread:
-    '''Gives each rollout of a group another value, so that each has a gradient.'''
+    '''Gives each rollout of a group another value below 0, which no gate changes, so that each has a gradient.'''
     version = "1"
 
     async def score(self, rollout, graded):
-        return Score(value=float(rollout.rollout_id.rpartition(".")[2]), evidence="its number")
+        return Score(value=-1.0 - float(rollout.rollout_id.rpartition(".")[2]), evidence="no gate changes it")
 """
 
 

@@ -137,6 +137,18 @@ def test_another_torch_or_chip_is_told_and_the_step_is_redone_all_the_same(
     assert "identical to the bit" in said
 
 
+def test_a_step_of_a_release_that_shared_no_prefix_is_redone_without_sharing(copied: RunFolder) -> None:
+    def earlier(row: dict[str, Any], facts: dict[str, Any]) -> None:
+        assert facts["computed_by"].pop("prefixes") == "shared"
+
+    now = replay_step(copied, 1).last
+    assert now.numbers["num_forwarded"][1] < now.numbers["num_tokens"][1], "siblings share their prompt"
+    rewrite(trace_path(copied / "traces", 1), earlier, sealed=True)
+    then = replay_step(copied, 1).last
+    assert then.numbers["num_forwarded"][1] == then.numbers["num_tokens"][1]
+    assert then.computed_by == {}
+
+
 def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage_with_the_settings_it_had(
     game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

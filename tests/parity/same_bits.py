@@ -36,13 +36,18 @@ def asked(number: int, prompt: np.ndarray, *, tokens: int, temperature: float = 
 
 
 def sampled(
-    model: Transformer, requests: Sequence[CompletionRequest], *, together: bool = True, **settings: int
+    model: Transformer,
+    requests: Sequence[CompletionRequest],
+    *,
+    together: bool = True,
+    share_prefixes: bool = True,
+    **settings: int,
 ) -> list[Completion]:
     """What an engine answers, to all at once or to one after another."""
 
     async def story() -> list[Completion]:
         config = EngineConfig(context_tokens=model.config.context_tokens, **settings)  # type: ignore[arg-type]
-        async with ReferenceEngine(model, version=VERSION, config=config) as engine:
+        async with ReferenceEngine(model, version=VERSION, config=config, share_prefixes=share_prefixes) as engine:
             if together:
                 return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
             return [await engine.generate(request) for request in requests]

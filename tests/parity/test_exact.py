@@ -19,7 +19,7 @@ from etude.models.components import Latent, Routing, Scores
 from etude.numerics.exact import matmul
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
-from etude.records import Completion
+from etude.records import Completion, CompletionRequest
 
 QWEN = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=20,
@@ -80,9 +80,7 @@ def test_neither_what_stays_in_the_cache_nor_a_pause_changes_a_bit(family: str) 
             await engine.pause()
             await engine.resume()
             with_cache = await work
-            fresh = await engine.generate(asked(7, going_on.prompt_ids, tokens=20))
             assert with_cache.num_cached > 40
-            assert fresh.num_cached == 0
             texts = [[*going_on.prompt_ids.tolist(), *with_cache.token_ids.tolist()]]
             return with_cache.logprobs.tolist(), (await engine.verify(texts[0]))[1][-20:]
 
@@ -94,18 +92,31 @@ def test_a_fork_changes_no_bit(family: str, dtype: torch.dtype) -> None:
     model = sharp(FAMILIES[family], Exact(dtype))
     first, more = prompts(model.config, (70, 31))
 
-    async def story() -> tuple[Completion, Completion]:
+    async def story() -> tuple[Completion, CompletionRequest]:
         config = EngineConfig(context_tokens=512, chunk_tokens=16)
         async with ReferenceEngine(model, version=VERSION, config=config) as engine:
             before = await engine.generate(asked(0, first, tokens=20))
             branch = asked(5, np.concatenate([first, before.token_ids[:9], more]), tokens=20)
-            forked = await engine.generate(msgspec.structs.replace(branch, session_id="fork", fork_from="r0"))
-            return forked, await engine.generate(branch)
+            return await engine.generate(msgspec.structs.replace(branch, session_id="fork", fork_from="r0")), branch
 
-    forked, alone = asyncio.run(story())
+    forked, branch = asyncio.run(story())
+    (alone,) = sampled(model, [branch])
     assert (forked.num_cached >= 79, alone.num_cached) == (True, 0)
     assert said([forked]) == said([alone])
     assert np.array_equal(forked.routes, alone.routes)
+
+
+@every_model
+def test_siblings_that_share_a_prompt_have_the_bits_of_each_alone(family: str, dtype: torch.dtype) -> None:
+    model = sharp(FAMILIES[family], Exact(dtype))
+    system, *own = prompts(model.config, (150, 3, 40, 17, 1))
+    requests = [asked(i, np.concatenate([system, more]), tokens=6) for i, more in enumerate(own)]
+    alone = [sampled(model, [request], share_prefixes=False)[0] for request in requests]
+    shared = sampled(model, requests)
+    assert [done.num_cached for done in alone] == [0, 0, 0, 0]
+    assert [done.num_cached for done in shared] == [0, 150, 150, 150]
+    assert said(shared) == said(alone)
+    assert all(np.array_equal(one.routes, other.routes) for one, other in zip(shared, alone, strict=True))
 
 
 def test_one_temperature_is_one_number_in_sampler_and_learner() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ class Inner:
     rate: float = ranged(0.5, low=0.0)
     kind: Kind = Kind.FAST
     names: tuple[str, ...] = ("a",)
+    share: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)] = 0.5
 
     def __post_init__(self) -> None:
         if self.rate > self.steps:
@@ -69,6 +72,10 @@ def test_what_is_left_out_has_its_default_and_overrides_win(tmp_path):
         ("exact = 1", "exact: expected true or false, got 1"),
         ("inner = 3", "inner: expected a section, got 3"),
         ("[inner]\nsteps = 0", "inner.steps = 0 is out of range\n  hint: it must be from 1 to 9"),
+        (
+            "[inner]\nshare = -1",
+            "inner.share = -1.0 is out of range\n  hint: it must be more than 0.0 and less than 1.0",
+        ),
         ("[inner]\nrate = -1", "inner.rate = -1.0 is out of range\n  hint: it must be at least 0.0"),
         ("[inner]\nkind = 'bets'", "inner.kind = 'bets' is unknown\n  hint: did you mean 'best'?"),
         ("[inner]\nnames = 'a'", 'inner.names: expected a list, got "a"'),
@@ -77,7 +84,7 @@ def test_what_is_left_out_has_its_default_and_overrides_win(tmp_path):
         ("[seed]\nx = 1", "seed: expected an integer, got the section {'x': 1}"),
         ("start = 3", "start: expected a path, got 3"),
         ("seed = 2026-01-01", "seed: expected an integer, got"),
-        ("[inner]\nzzz = 1", "known: inner.kind, inner.names, inner.rate, inner.steps"),
+        ("[inner]\nzzz = 1", "known: inner.kind, inner.names, inner.rate, inner.share, inner.steps"),
         ("seed = ", "is not valid TOML"),
     ],
 )

@@ -92,6 +92,12 @@ class Chat(Protocol):
         If False, a completion may begin with ``<think>``. None: completions of this format have no reasoning."""
         ...
 
+    def call_grammar(self, signatures: Any, *, max_calls: int) -> str:
+        """Return the grammar (`etude.grammars`) of a completion with one call of the tools, or several.
+
+        Raises `ValueError` when this format cannot call tools."""
+        ...
+
     def num_text_tokens(self, ids: Sequence[int]) -> int:
         """Return the number of leading tokens of a completion that come before its first tool call.
 

@@ -336,6 +336,16 @@ class TurnTree:
             del self._by_prompt[node.prompt_key]
 
 
+class KeptMessage(dict[str, Any]):
+    """A message that never changes. It keeps its digest (`message_digest`) once it was computed; "" before."""
+
+    __slots__ = ("digest",)
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(message)
+        self.digest = b""
+
+
 def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
     """Return a digest for each prefix of a conversation.
 
@@ -366,11 +376,16 @@ def message_digest(message: Message) -> bytes:
     >>> message_digest(reply) == message_digest({"role": "assistant", "content": "so", "tool_calls": [same]})
     True
     """
+    if isinstance(message, KeptMessage) and message.digest:
+        return message.digest
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
     calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
-    return hashlib.sha256(_canonical([message["role"], content, calls])).digest()
+    digest = hashlib.sha256(_canonical([message["role"], content, calls])).digest()
+    if isinstance(message, KeptMessage):
+        message.digest = digest
+    return digest
 
 
 def _call_identity(call: Mapping[str, Any]) -> list[Any]:

@@ -490,13 +490,18 @@ def _add_store_commands(weights: Commands[Parser]) -> None:
 
 
 def _add_model_commands(commands: Commands[Parser]) -> None:
-    serve = add(commands, "serve", "serve:serve", "serve a checkpoint or a run's newest version, OpenAI-compatible")
+    about = "serve checkpoints or newest versions of runs, with the APIs of OpenAI and Anthropic"
+    serve = add(commands, "serve", "serve:serve", about)
     serve.add_argument(
-        "model", nargs="?", type=Path, metavar="CHECKPOINT|RUN", help="(default: the newest run in runs/)"
+        "models", nargs="*", metavar="[NAME=]CHECKPOINT|RUN", help="one or more (default: the newest run in runs/)"
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=port, default=8000, help="port to listen on (default: %(default)s)")
     serve.add_argument("--key", help="API key that clients must send (default: $ETUDE_API_KEY, else none)")
+    serve.add_argument("--keys", type=Path, metavar="FILE", help="TOML file of API keys, with their limits")
+    serve.add_argument(
+        "--cors", action="append", default=[], metavar="ORIGIN", help="let web pages of this origin ask (repeatable)"
+    )
     serve.add_argument(
         "--max-concurrent", type=positive, default=32, help="requests at the same time (default: %(default)s)"
     )

@@ -48,7 +48,7 @@ def _kind_of(path: str, settings: dict[str, object]) -> Kind:
     fits = []
     for kind, facts in KINDS.items():
         try:
-            make(kind, Plugin(path, settings), where="settings")
+            make(kind, Plugin(path, settings), where=path)
         except PluginRefused as error:
             if not error.what.endswith(f"is not a {facts.noun}"):
                 raise

@@ -23,7 +23,7 @@ from etude.cli.locations import RUNS, newest_run, open_run
 from etude.config import Plugin, leaves, overridden, plugins_in, read, to_toml, with_digests
 from etude.dashboard import RunView, plain_line, render, terms_legend
 from etude.dashboard.progress import current_phase
-from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
+from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, PluginError, RunError
 from etude.experience.database import NoLedger
 from etude.loop.config import RunConfig, check_same_plugins, config_to_resume
 from etude.loop.limits import build_config
@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         interrupted = event_loop.run(_run_phases(folder, config, on=args.on))
     except EtudeError as error:
-        error.hint += f"; finished work is saved, resume with: etude run --resume {folder.path}"
+        changed = " --changed-plugins" if isinstance(error, PluginError) else ""
+        error.hint += f"; finished work is saved, resume with: etude run --resume {folder.path}{changed}"
         raise
     finally:
         if args.on != LOCAL:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -13,56 +14,77 @@ from pathlib import Path
 
 from etude.cli.locations import existing_path, newest_run, open_run
 from etude.errors import InputError
-from etude.gateway import GatewayConfig
+from etude.gateway import GatewayConfig, Keys
 from etude.numerics.config import Quantise
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve a checkpoint or a run over HTTP until interrupted. Returns the exit code."""
-    model = existing_path(args.model) if args.model else newest_run().path
-    gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
+    """Serve checkpoints and runs over HTTP until interrupted. Returns the exit code."""
+    models = dict(_named_path(text) for text in args.models) if args.models else {}
+    if len(models) < len(args.models):
+        raise InputError("two models have the same name", hint="give them names: etude serve one=runs/a/x two=runs/b/x")
+    if not models:
+        newest = newest_run().path
+        models = {newest.resolve().name: newest}
+    gateway = GatewayConfig(
+        host=args.host, port=args.port, max_running=args.max_concurrent, cors_origins=tuple(args.cors)
+    )
+    key = args.key or os.environ.get("ETUDE_API_KEY")
+    if args.keys and key:
+        raise InputError("--keys with --key", "one file has all keys", hint="add the key to the file of --keys")
+    keys = Keys.read(args.keys) if args.keys else Keys.of(key) if key else None
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY"), args.fleet, args.public_key))
+        asyncio.run(_serve(models, gateway, keys, args.fleet, args.public_key))
     return 0
 
 
+def _named_path(text: str) -> tuple[str, Path]:
+    """Parse ``PATH`` or ``NAME=PATH``. Without a name, it is the last part of the path."""
+    name, given, path = text.partition("=")
+    if not given or Path(text).exists():
+        name, path = "", text
+    found = existing_path(Path(path))
+    return name or found.resolve().name, found
+
+
 async def _serve(
-    model: Path, gateway: GatewayConfig, key: str | None, fleet: str | None, public_key: bytes | None
+    models: dict[str, Path], gateway: GatewayConfig, keys: Keys | None, fleet: str | None, public_key: bytes | None
 ) -> None:
-    from etude.loop.serving import forever, parts_of, serve_checkpoint, serve_fleet
+    from etude.loop.serving import forever, model_of_checkpoint, model_of_fleet, parts_of, serve
 
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
-    checkpoint, store, numerics, engine = parts_of(model)
-    if public_key is not None and (store is None or fleet):
+    sources = [parts_of(path, name) for name, path in models.items()]
+    if fleet and len(sources) > 1:
+        raise InputError("--fleet with several models", "a fleet serves one", hint="start one gateway for each")
+    if public_key is not None and (fleet or any(source.store is None for source in sources)):
         raise InputError(
             "--public-key needs the weights of a run",
-            f"{model} is a checkpoint, which has no signature"
-            if store is None
-            else "the engines of a fleet have their own",
+            "the engines of a fleet have their own" if fleet else "a checkpoint has no signature",
             hint="remove --public-key",
         )
-    name = model.resolve().name
     report = partial(print, file=sys.stderr)
-    served = (
-        serve_fleet(checkpoint, registry=fleet, model=name, gateway=gateway, key=key)
+    opened = [
+        model_of_fleet(source, registry=fleet, gateway=gateway)
         if fleet
-        else serve_checkpoint(
-            checkpoint,
-            store=store,
-            public_key=public_key,
-            numerics=numerics,
-            engine=engine,
-            model=name,
-            gateway=gateway,
-            key=key,
-            log=report,
-        )
-    )
-    async with served as url:
-        print(f"serving {name} at {url} ({'with' if key else 'without'} a key); stop with Ctrl-C", flush=True)
+        else model_of_checkpoint(source, public_key=public_key, gateway=gateway, log=report)
+        for source in sources
+    ]
+    _print_log()
+    async with serve(opened, gateway=gateway, keys=keys) as url:
+        with_key = "with" if keys else "without"
+        print(f"serving {', '.join(models)} at {url} ({with_key} a key); stop with Ctrl-C", flush=True)
         await forever()
+
+
+def _print_log() -> None:
+    """Print one line on each request to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("etude.gateway")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def export(args: argparse.Namespace) -> int:

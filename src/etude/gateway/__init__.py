@@ -12,7 +12,7 @@ sampled reply again."""
 from etude.gateway.answers import Answer, ResponseHead, make_answer
 from etude.gateway.app import Gateway, create_app
 from etude.gateway.config import GatewayConfig
-from etude.gateway.dialects import DIALECTS, Dialect, EventStream, new_head
+from etude.gateway.dialects import DIALECTS, Dialect, new_head
 from etude.gateway.errors import RequestRefused
 from etude.gateway.http import serving
 from etude.gateway.keys import KeyLimits, Keys
@@ -24,7 +24,6 @@ __all__ = [
     "Answer",
     "ChatRequest",
     "Dialect",
-    "EventStream",
     "Gateway",
     "GatewayConfig",
     "KeyLimits",

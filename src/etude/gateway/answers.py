@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from etude.capture import Chat, Message, ParsedReply
 from etude.gateway.streams import split_unfinished
@@ -22,6 +23,14 @@ class ResponseHead:
     created: int
 
 
+class TokenLogprob(NamedTuple):
+    """The log-probability of a sampled token. `top` has the likeliest tokens at its position, the likeliest first."""
+
+    text: str
+    logprob: float
+    top: list[tuple[str, float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One completion of the model as text, reasoning and tool calls. `make_answer` makes one.
@@ -32,7 +41,8 @@ class Answer:
     - `finish`: "stop", "length" or "tool_calls".
     - `stop_text`: which of the request's stop texts cut the answer off; None if none did.
     - `prompt_ids`: the token ids that the model read, [P] int32.
-    - `completion`: what the policy returned."""
+    - `completion`: what the policy returned.
+    - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them."""
 
     text: str
     reasoning: str
@@ -41,6 +51,7 @@ class Answer:
     stop_text: str | None
     prompt_ids: I32
     completion: Completion
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def fingerprint(self) -> str | None:
@@ -59,9 +70,10 @@ class Answer:
         """Return (id, name, arguments as JSON text) of each tool call.
 
         An id consists of `prefix`, the end of the response's id, and the numbers of the answer and the call."""
+        before = f"{prefix}{head.id[-12:]}" + (f"{index}_" if index else "")
         return [
-            (f"{prefix}{head.id[-12:]}{index or ''}{number}", c["name"], json.dumps(c["arguments"], ensure_ascii=False))
-            for number, c in enumerate(self.calls)
+            (f"{before}{number}", call["name"], json.dumps(call["arguments"], ensure_ascii=False))
+            for number, call in enumerate(self.calls)
         ]
 
 
@@ -73,11 +85,13 @@ def make_answer(
     stop: Sequence[str],
     prompt_ids: I32,
     reply: ParsedReply | None = None,
+    logprobs: bool = False,
 ) -> Answer:
     """Parse a completion and cut its text off before the first stop text.
 
     `signatures` are the tools, as returned by `chat.signatures`. If None, the completion is taken as plain text. A
-    malformed tool call is returned as text. `stop` are the stop texts. `reply` is the parsed completion, if known."""
+    malformed tool call is returned as text. `stop` are the stop texts. `reply` is the parsed completion, if known.
+    With `logprobs` the answer has log-probabilities."""
     if reply is None and signatures is not None:
         reply = chat.parse(completion.token_ids, signatures, strict=False)
     calls: tuple[dict[str, Any], ...] = ()
@@ -100,7 +114,38 @@ def make_answer(
         stop_text=stop_text,
         prompt_ids=prompt_ids,
         completion=completion,
+        logprobs=_logprobs(completion, chat, text if stop_text is not None else None) if logprobs else None,
     )
+
+
+def _logprobs(completion: Completion, chat: Chat, cut_text: str | None) -> list[TokenLogprob]:
+    """Return the log-probabilities of the tokens before the stop token, or of those that spell `cut_text`."""
+    ids = completion.token_ids.tolist()
+    length = len(ids) - (completion.stop_reason is StopReason.STOP)
+    if cut_text is not None:
+        length = bisect.bisect_left(range(length), len(cut_text), key=lambda n: len(chat.decode(ids[:n])))
+    return [
+        TokenLogprob(
+            chat.decode([ids[i]]),
+            float(completion.logprobs[i]),
+            [
+                (chat.decode([int(token)]), float(logprob))
+                for token, logprob in zip(completion.top_ids[i], completion.top_logprobs[i], strict=True)
+            ]
+            if len(completion.top_ids)
+            else [],
+        )
+        for i in range(length)
+    ]
+
+
+def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
+    """Return a token as chat completions and Responses write it. Half a character has no bytes."""
+
+    def one(text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    return {**one(token.text, token.logprob), "top_logprobs": [one(*top) for top in token.top]}
 
 
 def num_sampled(answers: Sequence[Answer]) -> int:

@@ -68,9 +68,7 @@ def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
     return RequestRefused(400, message, code="unknown_parameter", param=field[:100])
 
 
-def context_exceeded(
-    context_tokens: int, prompt_tokens: int, answer_tokens: int, *, facts: str = ""
-) -> RequestRefused:
+def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int, *, facts: str = "") -> RequestRefused:
     """Return the error of a request that exceeds the context (HTTP 400), with OpenAI's message and code.
 
     `context_tokens` is the model's limit, and `answer_tokens` the length of the answer that the client asked for. With

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from etude import grammars
 from etude.capture import Chat, Prompt, TurnTree
 from etude.errors import ContextFull
 from etude.gateway.answers import Answer, make_answer
@@ -29,6 +30,7 @@ T = TypeVar("T")
 StreamPart = I32 | tuple[int, list[int] | Answer]
 """The token ids of the prompt; or the number of an answer with newly sampled token ids, or with the whole answer."""
 _MAX_QUEUED = 64
+MAX_CALLS = 16  # calls of an answer that must have one
 TOKENISER_THREADS = 2
 """Number of tokeniser threads. Work of a disconnected client is not interrupted; later work waits for it."""
 
@@ -203,6 +205,9 @@ class ServedModel:
         fork_from: str | None = None,
         keep: bool,
     ) -> CompletionRequest:
+        if any(token >= self.chat.vocab_size for token, _ in parsed.sampling.get("logit_bias", ())):
+            raise invalid_request(f"logit_bias has a token id outside of [0, {self.chat.vocab_size})", "logit_bias")
+        grammar = self._grammar(parsed, prompt_ids)
         return CompletionRequest(
             request_id=f"{session_id}/{uuid.uuid4().hex}",
             session_id=session_id,
@@ -212,6 +217,9 @@ class ServedModel:
                 stop_token_ids=self.chat.stop_token_ids,
                 temperature=parsed.temperature,
                 seed=secrets.randbits(63) if parsed.seed is None else (parsed.seed + index) & ((1 << 63) - 1),
+                grammar=grammar,
+                top_logprobs=parsed.top_logprobs or 0,
+                **parsed.sampling,
             ),
             routes_from=None,
             deadline_s=self.config.deadline_s,
@@ -230,10 +238,28 @@ class ServedModel:
             signatures=pending.signatures,
             stop=pending.parsed.stop,
             prompt_ids=pending.request.prompt_ids,
+            logprobs=pending.parsed.top_logprobs is not None,
         )
         if pending.prompt is not None and answer.stop_text is None:  # a client cannot repeat text that it did not get
             self._tree.record(pending.prompt, completion, answer.message(), sampling=pending.request.sampling)
         return answer
+
+    def _grammar(self, parsed: ChatRequest, prompt_ids: I32) -> str:
+        """Return the grammar of an answer that must be a call or JSON; "" for any text."""
+        if not parsed.must_call and parsed.schema is None:
+            return ""
+        name = "tool_choice" if parsed.must_call else "response_format"
+        if parsed.prompt is None and self.chat.in_reasoning(prompt_ids):
+            what = f"{name}: the chat template of this model begins with its reasoning, which a grammar does not allow"
+            raise invalid_request(f"{what}\n  hint: leave {name} out", name)
+        if not parsed.must_call:
+            return grammars.from_json_schema(parsed.schema if parsed.schema is not None else True)
+        if not parsed.tools:
+            raise invalid_request("tool_choice requires a call, and there are no tools", "tool_choice")
+        try:
+            return self.chat.call_grammar(self._signatures(parsed), max_calls=MAX_CALLS if parsed.parallel else 1)
+        except ValueError as error:
+            raise invalid_request(f"tool_choice: {error}\n  hint: use tool_choice = auto", "tool_choice") from None
 
     def _max_answer_tokens(self, parsed: ChatRequest, num_prompt: int) -> int:
         """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""

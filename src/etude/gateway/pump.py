@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError
-from etude.gateway.access_log import Record
+from etude.gateway.access_log import Record, logger
 from etude.gateway.answers import Answer
 from etude.gateway.dialects.dialect import EventStream
 from etude.gateway.errors import RequestRefused, from_error
@@ -70,6 +70,11 @@ class EventPump:
                 return
             except EtudeError as error:
                 yield self._take_begun() + self.stream.error(from_error(error))
+                return
+            except Exception:  # noqa: BLE001
+                logger.exception("a stream failed")
+                failed = RequestRefused(500, "the gateway failed; its log says why", code="internal_error")
+                yield self._take_begun() + self.stream.error(failed)
                 return
             if self._record.first_s is None:
                 self._record.first_s = time.perf_counter() - self._record.began

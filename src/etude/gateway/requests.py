@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from etude.capture import Message
+from etude.capture import KeptMessage, Message
 from etude.gateway.errors import invalid_request, unknown_parameter, unsupported_value
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
+MAX_ANSWERS, MAX_TOP_LOGPROBS = 16, 20
+NEUTRAL_SAMPLING = {"top_p": 1, "repetition_penalty": 1}  # of the others it is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,9 @@ class ChatRequest:
     - `stop`: the answer is cut off before the first of these texts.
     - `include_usage`: a stream ends with the token counts.
     - `return_token_ids`: the response also has the token ids of prompt and answer.
+    - `sampling`: further parameters of `records.Sampling` by name, those that are not neutral.
+    - `schema`: the answer must be JSON that is valid under this JSON schema; None: any text.
+    - `top_logprobs`: how many of the likeliest tokens the response has at each position; None: no log-probabilities.
     - `echo`: fields of the body that the dialect repeats in its response."""
 
     model: str
@@ -53,6 +60,9 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    sampling: dict[str, Any] = field(default_factory=dict)
+    schema: dict[str, Any] | bool | None = None
+    top_logprobs: int | None = None
     echo: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,18 +84,120 @@ def decode_body(
     are ignored. Any other one that the decoder does not know is refused."""
     try:
         body = decoder.decode(data)
+        fields = _names_decoder.decode(data)
     except msgspec.ValidationError as error:
         place = _path.search(str(error))
         raise invalid_request(str(error), place[1] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid_request(f"the body is not JSON: {error}") from None
-    for name, raw in _names_decoder.decode(data).items():
+    for name, raw in fields.items():
         if name in neutral:
-            if (value := msgspec.json.decode(raw)) not in neutral[name]:
+            if (value := _decode_value(raw)) not in neutral[name]:
                 raise unsupported_value(name, value, list(neutral[name]))
         elif name not in body.__struct_fields__ and name not in harmless:
             raise unknown_parameter(name, {*body.__struct_fields__, *harmless, *neutral})
     return body
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+    "n": (1, MAX_ANSWERS),
+}
+"""The smallest and the largest value of parameters."""
+SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens")
+
+
+def read_sampling(body: msgspec.Struct) -> dict[str, Any]:
+    """Check the sampling parameters among the fields of a body, and return those that are not neutral."""
+    for name, (low, high) in RANGES.items():
+        check_range(name, getattr(body, name, None), low, high)
+    found: dict[str, Any] = {}
+    for name in SAMPLING:
+        value = getattr(body, name, None)
+        if value is not None and value != NEUTRAL_SAMPLING.get(name, 0):
+            found[name] = value
+    if "top_p" in found and found["top_p"] == 0:
+        found |= {"top_p": 1.0, "top_k": 1}  # OpenAI's servers take the likeliest token
+    if found.get("top_k", 0) < 0 or found.get("min_tokens", 0) < 0:
+        if found.get("top_k") == -1:  # of vLLM: from all tokens
+            del found["top_k"]
+        else:
+            raise invalid_request(
+                "top_k and min_tokens must be at least 0", "top_k" if "top_k" in found else "min_tokens"
+            )
+    if bias := getattr(body, "logit_bias", None):
+        found["logit_bias"] = _logit_bias(bias)
+    return found
+
+
+def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    try:
+        found = {int(token): float(value) for token, value in bias.items() if token.isascii() and token.isdigit()}
+    except ValueError:  # more digits than Python converts
+        found = {}
+    if len(found) != len(bias) or not all(-100 <= value <= 100 for value in found.values()):
+        raise invalid_request("logit_bias maps token ids to numbers from -100 to 100", "logit_bias")
+    return tuple(sorted(found.items()))
+
+
+def _decode_value(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_request(f"the body is not JSON: {error}") from None
+
+
+class MessageCache(Generic[B]):
+    """Keeps parsed messages by their JSON, since each request of a conversation repeats all earlier ones. Thread-safe.
+
+    `decoder` parses one message. `convert` returns its canonical messages; its second argument is the place that an
+    error names. The least recently used ones are dropped when their JSON has more than `max_bytes`."""
+
+    def __init__(
+        self,
+        decoder: msgspec.json.Decoder[B],
+        convert: Callable[[B, str], Sequence[Message]],
+        *,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        self._decoder, self._convert, self._max_bytes = decoder, convert, max_bytes
+        self._kept: OrderedDict[bytes, list[Message]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, parts: Sequence[msgspec.Raw], where: str) -> list[Message]:
+        """Parse the messages of a conversation. `where` is the name of the field that they are in."""
+        found: list[Message] = []
+        for i, part in enumerate(parts):
+            raw = bytes(part)
+            with self._lock:
+                if (known := self._kept.get(raw)) is not None:
+                    self._kept.move_to_end(raw)
+            found += known if known is not None else self._parse(raw, f"{where}[{i}]")
+        return found
+
+    def _parse(self, raw: bytes, where: str) -> list[Message]:
+        try:
+            message = self._decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            place = _path.search(str(error))
+            raise invalid_request(f"{where}: {error}", where + (f".{place[1]}" if place and place[1] else "")) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid_request(f"the body is not JSON: {error}") from None
+        parsed: list[Message] = [KeptMessage(one) for one in self._convert(message, where)]
+        with self._lock:
+            self._num_bytes += 0 if raw in self._kept else len(raw)
+            self._kept[raw] = parsed
+            while self._num_bytes > self._max_bytes:
+                old, _ = self._kept.popitem(last=False)
+                self._num_bytes -= len(old)
+        return parsed
 
 
 def check_range(name: str, value: float | None, low: float, high: float = float("inf")) -> None:
@@ -138,11 +250,24 @@ def chosen_tools(
     if only is None:
         return tools
     names = [only] if isinstance(only, str) else list(only)
-    known = {tool.get("function", {}).get("name"): tool for tool in tools}
+    functions = [(tool, tool.get("function")) for tool in tools]
+    known = {str(function.get("name")): tool for tool, function in functions if isinstance(function, dict)}
     for name in names:
         if name not in known:
             raise invalid_request(f"tool_choice names {name[:100]!r}, which is not among the tools", "tool_choice")
     return [known[name] for name in names]
+
+
+def checked_schema(
+    schema: dict[str, Any] | bool | None, tools: Sequence[Mapping[str, Any]], name: str
+) -> dict[str, Any] | bool | None:
+    """Return the schema of the answer. Raises `RequestRefused` when tools are offered too.
+
+    `name` is the name of the parameter."""
+    if schema is not None and tools:
+        message = "JSON under a schema is not offered together with tools\n  hint: forbid calls with tool_choice"
+        raise invalid_request(f"{name}: {message}", name)
+    return schema
 
 
 def checked_messages(messages: list[Message], where: str) -> list[Message]:

@@ -68,6 +68,14 @@ class CallFormat:
             return checked
         return unwritable({"name": name, **arguments}) or Call(name, arguments)
 
+    def parts(self) -> tuple[str, str, str]:
+        """Split `template` into what opens the list of calls, one call, and what closes the list."""
+        if len(self.opening_tokens) == 1:
+            return "", self.template, ""
+        opening = self.opening_tokens[0]
+        closing = opening.replace("begin", "end")
+        return opening, self.template.removeprefix(opening).removesuffix(closing), closing
+
     def write(self, name: str, arguments: str) -> str:
         """Return the text of a call of the tool `name`. `arguments` is a JSON object as text."""
         both = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'

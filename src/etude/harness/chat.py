@@ -32,7 +32,8 @@ from tokenizers import Tokenizer
 
 from etude.errors import ContextFull
 from etude.file_checksums import verify_files
-from etude.harness.commands import Call, Signature, read_call, write_words
+from etude.grammars import from_lark
+from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
 from etude.records.wire import I32
 
@@ -48,6 +49,8 @@ _MARK = "\ue000"  # private use: breaks up text that spells a special token whil
 PLACEHOLDER = "\ue001"  # starts a placeholder for a text while a template renders; escaped in all other text
 _LONG_CHARS = 16_384  # tokenising a longer text takes tens of milliseconds
 _SHORT_CHARS = 256  # tokens of shorter texts are cached: tool outputs and instructions repeat
+_SYSTEM, _USER = {"role": "system", "content": "?"}, {"role": "user", "content": "?"}
+_MAX_KINDS = 256  # kinds of messages whose continuation is known; more are rendered with their whole history
 _marked = re.compile(f"{_MARK}({_MARK}?)")
 
 Message = dict[str, Any]
@@ -107,6 +110,7 @@ class ChatFormat:
         )  # the tokeniser would match these in any text
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
+        self._num_continued: dict[tuple[Any, ...], int] = {}  # turns by their kinds of messages
 
     @classmethod
     def load(cls, folder: Path | str) -> ChatFormat:
@@ -191,9 +195,48 @@ class ChatFormat:
         the result starts after the reply's stop token. With `ended` False, the reply was cut off without a stop token,
         and the result starts with this token. Raises `ContextFull` as `encode_prompt` does, and `ChatError` for a
         template whose rendering of `previous` changes or has no end of the reply."""
-        escaped = self._escape_messages([*previous, *new], signatures or {})
-        before = self._render(escaped[: len(previous)], signatures or {}, generate=False)
-        after = self._render(escaped, signatures or {}, generate=True)
+        rendering = self._after_reply_of_any(previous, new, signatures or {}, ended)
+        return self._encode_rendering(rendering, max_tokens=max_tokens)
+
+    def _after_reply_of_any(
+        self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
+    ) -> str:
+        """Return `_after_reply`, for a long history from a short one with the same last reply.
+
+        To render a whole history for each turn takes a time that grows with it. No template is known whose text after
+        a reply depends on more than the short history has. For each kind of messages this is checked in the 1st, 2nd,
+        4th, 8th, … turn; the whole history is rendered from the first difference on."""
+        short = [*([_SYSTEM] if previous[0]["role"] == "system" else []), _USER, previous[-1]]
+        if len(previous) <= len(short):
+            return self._after_reply(previous, new, signatures, ended)
+        kinds = [(m["role"], bool(m.get("tool_calls")), "reasoning_content" in m) for m in (previous[-1], *new)]
+        kind = (
+            *(one for i, one in enumerate(kinds) if i == 0 or one != kinds[i - 1]),
+            len(short),
+            bool(signatures),
+            ended,
+        )
+        count = self._num_continued.get(kind, 0) + 1
+        if count > 0 and len(self._num_continued) <= _MAX_KINDS:
+            self._num_continued[kind] = count
+            if count & (count - 1):
+                return self._after_reply(short, new, signatures, ended)
+        whole = self._after_reply(previous, new, signatures, ended)
+        try:
+            same = self._after_reply(short, new, signatures, ended) == whole
+        except ChatError:
+            same = False
+        if not same:
+            self._num_continued[kind] = -(1 << 62)
+        return whole
+
+    def _after_reply(
+        self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
+    ) -> str:
+        """Return the rendering after the sampled reply, which is the last message of `previous`."""
+        escaped = self._escape_messages([*previous, *new], signatures)
+        before = self._render(escaped[: len(previous)], signatures, generate=False)
+        after = self._render(escaped, signatures, generate=True)
         end = before.rfind(END)
         if end < 0 or not after.startswith(before):
             raise ChatError(
@@ -201,7 +244,7 @@ class ChatFormat:
                 "a new message changes how earlier ones are rendered",
                 hint="use a template whose rendering of n messages is a prefix of that of n + 1",
             )
-        return self._encode_rendering(after[end + len(END) if ended else end :], max_tokens=max_tokens)
+        return after[end + len(END) if ended else end :]
 
     def encode_call(self, call: Call) -> I32:
         """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
@@ -238,6 +281,14 @@ class ChatFormat:
     def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
         """Return None: completions in etude's format have no reasoning."""
         return None
+
+    def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
+        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`."""
+        lines = [f"start: call{{1,{max_calls}}}"]
+        for i, signature in enumerate(signatures.values()):
+            lines.append(f"tool{i}: <[{self._call_id}]> {json.dumps(signature.name)}{words_grammar(signature)}")
+        lines.append("call: " + " | ".join(f"tool{i}" for i in range(len(signatures))))
+        return from_lark("\n".join(lines))
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return the number of leading tokens of a completion that come before its first tool call.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from etude.grammars import Tool, from_tool_calls
 from etude.harness.call_formats import NONE, call_format_of
 from etude.harness.chat import PLACEHOLDER, ChatFormat, Message, Reply
 from etude.harness.commands import Call, Signature
@@ -64,32 +65,23 @@ class CheckpointChatFormat(ChatFormat):
         """Encode a document for mid-training, the text and the end token, as token ids, [T] int32."""
         return np.array([*self._plain(text), self.end_id], np.int32)
 
-    def continuation(
-        self,
-        previous: Sequence[Message],
-        new: Sequence[Message],
-        signatures: Mapping[str, Signature] | None = None,
-        *,
-        ended: bool = True,
-        max_tokens: int | None = None,
-    ) -> I32:
-        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
+    def _after_reply(
+        self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
+    ) -> str:
+        """Return the rendering after the stop token of the reply, which is the last message of `previous`.
 
-        They are what the template writes after the stop token of the reply, which is the last message of `previous`, up
-        to the tokens that begin the model's next reply. With `ended` False, the reply was cut off without a stop token,
-        and the result starts with this token. The sampled tokens are in the context already, so the template may render
-        them differently. Raises `ContextFull` as `encode_prompt` does, and `ChatError` when the rendering lacks the
-        reply or its stop token."""
-        escaped = self._escape_messages([*previous, *new], signatures or {})
+        The sampled tokens are in the context already, so the template may render them differently. Raises `ChatError`
+        when the rendering lacks the reply or its stop token."""
+        escaped = self._escape_messages([*previous, *new], signatures)
         last = len(previous) - 1
         escaped[last] = {**escaped[last], "content": _REPLY}
-        rendering = self._render(escaped, signatures or {}, generate=True)
+        rendering = self._render(escaped, signatures, generate=True)
         at = rendering.rfind(_REPLY)
         end = rendering.find(self.end, at)
         if at < 0 or end < 0:
             what = "the rendering lacks the reply" if at < 0 else f"no {self.end} ends the reply"
             raise ChatError("the chat template cannot be continued after a sampled reply", what, hint=_HINT)
-        return self._encode_rendering(rendering[end + len(self.end) if ended else end :], max_tokens=max_tokens)
+        return rendering[end + len(self.end) if ended else end :]
 
     def encode_call(self, call: Call) -> I32:
         """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
@@ -118,6 +110,20 @@ class CheckpointChatFormat(ChatFormat):
     def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
         """Return whether a prompt ends within the model's reasoning, because the template wrote ``<think>``."""
         return self.decode(prompt_ids[-8:], special=True).rstrip().endswith("<think>")
+
+    def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
+        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`.
+
+        Raises `ValueError` for a checkpoint without a tool-call format."""
+        if self.calls is NONE:
+            raise ValueError("the checkpoint has no tool-call format")
+        schemas = {s.name: s.to_openai()["function"].get("parameters") or {} for s in signatures.values()}
+        tools = [Tool(name, {"additionalProperties": False, **schema}) for name, schema in schemas.items()]
+        opening, call, closing = self.calls.parts()
+        between = "" if opening else "\n"
+        return from_tool_calls(
+            tools, call, tokens=self._added, opening=opening, closing=closing, between=between, max_calls=max_calls
+        )
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return the number of leading tokens before the first one that opens a tool call, or that is special."""

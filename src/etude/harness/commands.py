@@ -18,6 +18,16 @@ MAX_LEVELS = 64
 """The deepest nesting of lists and objects in an argument: writing one recurses once per level."""
 _JSON_STARTS = ('"', "[", "{")
 _decoder = json.JSONDecoder()
+_LAST_WORD = r"/[^\x00]+/"
+_WORDS = {
+    "string": r'/[^ \n"\[{\x00][^ \n\x00]*/',
+    "integer": "/-?(0|[1-9][0-9]{0,14})/",
+    "number": r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?/",
+    "boolean": "/true|false/",
+    "array": '%json {"type": "array"}',
+    "object": '%json {"type": "object"}',
+}
+"""Lark of a word by the kind of its parameter."""
 _KINDS: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -141,6 +151,18 @@ def write_words(arguments: Mapping[str, Any], signature: Signature | None = None
     words = {n: _word(arguments.get(n), last=n == names[-1]) for n in names}
     words.update({n: _word(v, last=False) for n, v in arguments.items() if n not in words})
     return words
+
+
+def words_grammar(signature: Signature) -> str:
+    """Return the Lark of the words after a tool's name, each with the space before it."""
+    rest = ""
+    for i, parameter in reversed(list(enumerate(signature.parameters))):
+        last = i == len(signature.parameters) - 1
+        kind = parameter.kind if parameter.kind in _WORDS else "string"
+        word = _LAST_WORD if last and kind == "string" else _WORDS[kind]
+        optional = not parameter.required and not any(p.required for p in signature.parameters[i:])
+        rest = f' ( " " {word}{rest} )?' if optional else f' " " {word}{rest}'
+    return rest
 
 
 def unwritable(arguments: Mapping[str, Any]) -> str:

@@ -44,7 +44,8 @@ class Compactor:
     The model writes each summary in a turn of kind SUMMARY, which is trained like every other turn. A refused one is
     sampled again, at most `MAX_ATTEMPTS` times in a row; its turn is of kind REFUSED. `refused` counts them by reason,
     and `number` the valid summaries. The episode ends with `Ending.CONTEXT` when all attempts were refused, when there
-    is nothing to summarise, and when the next turn does not fit even after a summary."""
+    is nothing to summarise, and when the next turn does not fit even after a summary. The last turn is never spent on a
+    summary."""
 
     def __init__(self, episode: Episode) -> None:
         self.number = 0
@@ -69,7 +70,8 @@ class Compactor:
             context_tokens=limits.context_tokens,
         ):
             return
-        if len(episode.messages) == len(self._head):  # a summary, or the instruction, that is as long as the trigger
+        nothing_done = len(episode.messages) == len(self._head)  # a summary, or the instruction, as long as the trigger
+        if nothing_done or self._turns_left(episode) < 2:
             if not self._fits(episode, episode.messages, limits.turn_tokens):
                 episode.ending = Ending.CONTEXT
             return
@@ -79,9 +81,7 @@ class Compactor:
             return
         self.number += 1
         self._history += [*episode.messages[len(self._head) :], {"role": "assistant", "content": summary}]
-        carried = Carried(
-            summary, self.number, limits.max_turns - episode.num_turns, await self._write_history(episode)
-        )
+        carried = Carried(summary, self.number, self._turns_left(episode), await self._write_history(episode))
         episode.messages, self._num_tokens = go_on(self._head, carried), 0
         if not self._fits(episode, episode.messages, limits.turn_tokens):
             episode.ending = Ending.CONTEXT
@@ -93,7 +93,7 @@ class Compactor:
             messages = without_last_exchange(messages)
         if messages is None:
             return None
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(min(MAX_ATTEMPTS, self._turns_left(episode) - 1)):  # one turn is left to go on with
             turn = await episode.ask(
                 with_request(messages), kind=TurnKind.SUMMARY, max_tokens=episode.limits.summary_tokens
             )
@@ -103,6 +103,10 @@ class Compactor:
             self.refused[fault] += 1
             turn.node.kind = TurnKind.REFUSED
         return None
+
+    @staticmethod
+    def _turns_left(episode: Episode) -> int:
+        return episode.limits.max_turns - episode.num_turns
 
     @staticmethod
     def _fits(episode: Episode, messages: list[Message], max_tokens: int) -> bool:

@@ -229,7 +229,8 @@ def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(filter_)  # keeps the attributes by which Jinja passes the context
     def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [a for a in args if not isinstance(a, jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext)]
-        _check_call(name, [*plain, *kwargs.values()])
+        if name not in ("count", "length"):  # they return a number, and templates ask for it in each iteration
+            _check_call(name, [*plain, *kwargs.values()])
         return filter_(*args, **kwargs)
 
     return checked

@@ -64,8 +64,8 @@ class ReferenceEngine:
 
     Use it as an async context manager, or call `start` and `close`. From `start` on, nothing else may use the model.
     Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. `tokenizer` is
-    the tokenizer.json of the checkpoint, which grammars need. Raises `EngineError` when the context of `config` is
-    longer than the model's."""
+    the tokenizer.json of the checkpoint, which grammars need. With `share_prefixes` False every prompt is computed
+    whole, for comparisons. Raises `EngineError` when the context of `config` is longer than the model's."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class ReferenceEngine:
         name: str = "engine",
         config: EngineConfig | None = None,
         tokenizer: Path | None = None,
+        share_prefixes: bool = True,
     ) -> None:
         self.name, self.version, self.config = name, version, config or EngineConfig()
         if self.config.context_tokens > model.config.context_tokens:
@@ -89,9 +90,11 @@ class ReferenceEngine:
         self._grammars = CompiledGrammars(name, tokenizer, vocab_size=model.config.vocab_size)
         self._scheduler = Scheduler(
             num_slots=self.config.max_sequences,
+            context_tokens=self.config.context_tokens,
             chunk_tokens=self.config.chunk_tokens,
             step_tokens=self.config.step_tokens,
             max_waiting=self.config.max_waiting,
+            share=share_prefixes,
         )
         slots, length = self.config.max_sequences, self.config.context_tokens
         self._runner = runner_for(model, num_slots=slots, context_tokens=length)
@@ -279,7 +282,9 @@ class ReferenceEngine:
         begin, counters = time.perf_counter(), self.counters
         for chunk in plan.chunks:
             counters.prefill_tokens += chunk.stop - chunk.start
-            counters.cached_tokens += chunk.start if chunk.start == chunk.sequence.num_cached else 0
+            if chunk.start == chunk.sequence.num_cached > 0:
+                counters.cached_requests += 1
+                counters.cached_tokens += chunk.start
         sampled = self._runner.step(plan)
         counters.tokens += len(sampled)
         counters.steps += 1

@@ -21,6 +21,7 @@ class Counters:
     - `steps`, `busy_s`: forward passes, and the seconds in them.
     - `tokens`: tokens decoded.
     - `prefill_tokens`, `cached_tokens`: prompt tokens that were computed, and those whose KV was reused.
+    - `cached_requests`: requests that began with reused KV, of their own session or of another request.
     - `swaps`: replacements of the weights."""
 
     requests: int = 0
@@ -33,6 +34,7 @@ class Counters:
     tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    cached_requests: int = 0
     swaps: int = 0
     busy_s: float = 0.0
 

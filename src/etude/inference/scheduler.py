@@ -11,10 +11,13 @@ While a prompt of production is computed, rollouts stop, with their KV kept. Aft
 Everything is bounded: slots, prompt tokens per step, and the waiting queue of each class. Beyond it requests are
 refused.
 
-A slot is a row of the KV cache, as long as the longest context. A session keeps its slot between two calls, so that the
-next call computes only new tokens. When a slot is needed, the least recently used idle session loses its slot. KV is
-only valid for one version: a swap of the weights drops all idle sessions. Running sequences continue over keys of both
-versions, and their slots are dropped at the end."""
+A request begins with the longest prefix of its prompt whose KV any slot holds (`slots`), so that a next turn computes
+only its new tokens, and siblings compute their common prompt once. A request whose prompt another one is computing
+waits for it in its own slot, until that one has computed what both share, ends or is swapped under. So nobody waits for
+one that waits. Production does not wait for rollouts.
+
+KV is only valid for one version: a swap of the weights empties all slots. Running sequences continue over keys of both
+versions, which no other request gets."""
 
 from __future__ import annotations
 
@@ -23,120 +26,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from etude.inference.errors import EngineBusy, EngineLate
 from etude.inference.shaping import Shaping
+from etude.inference.slots import BLOCK, Prefix, Slot, SlotTable
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
-from etude.records.wire import I32
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One row of the KV cache.
-
-    - `session_id`: the session whose context it has, or whose request runs in it; "" for a free slot.
-    - `busy`: whether a request runs in it.
-    - `stale`: whether it has keys of an older version of the weights.
-    - `kept`: the tokens of an idle session, [T]: position i of the KV belongs to ``kept[i]``. None for other slots."""
-
-    index: int
-    session_id: str = ""
-    busy: bool = False
-    stale: bool = False
-    kept: I32 | None = None
-
-
-class SlotTable:
-    """All KV slots, and the idle sessions that keep some of them.
-
-    >>> table = SlotTable(2)
-    >>> slot, num_cached = table.acquire("s", np.array([5, 6, 7], np.int32))
-    >>> slot.index, num_cached
-    (0, 0)
-    >>> table.release(slot, np.array([5, 6, 7, 8], np.int32))
-    >>> table.acquire("s", np.array([5, 6, 7, 8, 9], np.int32))[1]
-    4
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._free = [Slot(i) for i in range(num_slots)]  # sorted: low indices first keeps running slots together
-        self._idle: dict[str, Slot] = {}  # by session, least recently used first
-        self._busy: set[Slot] = set()
-
-    @property
-    def num_available(self) -> int:
-        """The number of slots that requests could get now: free ones and those of idle sessions."""
-        return len(self._free) + len(self._idle)
-
-    def idle(self, session_id: str) -> Slot | None:
-        """Return the slot of an idle session, or None."""
-        return self._idle.get(session_id)
-
-    def acquire(self, session_id: str, prompt_ids: I32, *, spare: str | None = None) -> tuple[Slot, int] | None:
-        """Take a slot for a request, and return it with the number of leading prompt tokens whose KV it has.
-
-        Returns None when all slots are busy. The idle session `spare` loses its slot only when there is no other. The
-        last token of a prompt always counts as new, since the request needs its logits."""
-        slot, num_cached = self._idle.pop(session_id, None), 0
-        if slot is not None:
-            num_cached = _num_extended(slot, prompt_ids)
-        elif self._free:
-            slot = self._free.pop(0)
-        elif self._idle:
-            slot = self._idle.pop(next((s for s in self._idle if s != spare), next(iter(self._idle))))
-        else:
-            return None
-        slot.session_id, slot.busy, slot.stale, slot.kept = session_id, True, False, None
-        self._busy.add(slot)
-        return slot, num_cached
-
-    def release(self, slot: Slot, kept: I32 | None = None) -> None:
-        """Release the slot of a request that ended.
-
-        `kept` are the tokens whose KV the slot has, to keep it for the session. None frees the slot."""
-        self._busy.remove(slot)
-        slot.busy = False
-        if kept is None or slot.stale:
-            self._free_slot(slot)
-            return
-        before = self._idle.pop(slot.session_id, None)  # two concurrent calls of one session: keep the later
-        if before is not None:
-            self._free_slot(before)
-        slot.kept = kept
-        self._idle[slot.session_id] = slot
-
-    def swapped(self) -> None:
-        """Handle a change of the weights: drop idle sessions and mark busy slots as stale."""
-        for slot in self._idle.values():
-            self._free_slot(slot)
-        self._idle.clear()
-        for slot in self._busy:
-            slot.stale = True
-
-    def _free_slot(self, slot: Slot) -> None:
-        slot.session_id, slot.stale, slot.kept = "", False, None
-        self._free.append(slot)
-        self._free.sort(key=lambda s: s.index)
-
-
-def _num_extended(slot: Slot, prompt_ids: I32) -> int:
-    """Return how many leading prompt tokens the slot has: all that it kept, or 0 if the prompt does not extend them."""
-    kept = slot.kept
-    if kept is None or len(prompt_ids) < len(kept) or not np.array_equal(prompt_ids[: len(kept)], kept):
-        return 0
-    return min(len(kept), len(prompt_ids) - 1)
-
-
-def num_shared_tokens(one: I32, other: I32) -> int:
-    """Return the length of the common prefix of two contexts.
-
-    >>> num_shared_tokens(np.array([5, 6, 7], np.int32), np.array([5, 6, 9, 9], np.int32))
-    2
-    """
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +39,8 @@ class Sequence:
     - `arrived`: in seconds, by the clock of the scheduler's caller.
     - `future`: gets the completion, or the error.
     - `slot`: the KV slot in which it runs. None: it is waiting.
+    - `begun`: whether its first chunk was planned. Before, its slot still holds what another request left.
+    - `awaited`: another sequence, and how many tokens of it this one waits for before it begins.
     - `num_cached`: prompt tokens whose KV was reused; `num_computed`: positions whose KV is in the slot.
     - `token_ids`, `logprobs`: of the tokens sampled so far.
     - `spans`: which version sampled which tokens, for the versions before the current one; `num_spanned`: their tokens.
@@ -158,6 +53,8 @@ class Sequence:
     arrived: float
     future: Future[Completion] = field(default_factory=Future)
     slot: Slot | None = None
+    begun: bool = False
+    awaited: tuple[Sequence, int] | None = None
     num_cached: int = 0
     num_computed: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -183,7 +80,7 @@ class Sequence:
     @property
     def stale(self) -> bool:
         """Whether its slot has keys of an older version."""
-        return self.slot is not None and self.slot.stale
+        return self.kv_epoch > 0
 
     @property
     def finished(self) -> bool:
@@ -211,7 +108,8 @@ class Sequence:
 
     def restart(self) -> None:
         """Reset everything that was computed and sampled."""
-        self.slot, self.num_cached, self.num_computed, self.kv_epoch = None, 0, 0, 0
+        self.slot, self.begun, self.awaited = None, False, None
+        self.num_cached, self.num_computed, self.kv_epoch = 0, 0, 0
         self.token_ids, self.logprobs, self.spans, self.num_spanned, self.likeliest = [], [], [], 0, []
         if self.shaping is not None:
             self.shaping.restart()
@@ -231,11 +129,6 @@ class Sequence:
         if n or (self.num_computed and not self.spans):
             self.spans.append(VersionSpan(version, n, self.kv_epoch))
             self.num_spanned += n
-
-    def context(self) -> I32:
-        """Return the tokens whose KV is in the slot, in order, [num_computed] int32."""
-        tokens = np.concatenate([self.request.prompt_ids, np.array(self.token_ids, np.int32)])
-        return tokens[: self.num_computed].astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,16 +174,26 @@ class Plan:
 class Scheduler:
     """Admits requests to KV slots and plans steps. An engine has one.
 
+    - `num_slots`, `context_tokens`: the number of slots of the KV cache, and the positions of each.
     - `chunk_tokens`: prompts are cut at multiples of this position.
     - `step_tokens`: the most prompt tokens of a step.
-    - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot."""
+    - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot.
+    - `share`: False to compute every prompt whole; for comparisons."""
 
-    def __init__(self, *, num_slots: int, chunk_tokens: int, step_tokens: int, max_waiting: int) -> None:
-        self.slots = SlotTable(num_slots)
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        context_tokens: int,
+        chunk_tokens: int,
+        step_tokens: int,
+        max_waiting: int,
+        share: bool = True,
+    ) -> None:
+        self.slots = SlotTable(num_slots, context_tokens, share=share)
         self.chunk_tokens, self.step_tokens, self.max_waiting = chunk_tokens, step_tokens, max_waiting
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._copies: list[Copy] = []  # for the next plan
         self.num_preempted = 0  # number of preempted rollouts
 
     def submit(self, sequence: Sequence) -> None:
@@ -308,31 +211,38 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Give slots to waiting requests and return the plan of the next step, which may be empty."""
+        self._record_progress()
         self._admit()
         first = [s for s in self.running if s.production and s.num_computed < s.num_prompt]
         running = [s for s in self.running if s.production] if first else self.running
         decode = [s for s in running if s.num_computed >= s.num_prompt]
         decode.sort(key=lambda s: s.row)
-        chunks: list[Chunk] = []
+        plan = Plan(decode, [], [])
         budget = self.step_tokens
         for sequence in running:
-            if sequence.num_computed < sequence.num_prompt:
-                chunk = self._next_chunk(sequence)
-                if chunks and chunk.stop - chunk.start > budget:
-                    break
-                chunks.append(chunk)
-                budget -= chunk.stop - chunk.start
-        copies, self._copies = self._copies, []
-        return Plan(decode, chunks, copies)
+            if sequence.num_computed >= sequence.num_prompt:
+                continue
+            prefix = Prefix(sequence.row, sequence.num_computed) if sequence.begun else self._find_prefix(sequence)
+            if prefix is None:
+                continue
+            chunk = self._next_chunk(sequence, prefix.num_tokens)
+            if plan.chunks and chunk.stop - chunk.start > budget:
+                break
+            if not sequence.begun:
+                self._begin(sequence, prefix, plan.copies)
+            plan.chunks.append(chunk)
+            budget -= chunk.stop - chunk.start
+        return plan
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a request, finished or not. Its slot stays with its session, or becomes free."""
+        """Remove a request, finished or not. Its slot rests, and stays with its session if the request wants that."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
+        self._record(sequence)
         self.running.remove(sequence)
-        keep = sequence.request.keep_session and sequence.num_computed > 0
-        self.slots.release(sequence.slot, sequence.context() if keep else None)
+        self.slots.release(sequence.slot, keep=sequence.request.keep_session and sequence.begun)
+        sequence.begun = False
 
     def remove_departed(self, now: float, *, stepped: float) -> list[Sequence]:
         """Remove and return sequences that were cancelled or are late. Late ones fail.
@@ -360,7 +270,8 @@ class Scheduler:
         """Handle a change of the weights between two steps. `old` is the version of all tokens so far."""
         for sequence in self.running:
             sequence.close_span(old)
-            sequence.kv_epoch += sequence.num_computed > 0
+            sequence.begun = sequence.num_computed > 0
+            sequence.kv_epoch += sequence.begun
         self.slots.swapped()
 
     def _admit(self) -> None:
@@ -379,34 +290,56 @@ class Scheduler:
 
     def _take_slot(self, sequence: Sequence) -> bool:
         request = sequence.request
-        source = self._fork_source(request) if self.slots.num_available else None
-        got = self.slots.acquire(request.session_id, request.prompt_ids, spare=request.fork_from)
-        if got is None:
+        sequence.slot = self.slots.acquire(request.session_id, request.prompt_ids[:-1])
+        if sequence.slot is None:
             return False
-        sequence.slot, sequence.num_cached = got
-        if source is not None:
-            row, sequence.num_cached = source
-            if row != sequence.row:
-                self._copies.append(Copy(row, sequence.row, sequence.num_cached))
-        sequence.num_computed = sequence.num_cached
         self.waiting.remove(sequence)
         self.running.append(sequence)
         return True
 
-    def _fork_source(self, request: CompletionRequest) -> tuple[int, int] | None:
-        """Return the row to copy keys from for a new session, and the number of positions it can use.
+    def _find_prefix(self, sequence: Sequence) -> Prefix | None:
+        """Return the prefix with which a sequence begins now.
 
-        None when the session has a slot already, or when no KV of `fork_from` under the current version exists."""
-        if request.fork_from is None or self.slots.idle(request.session_id) is not None:
-            return None
-        held = [(s.row, s.context()) for s in self.running if s.request.session_id == request.fork_from and not s.stale]
-        if (idle := self.slots.idle(request.fork_from)) is not None and idle.kept is not None:
-            held.append((idle.index, idle.kept))
-        new = request.prompt_ids[:-1]  # the last token is always computed: its logits are what the request wants
-        row, num_tokens = max(
-            ((row, num_shared_tokens(ids, new)) for row, ids in held), key=lambda s: s[1], default=(0, 0)
+        None when it should wait, since another sequence is computing at least a block more of its prompt."""
+        if sequence.awaited is not None:
+            other, num_tokens = sequence.awaited
+            if other.begun and not other.stale and other.num_computed < num_tokens:
+                return None
+            sequence.awaited = None
+        ids = sequence.request.prompt_ids[:-1]  # the last token is always computed: its logits are wanted
+        shared = self.slots.shared(ids)
+        prefix = self.slots.longest(sequence.slot, ids, shared)
+        computing = (
+            s
+            for s in self.running
+            if s.begun and s.num_computed < s.num_prompt and not s.stale and s.production >= sequence.production
         )
-        return (row, num_tokens) if num_tokens else None
+        nearest = max(computing, key=lambda s: shared[s.row], default=None)
+        if nearest is None or shared[nearest.row] < prefix.num_tokens + BLOCK:
+            return prefix
+        sequence.awaited = nearest, int(shared[nearest.row])
+        return None
+
+    def _begin(self, sequence: Sequence, prefix: Prefix, copies: list[Copy]) -> None:
+        """Begin to compute a sequence with the keys of a prefix, and add the copy of them if one is needed."""
+        assert sequence.slot is not None, "it runs"
+        if prefix.num_tokens and prefix.row != sequence.row:
+            copies.append(Copy(prefix.row, sequence.row, prefix.num_tokens))
+        self.slots.begin(sequence.slot, sequence.request.prompt_ids, prefix)
+        sequence.begun, sequence.num_cached, sequence.num_computed = True, prefix.num_tokens, prefix.num_tokens
+
+    def _record_progress(self) -> None:
+        """Record what running sequences have computed, if a sequence is about to look for a prefix."""
+        if self.waiting or any(not s.begun for s in self.running):
+            for sequence in self.running:
+                self._record(sequence)
+
+    def _record(self, sequence: Sequence) -> None:
+        if sequence.begun and not sequence.stale:
+            assert sequence.slot is not None, "it runs"
+            known, num = self.slots.written(sequence.slot) - sequence.num_prompt, sequence.num_computed
+            sampled = sequence.token_ids[known : max(known, num - sequence.num_prompt)]
+            self.slots.extend(sequence.slot, sampled, held=num)
 
     def _preempt(self) -> bool:
         """Preempt the rollout that loses least. It waits first in the queue and starts again.
@@ -417,15 +350,15 @@ class Scheduler:
             return False
         victim = min(able, key=lambda s: s.num_computed)
         assert victim.slot is not None, "it runs"
+        self._record(victim)
         self.running.remove(victim)
-        self.slots.release(victim.slot)
+        self.slots.release(victim.slot, keep=False)
         victim.restart()
         self.waiting.appendleft(victim)
         self.num_preempted += 1
         return True
 
-    def _next_chunk(self, sequence: Sequence) -> Chunk:
-        start = sequence.num_computed
+    def _next_chunk(self, sequence: Sequence, start: int) -> Chunk:
         boundary = (start // self.chunk_tokens + 1) * self.chunk_tokens
         return Chunk(sequence, start, min(boundary, sequence.num_prompt))
 

@@ -378,7 +378,7 @@ def check_same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool)
     other = [one for one in now if one.path in then and msgspec.to_builtins(one) != then[one.path]]
     if other and not accept:
         facts = "; ".join(f"now {one}, the run has {msgspec.convert(then[one.path], Identity)}" for one in other)
-        hint = "install that version again; or continue with the new code: "
+        hint = "restore that version; or continue with the new code: "
         hint += f"etude run --resume {run.path} --changed-plugins"
         raise RunRefused(f"{run.path} was made with another version of a plug-in", facts, hint=hint)
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # only a learner of several ranks loads them
 
 TRACES_HINT = "every rank must have access to the run's traces: its folder, or the bucket of stores.traces"
 K1_TOKENS = 1 << 20  # tokens of rollouts in memory at once when they are compared with the reference
+PREFIXES, SHARED = "prefixes", "shared"  # in `computed_by`; traces of earlier releases lack it: they shared none
 NUM_THREADS = 1  # of torch: with more, matrix products sum in a different order
 
 
@@ -104,6 +105,7 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
         "chip": str(host_info()["cpu"]),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        PREFIXES: SHARED if learner.share_prefixes else "separate",
         **plugin_identities(learner.config),
     }
 

@@ -21,7 +21,7 @@ from etude.errors import CheckpointError, LedgerError, RunError
 from etude.experience.traces import trace_path
 from etude.loop.config import check_config_unchanged, read_config
 from etude.loop.history import History
-from etude.loop.learner import NUM_THREADS, computed_by, make_learner, reference_policy
+from etude.loop.learner import NUM_THREADS, PREFIXES, SHARED, computed_by, make_learner, reference_policy
 from etude.loop.locations import read_ledger, traces_folder
 from etude.loop.retention import replayable_after
 from etude.records import Version
@@ -110,7 +110,7 @@ def replay_step(
         _load_start(learner, history, step, start)
         first, steps = learner.step, list[ReplayedStep]()
         while learner.step < step:
-            steps.append(_replay_one(learner, history, to_plain(config.learner), computed_by(learner)))
+            steps.append(_replay_one(learner, history, to_plain(config.learner)))
             if on_step is not None:
                 on_step(steps[-1], step - first)
     finally:
@@ -118,11 +118,11 @@ def replay_step(
     return Replay(step, start, tuple(steps))
 
 
-def _replay_one(
-    learner: TorchLearner, history: History, configured: Mapping[str, Any], here: Mapping[str, str]
-) -> ReplayedStep:
+def _replay_one(learner: TorchLearner, history: History, configured: Mapping[str, Any]) -> ReplayedStep:
     step = learner.step + 1
     recorded = history.batch(step)
+    learner.share_prefixes = recorded.computed_by.get(PREFIXES) == SHARED
+    here = computed_by(learner)
     learner.config = build(LearnerConfig, {**configured, **recorded.settings}, "learner")
     report = learner.forward_backward(recorded.batch)
     numbers = {name: getattr(report, name) for name in report.__struct_fields__} | dict(learner.optim_step())

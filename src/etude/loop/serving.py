@@ -1,17 +1,19 @@
-"""Serves a checkpoint, or a run that is still training, through the gateway, an OpenAI-compatible server.
+"""Serves checkpoints, and runs that are still training, through the gateway.
 
-`serve_checkpoint` starts one engine as a supervised child. For a run the engine loads each version of the weights that
-is published, so that answers come from the newest one. `serve_fleet` has no engine of its own: the gateway uses the
-engines of a run that has a registry, with priority over their rollouts."""
+`model_of_checkpoint` starts one engine as a supervised child. For a run the engine loads each version of the weights
+that is published, so that answers come from the newest one. `model_of_fleet` has no engine of its own: the gateway uses
+the engines of a run that has a registry, with priority over their rollouts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
@@ -34,25 +36,47 @@ from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
 
 
-@contextlib.asynccontextmanager
-async def serve_checkpoint(
-    checkpoint: Path,
-    *,
-    store: Path | str | None,
-    public_key: bytes | None = None,
-    numerics: NumericsConfig,
-    engine: EngineConfig,
-    model: str,
-    gateway: GatewayConfig,
-    key: str | None,
-    log: Callable[[str], None] = lambda _: None,
-) -> AsyncIterator[str]:
-    """Serve a checkpoint while the block runs. Yields the base URL for an OpenAI client.
+class ModelSource(NamedTuple):
+    """A model to serve. `parts_of` makes one.
 
-    `store` is the store of a run whose newest weights are served; None: the checkpoint's own weights. With `public_key`
-    only versions with this key's signature are served. `engine` has the engine's settings, except for its context,
-    which is that of the model. `model` is its name for clients, and `key` their API key. `log` is called with a line on
-    layers of the checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
+    - `name`: for clients.
+    - `checkpoint`: a Hugging Face directory.
+    - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights.
+    - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model."""
+
+    name: str
+    checkpoint: Path
+    store: Path | str | None
+    numerics: NumericsConfig
+    engine: EngineConfig
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    models: Sequence[AbstractAsyncContextManager[ServedModel]], *, gateway: GatewayConfig, keys: Keys | None
+) -> AsyncIterator[str]:
+    """Serve models while the block runs. Yields the base URL for an OpenAI client.
+
+    `models` are results of `model_of_checkpoint` and `model_of_fleet`; their engines end after the last request."""
+    async with contextlib.AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(model) for model in models]
+        app = create_app(served, config=gateway, keys=keys)
+        yield await stack.enter_async_context(serving(app, config=gateway))
+
+
+@contextlib.asynccontextmanager
+async def model_of_checkpoint(
+    source: ModelSource,
+    *,
+    public_key: bytes | None = None,
+    gateway: GatewayConfig,
+    log: Callable[[str], None] = lambda _: None,
+) -> AsyncIterator[ServedModel]:
+    """Run an engine with a checkpoint while the block runs. Yields the model for `serve`.
+
+    With `public_key` only versions with this key's signature are served. `log` is called with a line on layers of the
+    checkpoint that are left out. Raises `NoCheckpoint`, `CheckpointError`."""
+    checkpoint, store = source.checkpoint, source.store
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(
             f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory or a run"
@@ -66,7 +90,8 @@ async def serve_checkpoint(
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store), *poll_arguments(store)] if store else [])
         argv += ["--public-key", public_key.hex()] if public_key and store else []
-        argv += replace(engine, context_tokens=model_config.context_tokens).arguments()
+        argv += replace(source.engine, context_tokens=model_config.context_tokens).arguments()
+        numerics = source.numerics
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
 
         async def on_up(child: Child) -> None:
@@ -80,35 +105,26 @@ async def serve_checkpoint(
             child = Child("engine", argv, logs=folder, telemetry=telemetry)
             await supervisor.add(child, Role(on_up, answers))
             info = await fleet.engines["engine"].info()
-            served = ServedModel(fleet, chat, name=model, context_tokens=info.context_tokens, config=gateway)
-            app = create_app([served], config=gateway, keys=Keys.of(key) if key else None)
-            async with serving(app, config=gateway) as url:
-                yield url
+            yield ServedModel(fleet, chat, name=source.name, context_tokens=info.context_tokens, config=gateway)
         finally:
-            for one in engines:
-                await one.close()
+            for engine in engines:
+                await engine.close()
             await supervisor.close()
 
 
 @contextlib.asynccontextmanager
-async def serve_fleet(
-    checkpoint: Path, *, registry: str, model: str, gateway: GatewayConfig, key: str | None
-) -> AsyncIterator[str]:
-    """Serve from the engines of a run while the block runs, besides its rollouts.
+async def model_of_fleet(source: ModelSource, *, registry: str, gateway: GatewayConfig) -> AsyncIterator[ServedModel]:
+    """Use the engines of a run while the block runs, besides its rollouts. Yields the model for `serve`.
 
-    Yields the base URL for an OpenAI client. `registry` is the URL of the run's registry of engines. The chat format is
-    that of `checkpoint`. `model` is the name for clients, and `key` their API key. Raises what
-    `inference.registry_client.fetch_requirements` raises."""
-    chat, token = ChatFormat.load(checkpoint), environment_token()
+    `registry` is the URL of the run's registry of engines. The chat format is that of the source's checkpoint. Raises
+    what `inference.registry_client.fetch_requirements` raises."""
+    chat, token = ChatFormat.load(source.checkpoint), environment_token()
     requirements = await asyncio.to_thread(fetch_requirements, registry, token, wait_s=0.0)
     fleet = Fleet({})
     follower = FleetUpdater(fleet, token=token)
     following = asyncio.create_task(follower.poll_registry(registry), name="follow the fleet")
     try:
-        served = ServedModel(fleet, chat, name=model, context_tokens=requirements.context_tokens, config=gateway)
-        app = create_app([served], config=gateway, keys=Keys.of(key) if key else None)
-        async with serving(app, config=gateway) as url:
-            yield url
+        yield ServedModel(fleet, chat, name=source.name, context_tokens=requirements.context_tokens, config=gateway)
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -127,21 +143,21 @@ def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
     return config
 
 
-def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig, EngineConfig]:
-    """Return what to serve for a path: (checkpoint, weight store, numerics, engine settings).
+def parts_of(model: Path, name: str) -> ModelSource:
+    """Return what to serve for a path, under a name.
 
     For a run, the store is that of its weights, and settings are those of its engines; a checkpoint has no store
     (None). Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not
     served instead."""
     if not (model / "run.json").is_file():
-        return model, None, NumericsConfig(), EngineConfig()
+        return ModelSource(name, model, None, NumericsConfig(), EngineConfig())
     run = RunFolder.open(model)
     place, config = weights_location(run), read_config(run)
-    if isinstance(place, Path) and not place.is_dir():
-        return run / "checkpoints" / "mid", None, config.numerics, config.engine
-    require_pointer(open_store(place, readonly=True))
-    store = place if has_published(run) else None
-    return run / "checkpoints" / "mid", store, config.numerics, config.engine
+    store: Path | str | None = None
+    if not isinstance(place, Path) or place.is_dir():
+        require_pointer(open_store(place, readonly=True))
+        store = place if has_published(run) else None
+    return ModelSource(name, run / "checkpoints" / "mid", store, config.numerics, config.engine)
 
 
 async def forever() -> None:

@@ -11,10 +11,12 @@ Shapes: N tokens of the forward pass, D width, H query heads, G key/value heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from etude.models.components import GroupedQueries, QkNorm
 from etude.models.config import ModelConfig
@@ -71,6 +73,70 @@ class Packed:
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
         return self._attend(q_NHA, k_NGA, v_NGB, scale)
+
+
+MOST_COPIES = 8
+"""Each path attends to a copy of its keys and values. Where these copies have more than this many times the tokens of a
+tree, they are not stored for the backward pass but made again, with the attention, so that memory stays bounded."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The new tokens of a path in a tree of paths: `length` of them, after `start` tokens that earlier paths have.
+
+    `seen`: the pieces of the tree that form the path, in order; the last ones are the new tokens."""
+
+    start: int
+    length: int
+    seen: tuple[int, ...]
+
+
+class PackedTree:
+    """A `Cache` for paths with common beginnings, whose shared tokens are computed once: a token sees its ancestors.
+
+    Its results are those that each path would have by itself: with exact operators to the bit. `pieces`: numbers of
+    consecutive tokens between places where paths part. `branches`: how they form paths, in the order of their tokens.
+
+    >>> from etude.numerics import Native
+    >>> PackedTree([2, 1, 2], [Branch(0, 3, (0, 1)), Branch(2, 2, (0, 2))], Native()).positions.tolist()
+    [0, 1, 2, 2, 3]
+    """
+
+    compressed = False  # as in `Packed`
+
+    def __init__(
+        self,
+        pieces: Sequence[int],
+        branches: Sequence[Branch],
+        operators: Operators,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._pieces, self._branches, self._causal = list(pieces), list(branches), operators.causal_attention()
+        self._own = [branch.length for branch in branches]
+        copied = sum(branch.start + branch.length for branch in branches)
+        self._copy_again = copied > MOST_COPIES * sum(self._own)
+        ranges = [torch.arange(branch.start, branch.start + branch.length) for branch in branches]
+        self.positions = torch.cat(ranges).to(device)
+
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        q_parts = torch.split(q_NHA.transpose(0, 1), self._own, 1)
+        k_parts, v_parts = (torch.split(t.transpose(0, 1), self._pieces, 1) for t in (k_NGA, v_NGB))
+        outs = []
+        for q, branch in zip(q_parts, self._branches, strict=True):
+            seen = [parts[i] for parts in (k_parts, v_parts) for i in branch.seen]
+            if self._copy_again and torch.is_grad_enabled():
+                one = checkpoint(self._one, branch, scale, q, *seen, use_reentrant=False, preserve_rng_state=False)
+            else:
+                one = self._one(branch, scale, q, *seen)
+            outs.append(one)
+        return torch.cat(outs, 1).transpose(0, 1)
+
+    def _one(self, branch: Branch, scale: float | None, q: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
+        k, v = torch.cat(seen[: len(branch.seen)], 1), torch.cat(seen[len(branch.seen) :], 1)
+        return self._causal(q, k, v, scale, branch.start)
 
 
 class AttentionLayer(Protocol):

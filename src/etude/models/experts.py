@@ -60,6 +60,7 @@ def choose(
     routing: Routing = SOFTMAX,
     bias_E: torch.Tensor | None = None,
     balance: bool = False,
+    counts_N: torch.Tensor | None = None,
 ) -> Choice:
     """Choose experts and gates (the weights of the chosen experts) from router logits [N, E].
 
@@ -67,7 +68,8 @@ def choose(
       scores of this forward pass, so that gradients reach the router.
     - `bias_E`: float32, added only for choosing experts.
     - `balance`: also compute the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P. f
-      is each expert's share of the router's own choices, P its mean probability."""
+      is each expert's share of the router's own choices, P its mean probability.
+    - `counts_N`: float32, how often each token counts in that loss; None: once."""
     operators = operators or Exact()
     if routing.scores is Scores.SOFTMAX:
         scores_NE = probs_NE = operators.softmax(scores_NE)
@@ -82,10 +84,20 @@ def choose(
         gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
     loss = None
     if balance:
-        num_experts = scores_NE.shape[-1]
-        share = _counts(live.flatten(), num_experts).to(torch.float32) / live.numel()
-        loss = num_experts * (share * probs_NE.mean(0)).sum()
+        loss = _balance_loss(probs_NE, live, counts_N)
     return Choice(gates_NK=gates * routing.scaling, experts_NK=used, live_NK=live, balance=loss)
+
+
+def _balance_loss(probs_NE: torch.Tensor, live_NK: torch.Tensor, counts_N: torch.Tensor | None) -> torch.Tensor:
+    num_experts = probs_NE.shape[-1]
+    if counts_N is None:
+        share, mean = _counts(live_NK.flatten(), num_experts).to(torch.float32) / live_NK.numel(), probs_NE.mean(0)
+    else:
+        total = counts_N.sum()
+        chosen = counts_N.new_zeros(len(counts_N), num_experts).scatter_(1, live_NK, 1.0)
+        share, mean = counts_N @ chosen / (total * live_NK.shape[1]), counts_N @ probs_NE / total
+    loss: torch.Tensor = num_experts * (share * mean).sum()
+    return loss
 
 
 def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:

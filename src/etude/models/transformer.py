@@ -120,14 +120,25 @@ class Experts(nn.Module):
         return self.stack.down
 
     def forward(
-        self, x_ND: torch.Tensor, recorded: RecordedRoutes | None, hook: ForwardHook = no_hook
+        self,
+        x_ND: torch.Tensor,
+        recorded: RecordedRoutes | None,
+        hook: ForwardHook = no_hook,
+        counts_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Choice]:
         """Return the layer's output [N, D], shared experts included, and the router's choice.
 
-        `recorded`: experts to use in place of the router's choice."""
+        `recorded`: experts to use in place of the router's choice. `counts_N`: as in `choose`."""
         scores = hook("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(
-            scores, self.top_k, recorded, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training
+            scores,
+            self.top_k,
+            recorded,
+            self.operators,
+            routing=self.routing,
+            bias_E=self.bias,
+            balance=self.training,
+            counts_N=counts_N,
         )
         hook("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=hook("experts.gates", choice.gates_NK))
@@ -170,11 +181,12 @@ class Block(nn.Module):
         layer: int,
         recorded: RecordedRoutes | None,
         hook: ForwardHook,
+        counts_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Choice | None]:
         """Return the residual stream after this layer, and the router's choice where the layer has one.
 
         With `recompute`, intermediate results are recomputed in the backward pass (activation checkpointing)."""
-        args = (x_ND, rope, cache, layer, recorded, hook)
+        args = (x_ND, rope, cache, layer, recorded, hook, counts_N)
         if not (self.recompute and torch.is_grad_enabled()):
             return self._forward(*args)
         # no early stop: it would skip FSDP hooks in the middle of a forward pass
@@ -191,13 +203,14 @@ class Block(nn.Module):
         layer: int,
         recorded: RecordedRoutes | None,
         hook: ForwardHook,
+        counts_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Choice | None]:
         ops, choice = self.operators, None
         normed = hook("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
         x_ND = hook("middle", x_ND + self.attention(normed, rope, cache, layer, hook))
         normed = hook("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
         if self.experts is not None:
-            y_ND, choice = self.experts(normed, recorded, hook)
+            y_ND, choice = self.experts(normed, recorded, hook, counts_N)
         else:
             assert self.mlp is not None
             y_ND = self.mlp(normed, hook)
@@ -287,6 +300,7 @@ class Transformer(nn.Module):
         rows: torch.Tensor | None = None,
         *,
         plausible: float = 0.0,
+        counts: torch.Tensor | None = None,
         hook: ForwardHook = no_hook,
     ) -> Forward:
         """Compute one forward pass of `tokens_N` (int64).
@@ -294,7 +308,8 @@ class Transformer(nn.Module):
         - `cache`: which tokens attend to each other; None: they are one causal sequence.
         - `routes`: `config.route_dtype` [N, L, K], the recorded experts to use in place of the routers' choice. They
           are used where they are known and `plausible` (`replay.RecordedRoutes`).
-        - `rows`: int64 [R], the tokens with logits, in that order; None: all.
+        - `rows`: int64 [R], the tokens with logits, in that order, also several times; None: all.
+        - `counts`: float32 [N], how often each token counts in the load-balancing loss; None: once.
         - `hook`: called with each operator's result."""
         cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
@@ -304,10 +319,10 @@ class Transformer(nn.Module):
         choices: list[Choice] = []
         for layer, block in enumerate(self.blocks):
             recorded = None if block.experts is None else next(routers, None)
-            x_ND, choice = block(x_ND, rope, cache, layer, recorded, layer_hook(hook, layer))
+            x_ND, choice = block(x_ND, rope, cache, layer, recorded, layer_hook(hook, layer), counts)
             if choice is not None:
                 choices.append(choice)
-        x_RD = x_ND if rows is None else x_ND[rows]
+        x_RD = x_ND if rows is None else F.embedding(rows, x_ND)  # its gradient sums equal rows in one order
         x_RD = hook("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
         used = self._stacked([c.experts_NK for c in choices], len(tokens_N))
         balances = [c.balance for c in choices if c.balance is not None]

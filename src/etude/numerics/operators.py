@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact, grouped_experts
-from etude.numerics.exact.attention import ANY, KeyWindows
+from etude.numerics import grouped_experts
+from etude.numerics.exact.attention import ANY, CausalMasks, KeyWindows
 
 if TYPE_CHECKING:
     from etude.numerics.lora import LoraPairs  # which imports this module
@@ -33,6 +33,8 @@ positions `start` to the last key's."""
 
 PackedCausal = Callable[..., torch.Tensor]
 """(q_NHA, k_NGA, v_NGC, scale or None) -> o_NHC. Causal attention in several sequences, packed one after another."""
+
+_MASKED_ROWS = 512  # queries with one mask
 
 
 class Operators:
@@ -197,7 +199,7 @@ class Operators:
 
     def causal_attention(self) -> Causal:
         """Return attention in single sequences, for one forward pass."""
-        return _causal
+        return _TorchCausal()
 
     def packed_attention(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
         """Return attention in packed sequences of these lengths, for one forward pass."""
@@ -265,14 +267,25 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _causal(
-    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
-) -> torch.Tensor:
-    gqa = q_HTA.shape[0] != k_GTA.shape[0]
-    hidden = None
-    if start:
-        positions = torch.arange(start, k_GTA.shape[1], device=k_GTA.device)
-        hidden = exact.causal_mask(positions, k_GTA.shape[1]).to(q_HTA.dtype)
-    return F.scaled_dot_product_attention(
-        q_HTA[None], k_GTA[None], v_GTC[None], hidden, is_causal=hidden is None, enable_gqa=gqa, scale=scale
-    )[0]
+class _TorchCausal:
+    """Causal attention with torch's kernels. Masks are shared by layers and sequences of one forward pass."""
+
+    def __init__(self) -> None:
+        self._masks = CausalMasks(_MASKED_ROWS)
+
+    def __call__(
+        self, q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+    ) -> torch.Tensor:
+        rows, gqa = q_HTA.shape[1], q_HTA.shape[0] != k_GTA.shape[0]
+        if start < rows:  # half of a square is less than a masked rectangle
+            q = F.pad(q_HTA, (0, 0, start, 0)) if start else q_HTA
+            both = k_GTA[None], v_GTC[None]
+            o = F.scaled_dot_product_attention(q[None], *both, is_causal=True, enable_gqa=gqa, scale=scale)
+            return o[0, :, start:]
+        outs = []
+        for first, q in zip(range(start, start + rows, _MASKED_ROWS), torch.split(q_HTA, _MASKED_ROWS, 1), strict=True):
+            stop = first + q.shape[1]
+            mask = self._masks(first, stop, q)[: q.shape[1]]
+            k, v = k_GTA[None, :, :stop], v_GTC[None, :, :stop]
+            outs.append(F.scaled_dot_product_attention(q[None], k, v, mask, enable_gqa=gqa, scale=scale)[0])
+        return torch.cat(outs, 1)

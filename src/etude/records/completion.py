@@ -139,17 +139,16 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one completion: prompt tokens and how to sample.
 
     - `prompt_ids`: the [P] tokens of the whole context.
-    - `session_id`: the id of a conversation. A request whose prompt extends the context of an earlier request of its
-      session reuses the KV cache, if the weights are the same.
-    - `fork_from`: the id of another session, from whose KV cache a new session starts, up to the first token that
-      differs. It saves work and changes no result: an engine without that KV computes the prompt. Engines with their
-      own prefix cache (vLLM, SGLang) ignore it.
+    - `session_id`: the id of a conversation. An engine keeps the KV cache of a session for its next request, whose
+      prompt extends the context. Requests of other sessions may begin with it too, if the weights are the same.
+    - `fork_from`: the id of another session, whose context this prompt begins with. A fleet sends the request to the
+      engine of that session. It saves work and changes no result.
     - `min_step`: the lowest version step of the weights; an engine with an older version raises `EngineBehind`.
     - `pin_step`: serve exactly this version step, never swapped during the session; for evaluations. None: any.
     - `routes_from`: the first context position whose routes (expert indices) the caller wants; None: no routes.
     - `deadline_s`: the longest time without a step of the engine that serves the request. So a long completion on a
       slow engine succeeds, and one on a hanging or paused engine fails. To limit the total time, cancel the call.
-    - `keep_session`: False for the last call of a session, whose KV can be freed at once."""
+    - `keep_session`: False for the last call of a session, whose KV is the first to be dropped."""
 
     request_id: str
     session_id: str

@@ -80,7 +80,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of one `Learner.forward_backward`. r is the trainer's probability of a sampled token over the sampler's.
 
-    - `num_tokens`, `num_sampled`: all tokens that were forwarded, and those with loss.
+    - `num_tokens`, `num_sampled`: all tokens of paths, and those with loss.
+    - `num_forwarded`: tokens that the model computed, where paths with a common beginning may share it.
+    - `forwarded_per_unique`: `num_forwarded` over the number of tokens when each shared one counts once.
     - `entropy`: in nats, the mean over sampled tokens.
     - `clip_share`: the share of sampled tokens whose ratio was clipped.
     - `ratio_max`, `ratio_p99`: maximum and 99th percentile of |r - 1|. `k1`: mean of -log r. `k3`: mean of r - 1 - log
@@ -116,6 +118,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     cut_share: float = 0.0
     dropped_share: float = 0.0
     effective_share: float = 1.0
+    num_forwarded: int = 0
+    forwarded_per_unique: float = 1.0
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):

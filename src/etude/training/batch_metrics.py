@@ -18,12 +18,14 @@ from etude.training.losses import PolicyLoss, k1, k3
 class BatchMetrics:
     """Metrics of one batch while they are summed over its forward passes. `report` returns the result.
 
-    `balance`: weighted by number of tokens. `num_routed`: (token, layer) pairs with a replayed route; `num_slots`: all
+    `num_forwarded`: tokens that the model computed; `num_tokens`: those of all paths, each on its own. `balance`:
+    weighted by the latter. `num_routed`: (token, layer) pairs with a replayed route; `num_slots`: all
     experts in them; `num_replaced`: those that were implausible and replaced. `num_flipped`: pairs whose own choice
     differs. `num_replayed`: tokens with replayed routes. `live`: log-ratios of a few tokens, without replay. `fresh`:
     the largest |ratio - 1| of each forward pass with tokens of the live weights."""
 
     num_tokens: int = 0
+    num_forwarded: int = 0
     loss: float = 0.0
     balance: float = 0.0
     num_clipped: int = 0
@@ -57,6 +59,7 @@ class BatchMetrics:
         if not n:  # forwarded only because other ranks wait for this one
             return
         self.num_tokens += n
+        self.num_forwarded += rows.num_forwarded
         self.loss += float(loss)
         self.balance += n * float(done.balance) if done.balance is not None else 0.0
         self.num_clipped += int(policy.clipped_R.sum())
@@ -65,21 +68,22 @@ class BatchMetrics:
         self.log_ratios.append(log_ratio_R.cpu())
         self.corrected.append(Corrected(corrected.weight_R.cpu(), corrected.uncut_R.cpu()))
         if rows.routes_NLK is not None:
-            self._count_routes(rows.routes_NLK, done)
+            self._count_routes(rows.by_path(rows.routes_NLK), rows.by_path(done.routes), rows.by_path(done.live))
 
-    def _count_routes(self, routes_NLK: torch.Tensor, done: Forward) -> None:
-        known_N = routes_NLK[:, 0, 0].long() != torch.iinfo(routes_NLK.dtype).max
-        routes, used, live = (each.long()[known_N] for each in (routes_NLK, done.routes, done.live))  # no uint16 sorts
+    def _count_routes(self, routes_PLK: torch.Tensor, used_PLK: torch.Tensor, live_PLK: torch.Tensor) -> None:
+        known_P = routes_PLK[:, 0, 0].long() != torch.iinfo(routes_PLK.dtype).max
+        routes, used, live = (each.long()[known_P] for each in (routes_PLK, used_PLK, live_PLK))  # no uint16 sorts
         self.num_flipped += int((routes.sort(-1).values != live.sort(-1).values).any(-1).sum())
         self.num_routed += routes.shape[0] * routes.shape[1]
         self.num_replaced += int((routes != used).sum())
         self.num_slots += routes.numel()
         self.num_replayed += len(routes)
 
-    def report(self, *, cpu_s: float) -> StepReport:
+    def report(self, *, cpu_s: float, num_unique: int | None = None) -> StepReport:
         """Return the metrics of the batch. A batch without samples has a loss of 0 and ratios of 1.
 
-        `cpu_s`: CPU time in seconds, to pass on."""
+        `cpu_s`: CPU time in seconds, to pass on. `num_unique`: tokens of the batch when each shared one counts once;
+        None: all."""
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()
         live = torch.cat(self.live) if self.live else torch.zeros(0)
@@ -89,6 +93,8 @@ class BatchMetrics:
         return StepReport(
             num_tokens=self.num_tokens,
             num_sampled=num_sampled,
+            num_forwarded=self.num_forwarded,
+            forwarded_per_unique=self.num_forwarded / max(1, num_unique or self.num_tokens),
             loss=self.loss,
             entropy=self.entropy / max(1, num_sampled),
             clip_share=self.num_clipped / max(1, num_sampled),

@@ -1,7 +1,8 @@
 """Samples packed into one forward pass: tokens of several paths, and the rows with a loss.
 
 A path is forwarded up to, and excluding, its last sampled token, which is only predicted. Paths are packed one after
-another without padding."""
+another without padding, or as a tree in which each shared token occurs once (`training.prefix_tree`). The rows are the
+same in both: one for each sampled token of each sample."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from etude.models.attention import Cache, Packed, PackedTree
+from etude.numerics.operators import Operators
 from etude.records import Sample
 from etude.training.batches import group_by_budget
+from etude.training.prefix_tree import PrefixTree, prefix_order
 from etude.training.routes import RouteReplay
 
 
@@ -27,7 +31,8 @@ class FlatBatch:
     - `sampler_logprobs_R`, `advantages_R`: float32.
     - `sample_R`: int64, the index of each row's sample.
     - `temperatures_R`: float32, NaN for the run's temperature; None: the run's for all rows.
-    - `kept_N`: int64, positions of this rank's tokens under context parallelism; None: all."""
+    - `kept_N`: int64, positions of this rank's tokens under context parallelism; None: all.
+    - `tree`: how the tokens form paths, where shared ones occur once; None: paths one after another."""
 
     lengths: list[int]
     tokens_N: torch.Tensor
@@ -39,16 +44,49 @@ class FlatBatch:
     sample_R: torch.Tensor
     temperatures_R: torch.Tensor | None = None
     kept_N: torch.Tensor | None = None
+    tree: PrefixTree | None = None
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of paths; 0 for a batch that is forwarded only because other ranks wait for this one."""
+        if self.tree is not None:
+            return len(self.tree.index_P)
+        return self.num_forwarded
+
+    @property
+    def num_forwarded(self) -> int:
+        """The number of tokens of paths that the model computes: each shared one of a tree counts once."""
         return len(self.tokens_N) if self.lengths else 0
 
     @property
-    def forward_lengths(self) -> list[int]:
-        """The lengths of the forwarded sequences: a single token where there is no path."""
-        return self.lengths or [1]
+    def counts_N(self) -> torch.Tensor | None:
+        """The number of paths with each token, float32; None: 1 for all."""
+        return None if self.tree is None else self.tree.counts_N.to(self.tokens_N.device)
+
+    def cache(self, operators: Operators) -> Cache:
+        """Return the cache with which a model computes all of these tokens in one forward pass."""
+        if self.tree is not None:
+            return PackedTree(self.tree.pieces, self.tree.branches, operators, device=self.tokens_N.device)
+        return Packed(self.lengths or [1], operators, device=self.tokens_N.device)
+
+    def by_path(self, each_N: torch.Tensor) -> torch.Tensor:
+        """Return what each position of each path has, [P], from what each forwarded token has."""
+        return each_N if self.tree is None else each_N[self.tree.index_P.to(each_N.device)]
+
+    def place(self, token: int, sample: int | None = None) -> tuple[int, int]:
+        """Return the sample of a forwarded token, and the token's position in its path.
+
+        `sample`: which of the samples that share the token; None: the first."""
+        ends = np.cumsum(self.lengths)
+        if self.kept_N is not None:
+            token = int(self.kept_N[token])
+        elif self.tree is not None:
+            where_P = self.tree.index_P == token
+            if sample is not None:
+                where_P[: int(ends[sample]) - self.lengths[sample]] = False
+            token = int(where_P.nonzero()[0])
+        of = int(np.searchsorted(ends, token, side="right"))
+        return of, token - int(ends[of]) + self.lengths[of]
 
     def per_row(self, of_samples: Sequence[bool]) -> torch.Tensor:
         """Expand a value per sample to the rows of each sample, bool [R]."""
@@ -100,11 +138,14 @@ def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[l
         yield list(samples[part])
 
 
-def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None) -> FlatBatch:
+def flatten_samples(
+    samples: Sequence[Sample], replay: RouteReplay | None = None, *, share_prefixes: bool = False
+) -> FlatBatch:
     """Pack samples into a batch. Without samples it is an `empty_batch`.
 
-    `replay`: which recorded routes to replay; None: none. Raises `ValueError` for a path that begins with a sampled
-    token, and `ParityError` for routes that cannot be replayed."""
+    `replay`: which recorded routes to replay; None: none. `share_prefixes`: compute tokens that paths share once.
+    Raises `ValueError` for a path that begins with a sampled token, and `ParityError` for routes that cannot be
+    replayed."""
     if not samples:
         return empty_batch()
     ends = [num_forwarded(sample) for sample in samples]
@@ -114,7 +155,7 @@ def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None
     if any(where[0] == 0 for where in sampled):
         raise ValueError("a path begins with a sampled token, which nothing predicts")
     counts = [len(where) for where in sampled]
-    return FlatBatch(
+    flat = FlatBatch(
         lengths=ends,
         tokens_N=_tensor([path.token_ids[:end] for path, end in zip(paths, ends, strict=True)], np.int64),
         routes_NLK=None if replay is None else replay.routes(samples, ends),
@@ -126,6 +167,21 @@ def flatten_samples(samples: Sequence[Sample], replay: RouteReplay | None = None
         advantages_R=_tensor([sample.advantages for sample in samples], np.float32),
         sample_R=_tensor([np.repeat(np.arange(len(samples)), counts)], np.int64),
         temperatures_R=_temperatures(samples),
+    )
+    if not share_prefixes:
+        return flat
+    found = prefix_order(samples, ends, replay)
+    return _merged(flat, PrefixTree.of(found)) if any(found.shared) else flat
+
+
+def _merged(flat: FlatBatch, tree: PrefixTree) -> FlatBatch:
+    """Return the batch with each shared token once, in the order of the tree."""
+    return replace(
+        flat,
+        tokens_N=flat.tokens_N[tree.first_N],
+        routes_NLK=None if flat.routes_NLK is None else flat.routes_NLK[tree.first_N],
+        rows_R=tree.index_P[flat.rows_R],
+        tree=tree,
     )
 
 

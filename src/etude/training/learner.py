@@ -13,7 +13,7 @@ import functools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,7 +46,8 @@ from etude.training.nan_check import (
     describe_token,
 )
 from etude.training.optimizer import AdamW
-from etude.training.packing import Cost, pack
+from etude.training.packing import Cost, pack, pack_prefixes
+from etude.training.prefix_tree import prefix_order
 from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
 from etude.training.routes import RouteReplay
@@ -57,8 +58,23 @@ from etude.weights.tensors import Tensor
 
 METADATA_FORMAT = 1
 METADATA = "learner.json"  # beside the weights of a learner's checkpoint
+LEAST_SHARED = 0.25
+"""Prefixes are shared from this share of tokens on that need not be computed again."""
 UNREPLAYED_EVERY = 64
 """One of this many samples is computed again without route replay, to measure the unreplayed ratio."""
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """The samples of a batch, by forward pass: `rows` with one list of samples for each share.
+
+    `shared`: whether each forward pass computes tokens that paths share once. `num_tokens`: those of all paths.
+    `num_unique`: the same when each shared one counts once."""
+
+    rows: list[list[list[Sample]]]
+    shared: bool
+    num_tokens: int
+    num_unique: int
 
 
 class TorchLearner:
@@ -83,6 +99,9 @@ class TorchLearner:
     """Version step of the live weights: optimiser steps since the starting checkpoint."""
     version: Version | None
     """The last published version in the lineage of the live weights."""
+    share_prefixes: bool
+    """Whether forward passes may compute tokens that several paths share once (`training.prefix_tree`). `load` sets it:
+    True on CPUs without context parallelism. It changes the order of sums in the gradient."""
     _balance: ExpertBalancer
 
     def __init__(
@@ -146,9 +165,9 @@ class TorchLearner:
         shares, self._lr_share = self.config.shares, batch.lr_share
         metrics = [BatchMetrics() for _ in self._group.own_shares(shares)]
         try:
-            num_tokens = sum(num_forwarded(sample) for sample in batch.samples)
-            for row in self._packed(batch.samples, shares):
-                self._row(row, batch.num_loss_tokens, num_tokens, metrics)
+            packed = self._packed(batch.samples, shares)
+            for row in packed.rows:
+                self._row(row, packed, batch.num_loss_tokens, metrics)
             total = merge_metrics([share for rank in self._group.all_gather(metrics) for share in rank])
             if total.num_replayed:
                 total.live += self._unreplayed_log_ratios(batch)
@@ -157,34 +176,44 @@ class TorchLearner:
             self.optimizer.clear()
             self._balance.clear()
             raise
-        return total.report(cpu_s=sum(self._group.all_gather(time.process_time() - began)))
+        cpu_s = sum(self._group.all_gather(time.process_time() - began))
+        return total.report(cpu_s=cpu_s, num_unique=packed.num_unique)
 
-    def _packed(self, samples: Sequence[Sample], shares: int) -> list[list[list[Sample]]]:
+    def _packed(self, samples: Sequence[Sample], shares: int) -> PackedSamples:
+        """Distribute the samples of a batch over forward passes, and decide whether these share prefixes."""
         lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
-        rows = pack(lengths, shares=shares, budget_tokens=self.config.budget_tokens, cost=cost)
-        return [[[samples[i] for i in one] for one in row] for row in rows]
+        found, budget = prefix_order(samples, lengths, self._replay()), self.config.budget_tokens
+        shared = self.share_prefixes and found.num_unique < (1 - LEAST_SHARED) * sum(lengths)
+        if shared:
+            rows = pack_prefixes(found, shares=shares, budget_tokens=budget, cost=cost)
+        else:
+            rows = pack(lengths, shares=shares, budget_tokens=budget, cost=cost)
+        samples_of = [[[samples[i] for i in one] for one in row] for row in rows]
+        return PackedSamples(samples_of, shared, sum(lengths), found.num_unique)
 
-    def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, metrics: list[BatchMetrics]) -> None:
+    def _row(
+        self, row: list[list[Sample]], packed: PackedSamples, normaliser: float, metrics: list[BatchMetrics]
+    ) -> None:
         own = self._group.own_shares(len(row))
         accumulator = self._group.accumulator(self.optimizer, len(own))
         for share, share_metrics in zip(own, metrics, strict=True):
-            self._share(row[share], normaliser, num_tokens, share_metrics)
+            self._share(row[share], packed, normaliser, share_metrics)
             if accumulator is not None:
                 accumulator.add_share()
         if accumulator is not None:
             accumulator.finish_row()
 
     def _share(
-        self, samples: Sequence[Sample], normaliser: float, num_tokens: int, share_metrics: BatchMetrics
+        self, samples: Sequence[Sample], packed: PackedSamples, normaliser: float, share_metrics: BatchMetrics
     ) -> None:
-        """Run the forward and backward pass of one share.
+        """Run the forward and backward pass of one share of the samples `packed`.
 
-        `normaliser`: number of sampled tokens in the batch; `num_tokens`: of all tokens."""
+        `normaliser`: number of sampled tokens in the batch."""
         group, step = self._group, self.step + 1
         with group.propagate_errors("samples"):
-            packed = flatten_samples(samples, self._replay())
-            check_sampled(samples, packed, step=step)
-        rows = group.local_tokens(packed).to(self._device)
+            flat = flatten_samples(samples, self._replay(), share_prefixes=packed.shared)
+            check_sampled(samples, flat, step=step)
+        rows = group.local_tokens(flat).to(self._device)
         with group.collective("forward pass"):
             done = self._run(rows)
         with group.propagate_errors("forward pass"):
@@ -203,12 +232,12 @@ class TorchLearner:
                 weight_R = corrected.weight_R.clamp(max=self.config.ratio_bound)
                 loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, weight_R, normaliser=normaliser)
             if self.config.balance and done.balance is not None:
-                loss = loss + self.config.balance * done.balance * (rows.num_tokens / num_tokens)
+                loss = loss + self.config.balance * done.balance * (rows.num_tokens / packed.num_tokens)
             check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
         with group.collective("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
         if rows.num_tokens:
-            self._balance.count(done.live)
+            self._balance.count(rows.by_path(done.live))
         with torch.no_grad():
             share_metrics.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
         progress.tick()
@@ -225,6 +254,7 @@ class TorchLearner:
             rows.routes_NLK,
             rows.rows_R,
             plausible=self.config.replay_plausible,
+            counts=rows.counts_N,
             hook=hook,
         )
 
@@ -448,6 +478,7 @@ class TorchLearner:
         trainable.sync_model()
         self.close()
         self._trainable, self._optimizer, self._device = trainable, optimizer, device
+        self.share_prefixes = device.type == "cpu" and self.config.context_parallel == 1
         self._balance = ExpertBalancer(trainable.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 
 from etude.errors import NotFinite
@@ -35,7 +34,7 @@ def check_sampled(samples: Sequence[Sample], rows: FlatBatch, *, step: int) -> N
             at = int((~torch.isfinite(numbers_R)).int().argmax())
             raise NotFinite(
                 f"a sampled token's {what} is {float(numbers_R[at])} at step {step}",
-                f"in {describe_token(samples, rows, int(rows.rows_R[at]), after=1)}",
+                f"in {describe_row(samples, rows, at)}",
                 hint="the engine or the grader returned a number that is not finite: see its log and the trace",
             )
 
@@ -84,7 +83,7 @@ def check_loss(
     if is_finite(loss) and is_finite(policy.ratio_R):
         return
     at = int(log_ratio_R.abs().argmax())
-    place = describe_token(samples, rows, int(rows.rows_R[at]), after=1)
+    place = describe_row(samples, rows, at)
     what = "the loss" if not is_finite(loss) else "a token's ratio"
     number = float(loss.detach() if not is_finite(loss) else policy.ratio_R[at])
     raise NotFinite(
@@ -158,11 +157,13 @@ def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str,
     }
 
 
-def describe_token(samples: Sequence[Sample], rows: FlatBatch, token: int, *, after: int = 0) -> str:
-    """Describe a token of a forward pass for an error: its rollout and position.
+def describe_token(samples: Sequence[Sample], rows: FlatBatch, token: int) -> str:
+    """Describe a token of a forward pass for an error: its rollout and position."""
+    of, position = rows.place(token)
+    return f"rollout {samples[of].rollout_id} at position {position}"
 
-    `after`: added to the position; 1 for the token that a row predicts."""
-    token = token if rows.kept_N is None else int(rows.kept_N[token])
-    ends = np.cumsum(rows.lengths)
-    of = int(np.searchsorted(ends, token, side="right"))
-    return f"rollout {samples[of].rollout_id} at position {token - int(ends[of]) + rows.lengths[of] + after}"
+
+def describe_row(samples: Sequence[Sample], rows: FlatBatch, row: int) -> str:
+    """Describe the sampled token of a row for an error: its rollout and position."""
+    of, position = rows.place(int(rows.rows_R[row]), int(rows.sample_R[row]))
+    return f"rollout {samples[of].rollout_id} at position {position + 1}"

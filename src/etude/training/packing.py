@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.models.config import ModelConfig
+from etude.training.prefix_tree import PrefixOrder
+
+_CLOSE = 1e-3  # how near the largest cost of a bin comes to the smallest possible one, as a share
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,61 @@ def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost)
     if not lengths:
         return []
     bins = _bins(lengths, shares, budget_tokens, cost)
-    costs = [sum(cost.of(lengths[i]) for i in one) for one in bins]
+    return _rows(bins, [sum(cost.of(lengths[i]) for i in one) for one in bins], shares)
+
+
+def pack_prefixes(found: PrefixOrder, *, shares: int, budget_tokens: int, cost: Cost) -> list[list[list[int]]]:
+    """Do what `pack` does for paths whose shared tokens are computed once in each bin.
+
+    Bins are consecutive in the order of `found`, so that only the prefix at a cut is computed twice. The largest cost
+    of a bin is as small as such cuts allow.
+
+    >>> order = PrefixOrder(order=(0, 1, 2, 3), shared=(0, 4, 0, 4), lengths=(6, 6, 6, 6))
+    >>> pack_prefixes(order, shares=2, budget_tokens=10, cost=Cost(math.inf))
+    [[[0, 1], [2, 3]]]
+    """
+    number, paths = shares, range(len(found.order))
+    whole = [cost.of(found.lengths[i]) for i in found.order]
+    added = [whole[at] - cost.of(found.shared[at]) for at in paths]
+    while True:
+        low, high = max(whole), sum(whole)
+        best = _cut(found, whole, added, budget_tokens, high)
+        if len(best) > number:
+            number += shares
+            continue
+        while high - low > _CLOSE * high:
+            middle = (low + high) / 2
+            bins = _cut(found, whole, added, budget_tokens, middle)
+            low, high, best = (low, middle, bins) if len(bins) <= number else (middle, high, best)
+        costs = [whole[one[0]] + sum(added[at] for at in one[1:]) for one in best]
+        empty = [list[int]() for _ in range(-len(best) % shares)]
+        bins = [sorted(found.order[at] for at in one) for one in best] + empty
+        return _rows(bins, [*costs, *(0.0 for _ in empty)], shares)
+
+
+def _cut(
+    found: PrefixOrder, whole: Sequence[float], added: Sequence[float], budget_tokens: int, most: float
+) -> list[list[int]]:
+    """Fill bins with consecutive paths, each up to a number of tokens and a cost."""
+    bins: list[list[int]] = []
+    tokens, spent = 0, 0.0
+    for at, path in enumerate(found.order):
+        new = found.lengths[path] - found.shared[at]
+        if bins and tokens + new <= budget_tokens and spent + added[at] <= most:
+            bins[-1].append(at)
+            tokens, spent = tokens + new, spent + added[at]
+        else:
+            bins.append([at])
+            tokens, spent = found.lengths[path], whole[at]
+    return bins
+
+
+def _rows(bins: list[list[int]], costs: list[float], shares: int) -> list[list[list[int]]]:
+    """Distribute bins over shares, a row of bins at a time: the lightest share takes the most expensive bin."""
     order = sorted(range(len(bins)), key=lambda b: (-costs[b], bins[b]))
     rows, loads = [], [0.0] * shares
     for at in range(0, len(order), shares):
-        lightest = sorted(
-            range(shares), key=lambda s: (loads[s], s)
-        )  # the share with the lowest load takes the most expensive bin
+        lightest = sorted(range(shares), key=lambda s: (loads[s], s))
         row: list[list[int]] = [[] for _ in range(shares)]
         for share, one in zip(lightest, order[at : at + shares], strict=True):
             row[share] = bins[one]

@@ -20,7 +20,7 @@ import torch
 
 from etude.errors import CheckpointError
 from etude.file_checksums import files_in, verify_files
-from etude.models.attention import Cache, Packed
+from etude.models.attention import Cache
 from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
 from etude.models.transformer import Transformer
 from etude.numerics.device import device_for
@@ -128,7 +128,7 @@ class SingleProcess:
         return rows
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
-        return Packed(rows.forward_lengths, operators, device=rows.tokens_N.device)
+        return rows.cache(operators)
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from etude import progress
-from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
 from etude.numerics.operators import Operators
 from etude.records import Sample
@@ -39,9 +38,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, rows: FlatBatch) -> torch.Tensor:
         """Return the log-probability of each sampled token, float32 [R], on the device of the rows."""
-        logits, _ = self._model(
-            rows.tokens_N, Packed(rows.forward_lengths, self._model.operators, device=self._device), rows=rows.rows_R
-        )
+        logits, _ = self._model(rows.tokens_N, rows.cache(self._model.operators), rows=rows.rows_R)
         logprobs_RV = self._model.operators.log_softmax(logits, rows.temperature(self._temperature))
         return logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
 

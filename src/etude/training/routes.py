@@ -44,7 +44,7 @@ class RouteReplay:
         routes, replayed = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
         for sample, start, end in zip(samples, starts, ends, strict=False):
             there = slice(start, start + end)
-            replayed[there] = ~self._stale(sample, end)
+            replayed[there] = ~self.stale(sample, end)
             if replayed[there].any():
                 _check_kind(sample, self.model)
                 routes[there] = sample.path.routes[:end]
@@ -56,8 +56,8 @@ class RouteReplay:
         routes[~replayed] = missing_route(dtype)
         return torch.from_numpy(routes)
 
-    def _stale(self, sample: Sample, end: int) -> Bools:
-        """Return whether the route of each position is too old, [end].
+    def stale(self, sample: Sample, end: int) -> Bools:
+        """Return whether the route of each of the first `end` positions is too old, [end].
 
         A position was computed by the version that sampled or read the next token. An unknown version counts as new;
         one below `UNKNOWN` is from a lost lineage."""

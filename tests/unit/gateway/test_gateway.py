@@ -476,8 +476,8 @@ def test_what_is_not_offered_is_refused_by_name() -> None:
                 await client.chat.completions.create(model="gpt", messages=USER)
             assert unknown.value.code == "model_not_found"
             with pytest.raises(openai.BadRequestError) as many:
-                await client.chat.completions.create(model="laptop", messages=USER, n=2)
-            assert many.value.param == "n"
+                await client.chat.completions.create(model="laptop", messages=USER, modalities=["audio"])
+            assert many.value.param == "modalities"
             with pytest.raises(openai.BadRequestError) as tool:
                 await client.chat.completions.create(model="laptop", messages=USER, tools=[{"type": "x"}])  # type: ignore[list-item]
             assert tool.value.param == "tools"

@@ -15,6 +15,7 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.gateway import ChatRequest, RequestRefused, make_answer
+from etude.gateway.dialects import messages, responses
 from etude.gateway.dialects.chat import NEUTRAL_OF_CHAT
 from etude.gateway.dialects.chat import read as read_request
 from etude.gateway.dialects.shared import HARMLESS
@@ -48,16 +49,16 @@ GOOD = {
     "user": "somebody",
 }
 OF_OTHER_SERVERS = {
-    "top_k": 20,
-    "min_p": 0.05,
-    "repetition_penalty": 1.05,
     "guided_json": {"type": "object"},
     "guided_regex": "a+",
-    "min_tokens": 4,
     "ignore_eos": True,
     "chat_template_kwargs": {"enable_thinking": False},
     "stop_token_ids": [7],
 }
+
+
+OFFERED = {"top_p", "n", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs"}
+OFFERED_OF_CHAT = OFFERED | {"top_logprobs", "response_format", "tool_choice", "parallel_tool_calls"}
 
 
 def read(**changes: object) -> ChatRequest:
@@ -103,11 +104,18 @@ def test_tools_that_the_client_forbids_are_not_offered() -> None:
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": "x" * 1001}, "stop"),
-        ({"n": 2}, "n"),
-        ({"top_p": 0.5}, "top_p"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"n": 0}, "n"),
+        ({"n": 99}, "n"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),  # with tools
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
     ],
 )
 def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str) -> None:
@@ -119,13 +127,11 @@ def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str)
 @pytest.mark.parametrize(
     ("reader", "field", "value", "says"),
     [
-        (read_request, "n", 2, "only 1 is accepted"),
-        (read_request, "logprobs", True, "logprobs = true is not offered by this model: "),
-        (read_request, "tool_choice", "required", 'only "auto" or "none" is accepted'),
-        (read_text_request, "logprobs", 5, "only null is accepted"),
-        (read_text_request, "logprobs", 0, "logprobs = 0 is not offered"),
+        (read_request, "functions", [{"name": "ls"}], "functions = "),
+        (read_request, "audio", {"voice": "x"}, "only null is accepted"),
+        (read_request, "modalities", ["audio"], "is not offered by this model: "),
         (read_text_request, "best_of", 3, "\n  hint: leave best_of out"),
-        (read_text_request, "logit_bias", {str(i): 1 for i in range(99)}, "is not offered"),
+        (read_text_request, "bad_words", [str(i) for i in range(99)], "is not offered"),
         *((read_request, name, value, "is not offered") for name, value in OF_OTHER_SERVERS.items()),
         *((read_text_request, name, value, "is not offered") for name, value in OF_OTHER_SERVERS.items()),
     ],
@@ -166,8 +172,8 @@ def test_what_clients_send_beside_their_question_is_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     ("params", "fields", "neutral"),
     [
-        (ChatParams, {*GOOD, "seed", "max_completion_tokens"}, NEUTRAL_OF_CHAT),
-        (TextParams, {*GOOD, "prompt", "seed"}, NEUTRAL_OF_TEXT),
+        (ChatParams, {*GOOD, "seed", "max_completion_tokens", *OFFERED_OF_CHAT}, NEUTRAL_OF_CHAT),
+        (TextParams, {*GOOD, "prompt", "seed", *OFFERED}, NEUTRAL_OF_TEXT),
     ],
 )
 def test_every_parameter_of_openais_client_is_honoured_accepted_or_refused_for_a_reason(
@@ -185,8 +191,10 @@ def test_a_call_of_the_old_form_is_refused_where_it_stands() -> None:
 
 
 def test_the_guide_lists_every_field_that_is_not_offered() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "guides" / "getting-started.md").read_text()
-    assert [name for name in [*NEUTRAL_OF_CHAT, *NEUTRAL_OF_TEXT, *HARMLESS] if f"`{name}`" not in guide] == []
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "serving.md").read_text()
+    of_openai = [*NEUTRAL_OF_CHAT, *NEUTRAL_OF_TEXT, *HARMLESS, *responses.NEUTRAL, *responses.HARMLESS]
+    names = [*of_openai, *messages.NEUTRAL, *messages.HARMLESS]
+    assert [name for name in names if f"`{name}`" not in guide] == []
 
 
 def test_arguments_that_are_no_json_object_are_refused() -> None:

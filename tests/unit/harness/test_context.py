@@ -246,6 +246,16 @@ def test_a_refused_summary_is_sampled_again_and_then_the_episode_ends(bad: list[
     assert [turn.kind for turn in run.trace.turns][reads:] == [TurnKind.REFUSED] * 3
 
 
+def test_the_last_turn_is_never_spent_on_a_summary() -> None:
+    reads = until_due()
+    run, engine, _ = play([*[CAT] * reads, text("calc"), say("submit")], max_turns=reads + 1, context_tokens=152)
+    assert all(REQUEST not in CHAT.readable(request.prompt_ids) for request in engine.requests)
+    assert run.ending in (Ending.TURNS, Ending.CONTEXT)
+    run, engine, _ = play([*[CAT] * reads, text(""), text(""), say("submit")], max_turns=reads + 2)
+    assert run.ending is Ending.CONTEXT
+    assert len(engine.requests) == reads + 1
+
+
 def test_without_room_after_a_summary_the_episode_ends() -> None:
     long = "x" * 60
     files = {"calc.py": long.encode()}

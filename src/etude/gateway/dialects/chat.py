@@ -8,25 +8,27 @@ from typing import Any, Literal
 import msgspec
 
 from etude.capture import Message
-from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.answers import Answer, ResponseHead, logprob_entry
 from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
 from etude.gateway.errors import invalid_request, openai_error
-from etude.gateway.requests import ChatRequest, canonical_call, checked_messages, decode_body
+from etude.gateway.requests import (
+    ChatRequest,
+    MessageCache,
+    canonical_call,
+    checked_messages,
+    checked_schema,
+    chosen_tools,
+    decode_body,
+)
 
 NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
     **NEUTRAL,
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "moderation": (None,),
-    "reasoning_effort": (None, "none"),
-    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
 """Known parameters that are not supported, with the values that are accepted because they change nothing."""
@@ -55,10 +57,38 @@ class _Message(msgspec.Struct):
     function_call: Any = None
 
 
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Allowed(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+class _Choice(msgspec.Struct):
+    type: Literal["function", "allowed_tools"]
+    function: _Named | None = None
+    allowed_tools: _Allowed | None = None
+
+
+class _Schema(msgspec.Struct):
+    schema: dict[str, Any] | bool | None = None
+
+
+class _Format(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+
 class _ChatBody(Body, kw_only=True):
-    messages: list[_Message]
+    messages: list[msgspec.Raw]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _Format | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 _decoder = msgspec.json.Decoder(_ChatBody)
@@ -68,12 +98,40 @@ def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` with status 400."""
     body = decode_body(data, _decoder, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
     fields = common(body)
-    messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
-    tools = [] if body.tool_choice == "none" else body.tools or []
-    return ChatRequest(messages=checked_messages(messages, "messages"), tools=tools, **fields)
+    messages = _cache.read(body.messages, "messages")
+    tools, must_call = _tools(body)
+    form, schema = body.response_format, None
+    if form is not None and form.type != "text":
+        schema = form.json_schema.schema if form.json_schema is not None else None
+        schema = {"type": "object"} if schema is None else schema
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_request("top_logprobs needs logprobs = true", "top_logprobs")
+    return ChatRequest(
+        messages=checked_messages(messages, "messages"),
+        tools=tools,
+        must_call=must_call,
+        parallel=body.parallel_tool_calls is not False,
+        schema=checked_schema(schema, tools, "response_format"),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **fields,
+    )
 
 
-def _canonical(message: _Message, where: str) -> Message:
+def _tools(body: _ChatBody) -> tuple[list[dict[str, Any]], bool]:
+    """Return the tools that the model may call, and whether it must call one."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not isinstance(choice, _Choice):
+        return chosen_tools(tools, None, none=choice == "none"), choice == "required"
+    if choice.type == "function" and choice.function is not None:
+        return chosen_tools(tools, choice.function.name), True
+    if choice.allowed_tools is None:
+        raise invalid_request(f"tool_choice of type {choice.type!r} lacks the field {choice.type!r}", "tool_choice")
+    functions = [tool.get("function") for tool in choice.allowed_tools.tools]
+    names = [str(function.get("name")) if isinstance(function, dict) else "" for function in functions]
+    return chosen_tools(tools, names), choice.allowed_tools.mode == "required"
+
+
+def _canonical(message: _Message, where: str) -> list[Message]:
     """Convert a message to its canonical form, in which it is rendered and compared."""
     content = message.content
     if isinstance(content, list):
@@ -95,7 +153,10 @@ def _canonical(message: _Message, where: str) -> Message:
             canonical_call(c.function.name, c.function.arguments, c.id, f"{where}.tool_calls")
             for c in message.tool_calls
         ]
-    return canonical
+    return [canonical]
+
+
+_cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
 
 
 def _tool_calls(answer: Answer, head: ResponseHead, index: int) -> list[dict[str, Any]]:
@@ -103,6 +164,12 @@ def _tool_calls(answer: Answer, head: ResponseHead, index: int) -> list[dict[str
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for call_id, name, arguments in answer.calls_with_ids("call_", head, index)
     ]
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    return {"content": [logprob_entry(token) for token in answer.logprobs], "refusal": None}
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -114,7 +181,7 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
             message |= {"content": answer.text or None, "tool_calls": _tool_calls(answer, head, index)}
-        messages.append({"message": message})
+        messages.append({"message": message, "logprobs": _logprobs(answer)})
     return whole_body(request, head_fields(head, "chatcmpl-", "chat.completion"), answers, messages)
 
 
@@ -132,6 +199,9 @@ class _ChatStream(CompletionStream):
 
     def _content(self, piece: str) -> dict[str, Any]:
         return {"delta": {"content": piece} if piece else {}}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        return _logprobs(answer)
 
     def _calls(self, answer: Answer, index: int) -> Iterator[dict[str, Any]]:
         for number, call in enumerate(_tool_calls(answer, self.head, index)):

@@ -14,13 +14,16 @@ from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request
 from etude.gateway.requests import (
     ChatRequest,
+    MessageCache,
     canonical_call,
     check_range,
     check_stops,
     checked_messages,
+    checked_schema,
     chosen_tools,
     decode_body,
     function_tool,
+    read_sampling,
 )
 
 BILLING = "x-anthropic-billing-header"
@@ -114,7 +117,7 @@ class _ContextManagement(msgspec.Struct):
 
 class _Body(msgspec.Struct, kw_only=True):
     model: str
-    messages: list[_Message]
+    messages: list[msgspec.Raw]
     max_tokens: int | None = None
     system: str | list[_Block] | None = None
     stop_sequences: list[str] | None = None
@@ -124,6 +127,7 @@ class _Body(msgspec.Struct, kw_only=True):
     tool_choice: _ToolChoice | None = None
     output_config: _OutputConfig | None = None
     context_management: _ContextManagement | None = None
+    return_token_ids: bool | None = None
     top_p: float | None = None
     top_k: int | None = None
 
@@ -143,17 +147,18 @@ def read_count(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a request to count tokens. Raises `RequestRefused` with status 400."""
     body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
     check_range("max_tokens", body.max_tokens, 1)
-    check_range("temperature", body.temperature, 0, 2)
     for edit in body.context_management.edits if body.context_management else ():
         if not edit.type.startswith("clear_thinking"):  # earlier reasoning is in the context only as it was sampled
             what = f"context_management of type {edit.type[:100]!r} is not offered by this model"
             raise invalid_request(f"{what}\n  hint: leave it out", "context_management")
     messages = _system(body.system)
-    for i, message in enumerate(body.messages):
-        messages += _canonical(message, f"messages[{i}]")
+    messages += _cache.read(body.messages, "messages")
     choice = body.tool_choice or _ToolChoice("auto")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    form = body.output_config.format if body.output_config is not None else None
     return ChatRequest(
+        sampling=read_sampling(body),
+        schema=checked_schema(None if form is None else form.schema, tools, "output_config"),
         model=body.model,
         messages=checked_messages(messages, "messages"),
         tools=chosen_tools(tools, choice.name if choice.type == "tool" else None, none=choice.type == "none"),
@@ -164,6 +169,7 @@ def read_count(data: bytes) -> ChatRequest:
         temperature=1.0 if body.temperature is None else body.temperature,
         stop=check_stops(body.stop_sequences, "stop_sequences"),
         stream=bool(body.stream),
+        return_token_ids=bool(body.return_token_ids),
     )
 
 
@@ -220,6 +226,9 @@ def _assistant(blocks: Sequence[_Block], where: str) -> Message:
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
     return message | ({"tool_calls": calls} if calls else {})
+
+
+_cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
 
 
 def _tool(tool: _Tool, where: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from etude.capture import Chat, Message
-from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.answers import Answer, ResponseHead, logprob_entry
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request, openai_error
 from etude.gateway.requests import (
@@ -17,16 +17,17 @@ from etude.gateway.requests import (
     canonical_call,
     check_range,
     checked_messages,
+    checked_schema,
     chosen_tools,
     decode_body,
     function_tool,
+    read_sampling,
 )
 
 HARMLESS = frozenset(
     {
         "access_programs",
         "client_metadata",
-        "include",  # of its values only logprobs changes the answer
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -105,14 +106,25 @@ class _Body(msgspec.Struct, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
+    return_token_ids: bool | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
-_echo_decoder = msgspec.json.Decoder(dict[str, Any])
-ECHOED = frozenset(
-    "instructions max_output_tokens metadata parallel_tool_calls temperature text tool_choice tools top_p user".split()
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "temperature",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_p",
+    "user",
 )
 """Parameters that the response repeats."""
 
@@ -121,7 +133,6 @@ def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a request for a response. Raises `RequestRefused` with status 400."""
     body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
     check_range("max_output_tokens", body.max_output_tokens, 1)
-    check_range("temperature", body.temperature, 0, 2)
     items = [_Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += _messages(items)
@@ -135,18 +146,35 @@ def read(data: bytes) -> ChatRequest:
         must = choice.type != "allowed_tools" or choice.mode == "required"
     else:
         must = choice == "required"
-    given = _echo_decoder.decode(data)
+    form = body.text.format if body.text is not None else None
+    schema = None if form is None or form.type == "text" else {"type": "object"} if form.schema is None else form.schema
+    offered = chosen_tools(tools, only, none=choice == "none")
+    logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
     return ChatRequest(
         model=body.model,
         messages=checked_messages(messages, "input"),
-        tools=chosen_tools(tools, only, none=choice == "none"),
+        tools=offered,
+        sampling=read_sampling(body),
+        schema=checked_schema(schema, offered, "text"),
+        top_logprobs=(body.top_logprobs or 0) if logprobs else None,
         must_call=must,
         parallel=body.parallel_tool_calls is not False,
         max_tokens=body.max_output_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
         stream=bool(body.stream),
-        echo={name: given[name] for name in ECHOED if given.get(name) is not None},
+        return_token_ids=bool(body.return_token_ids),
+        echo=_echoed(data),
     )
+
+
+def _echoed(data: bytes) -> dict[str, Any]:
+    """Return the fields of a body that the response repeats."""
+    fields = _fields_decoder.decode(data)
+    try:
+        found = {name: msgspec.json.decode(fields[name]) for name in ECHOED if name in fields}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_request(f"the body is not JSON: {error}") from None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:
@@ -216,7 +244,7 @@ def _output(request: ChatRequest, head: ResponseHead, answer: Answer) -> list[di
     if answer.reasoning:
         items.append(_reasoning_item(head, answer.reasoning))
     if answer.text or not answer.calls:
-        items.append(_message_item(head, answer.text, status))
+        items.append(_message_item(head, answer.text, status, _logprobs(answer)))
     custom = {tool.get("name") for tool in request.echo.get("tools", ()) if tool.get("type") == "custom"}
     for number, (call_id, name, arguments) in enumerate(answer.calls_with_ids("call_", head)):
         if name in custom:
@@ -235,13 +263,19 @@ def _reasoning_item(head: ResponseHead, text: str | None) -> dict[str, Any]:
     return {"id": f"rs_{head.id}", "type": "reasoning", "summary": [], "content": content}
 
 
-def _message_item(head: ResponseHead, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_text_part(text)]
+def _message_item(
+    head: ResponseHead, text: str | None, status: str, logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    content = [] if text is None else [_text_part(text, logprobs)]
     return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def _logprobs(answer: Answer) -> list[dict[str, Any]]:
+    return [logprob_entry(token) for token in answer.logprobs or ()]
 
 
 def _response(request: ChatRequest, head: ResponseHead, status: str) -> dict[str, Any]:
@@ -325,13 +359,14 @@ class _ResponseStream(EventStream):
         part = {"type": "reasoning_text", "text": ""} if kind == "reasoning" else _text_part("")
         yield self._event("response.content_part.added", **self._place(item), part=part)
 
-    def _close(self, status: str) -> Iterator[bytes]:
+    def _close(self, status: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[bytes]:
         if self._open == "reasoning":
             item = _reasoning_item(self.head, self._sent)
             yield self._event("response.reasoning_text.done", **self._place(item), text=self._sent)
         elif self._open == "message":
-            item = _message_item(self.head, self._sent, status)
-            yield self._event("response.output_text.done", **self._place(item), text=self._sent, logprobs=[])
+            item = _message_item(self.head, self._sent, status, logprobs)
+            done = "response.output_text.done"
+            yield self._event(done, **self._place(item), text=self._sent, logprobs=list(logprobs))
         else:
             return
         yield self._event("response.content_part.done", **self._place(item), part=item["content"][0])
@@ -354,7 +389,7 @@ class _ResponseStream(EventStream):
         response = body(self.request, self.head, [answer])
         if not answer.text and not answer.calls:
             yield from self._begin("message")
-        yield from self._close("incomplete" if answer.finish == "length" else "completed")
+        yield from self._close("incomplete" if answer.finish == "length" else "completed", _logprobs(answer))
         for item in response["output"]:
             if item["type"] in ("function_call", "custom_tool_call"):
                 yield from self._call(item)

@@ -11,30 +11,26 @@ from etude.capture import Chat
 from etude.gateway.answers import Answer, ResponseHead, num_sampled
 from etude.gateway.dialects.dialect import EventStream, data_event
 from etude.gateway.errors import RequestRefused, openai_error
-from etude.gateway.requests import ChatRequest, check_range, check_stops
+from etude.gateway.requests import ChatRequest, check_range, check_stops, read_sampling
 
 DONE = b"data: [DONE]\n\n"
 HARMLESS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",  # an answer has one call at most
         "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "reasoning_effort",  # whether and how long the model reasons is up to its training and its template
         "safety_identifier",
         "service_tier",
         "store",
         "user",
+        "verbosity",
     }
 )
 """Parameters that clients send and that do not change the answer; they are ignored."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "top_p": (None, 1),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
     # parameters of other servers
     "add_generation_prompt": (None, True),
     "add_special_tokens": (None, False, True),  # the template or the prompt has them
@@ -55,15 +51,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (None, False),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "stop_token_ids": (None, []),
     "structured_outputs": (None,),
-    "top_k": (None, -1, 0),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }
@@ -84,14 +76,24 @@ class Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    n: int | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
 
 
 def common(body: Body) -> dict[str, Any]:
     """Check the shared parameters and return them as arguments of `ChatRequest`."""
     check_range("max_tokens", body.max_tokens, 1)
     check_range("max_completion_tokens", body.max_completion_tokens, 1)
-    check_range("temperature", body.temperature, 0, 2)
     return {
+        "sampling": read_sampling(body),
+        "n": body.n or 1,
         "model": body.model,
         "max_tokens": body.max_completion_tokens or body.max_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -117,9 +119,9 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 def whole_body(
     request: ChatRequest, head: dict[str, Any], answers: Sequence[Answer], contents: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the body of a response. `contents` has what is particular to each choice, such as its message."""
+    """Return the body of a response. `contents` has what is particular to each choice: its text and logprobs."""
     choices = [
-        {"index": i, **content, "logprobs": None, "finish_reason": answer.finish}
+        {"index": i, **content, "finish_reason": answer.finish}
         for i, (answer, content) in enumerate(zip(answers, contents, strict=True))
     ]
     body = {**head, "system_fingerprint": answers[0].fingerprint, "choices": choices, "usage": usage(answers)}
@@ -146,7 +148,7 @@ class CompletionStream(EventStream):
         self._fingerprint = answer.fingerprint
         for content in self._calls(answer, index):
             yield self._event(content, index)
-        yield self._event(self._content(""), index, answer.finish)
+        yield self._event({**self._content(""), "logprobs": self._logprobs(answer)}, index, answer.finish)
 
     def end(self) -> Iterator[bytes]:
         if self.request.include_usage:
@@ -165,11 +167,14 @@ class CompletionStream(EventStream):
     def _calls(self, answer: Answer, index: int) -> Iterator[dict[str, Any]]:
         yield from ()
 
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        raise NotImplementedError
+
     def _header(self) -> dict[str, Any]:
         return {**self._head, "system_fingerprint": self._fingerprint}
 
     def _event(self, content: dict[str, Any], index: int, finish_reason: str | None = None) -> bytes:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": index, "logprobs": None, **content, "finish_reason": finish_reason}
         no_usage = {"usage": None} if self.request.include_usage else {}
         return data_event({**self._header(), "choices": [choice]} | no_usage)
 

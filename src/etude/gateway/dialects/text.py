@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from etude.gateway.answers import Answer, ResponseHead
 from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
 from etude.gateway.errors import invalid_request, openai_error
-from etude.gateway.requests import ChatRequest, decode_body
+from etude.gateway.requests import MAX_TOP_LOGPROBS, ChatRequest, check_range, decode_body
 
-NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (None,), "suffix": (None, "")}
+NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "suffix": (None, "")}
 """Known parameters that are not supported, with the values that are accepted because they change nothing."""
 TEXT_TOKENS = 16
 """Token limit of a text completion without one, as in OpenAI's API."""
@@ -21,6 +22,7 @@ TEXT_TOKENS = 16
 
 class _TextBody(Body, kw_only=True):
     prompt: str | list[Any]
+    logprobs: int | None = None
 
 
 _decoder = msgspec.json.Decoder(_TextBody)
@@ -34,13 +36,28 @@ def read(data: bytes) -> ChatRequest:
         prompt = prompt[0]  # a batch of one
     if not prompt or (isinstance(prompt, list) and not all(type(token) is int for token in prompt)):
         raise invalid_request("prompt must be one text, or one list of token ids, and not empty", "prompt")
+    check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     fields = common(body)
-    return ChatRequest(prompt=prompt, **{**fields, "max_tokens": fields["max_tokens"] or TEXT_TOKENS})
+    return ChatRequest(
+        prompt=prompt, top_logprobs=body.logprobs, **{**fields, "max_tokens": fields["max_tokens"] or TEXT_TOKENS}
+    )
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    texts = [token.text for token in answer.logprobs]
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in answer.logprobs],
+        "top_logprobs": [dict(token.top) for token in answer.logprobs],
+        "text_offset": list(itertools.accumulate(map(len, texts), initial=0))[:-1],
+    }
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the JSON body of a text completion (`text_completion`)."""
-    texts = [{"text": answer.text} for answer in answers]
+    texts = [{"text": answer.text, "logprobs": _logprobs(answer)} for answer in answers]
     return whole_body(request, head_fields(head, "cmpl-", "text_completion"), answers, texts)
 
 
@@ -48,6 +65,9 @@ class _TextStream(CompletionStream):
     """Makes the events of type `text_completion`."""
 
     prefix, kind = "cmpl-", "text_completion"
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        return _logprobs(answer)
 
     def _content(self, piece: str) -> dict[str, Any]:
         return {"text": piece}

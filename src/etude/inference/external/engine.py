@@ -370,6 +370,7 @@ class ExternalEngine:
         routes = await self._routes(request, sent, answer)
         self.counters.tokens += len(answer.token_ids)
         self.counters.production_tokens += len(answer.token_ids) * (request.traffic is Traffic.PRODUCTION)
+        self.counters.cached_requests += answer.num_cached > 0
         self.counters.cached_tokens += answer.num_cached
         self.counters.prefill_tokens += len(request.prompt_ids) - answer.num_cached
         return answers.make_completion(

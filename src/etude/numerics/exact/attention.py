@@ -145,19 +145,34 @@ ANY = KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked_attention, tile
 """Windows for operators that do not need a fixed order."""
 
 
+class CausalMasks:
+    """Causal masks of blocks of `rows` consecutive queries. All are views of one tensor, which grows as needed."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self._most = rows, 0
+        self._base = torch.zeros(0)
+
+    def __call__(self, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the mask [rows, window] of queries from position `start` on, in dtype and on the device of `like`."""
+        if max(start, window) > self._most:
+            self._most = 1 << max(start, window).bit_length()
+            positions = torch.arange(self._most, self._most + self._rows, device=like.device)
+            self._base = causal_mask(positions, 2 * self._most).to(like.dtype)
+        return self._base[:, self._most - start : self._most - start + window]
+
+
 @dataclass(frozen=True)
 class Causal:
     """Causal attention in full sequences, `CHUNK` queries at a time. Masks are shared by layers and sequences."""
 
-    _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _masks: CausalMasks = field(default_factory=lambda: CausalMasks(CHUNK))
 
     def __call__(
         self, q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
     ) -> torch.Tensor:
         """Return the attention output o_HTC, float32.
 
-        `start`: position of the first query. Where it is a multiple of `CHUNK`, the bits are those of a call with all
-        queries."""
+        `start`: position of the first query. The bits are those of a call with all queries."""
         (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
         w = key_windows(heads, width)
         padding = w.covering(num) - num
@@ -166,12 +181,6 @@ class Causal:
         for first, q in zip(range(start, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
             rows, window = q.shape[1], w.covering(first + q.shape[1])
             q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
-            mask = self._mask(first, window, q)[: q.shape[1]]
+            mask = self._masks(first, window, q)[: q.shape[1]]
             outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale)[0, :, :rows])
         return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]
-
-    def _mask(self, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
-        if (start, window) not in self._masks:
-            positions = torch.arange(start, start + CHUNK, device=like.device)
-            self._masks[start, window] = causal_mask(positions, window).to(like.dtype)
-        return self._masks[start, window]

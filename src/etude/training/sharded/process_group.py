@@ -16,7 +16,7 @@ from torch import distributed
 
 from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.file_checksums import digests, files_in, verify_files, write_sums
-from etude.models.attention import Cache, Packed
+from etude.models.attention import Cache
 from etude.models.checkpoint import fsync_directory, rename_into_place, verify_weights
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
@@ -75,7 +75,7 @@ class ShardedProcessGroup:
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
         if rows.kept_N is None:
-            return Packed(rows.forward_lengths, operators, device=self.mesh.device)
+            return rows.cache(operators)
         return ContextParallelCache(rows.lengths, operators, self.mesh)
 
     # agreeing

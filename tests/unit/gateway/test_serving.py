@@ -1,0 +1,375 @@
+"""Several models, keys with limits, metrics, log lines, draining, CORS, and clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, door, qwen, run, said
+from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
+
+from etude import grammars
+from etude.errors import ConfigError
+from etude.gateway import GatewayConfig, KeyLimits, Keys, RequestRefused
+from etude.harness import standard_tools
+from etude.records import Completion, CompletionRequest
+from etude.testing import ScriptedEngine
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+
+
+def limits(key: str, **others: int) -> KeyLimits:
+    return KeyLimits(sha256=hashlib.sha256(key.encode()).hexdigest(), **others)
+
+
+def test_the_model_of_a_request_is_found_by_its_name() -> None:
+    async def work() -> None:
+        async with door([said("a"), said("b")], models=("one", "two")) as at:
+            assert [m.id for m in (await at.openai.models.list()).data] == ["one", "two"]
+            assert [m.id async for m in at.anthropic.models.list()] == ["one", "two"]
+            for name in ("two", "one"):
+                answer = await at.openai.chat.completions.create(model=name, messages=USER)
+                assert answer.model == name
+            with pytest.raises(openai.NotFoundError, match="'one', 'two'"):
+                await at.openai.chat.completions.create(model="three", messages=USER)
+
+    run(work)
+
+
+def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
+    keys = {"slow": limits("s" * 20, requests_per_minute=1), "small": limits("t" * 20, tokens_per_day=5)}
+
+    async def work() -> None:
+        async with door([said("a")] * 3, keys=Keys(keys), key="s" * 20) as at:
+            await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)  # sends x-api-key
+            with pytest.raises(openai.RateLimitError) as rate:
+                await at.openai.chat.completions.create(model=MODEL, messages=USER)
+            assert 1 <= int(rate.value.response.headers["retry-after"]) <= 60
+            with pytest.raises(anthropic.RateLimitError, match="1 requests per minute") as of_anthropic:
+                await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)
+            assert of_anthropic.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
+            other = at.openai.with_options(api_key="t" * 20)
+            await other.responses.create(model=MODEL, input="hi")
+            with pytest.raises(openai.RateLimitError) as quota:
+                await other.responses.create(model=MODEL, input="hi")
+            assert quota.value.code == "insufficient_quota"
+            with pytest.raises(openai.AuthenticationError):
+                await at.openai.with_options(api_key="u" * 20).models.list()
+
+    run(work)
+
+
+def test_a_minute_and_a_day_give_back_what_was_used() -> None:
+    now = [1000.0]
+    key = Keys({"a": limits("k", requests_per_minute=2, tokens_per_day=10)}, clock=lambda: now[0]).find(b"k")
+    key.add_request()
+    key.add_request()
+    with pytest.raises(RequestRefused):
+        key.add_request()
+    now[0] += 61
+    key.add_request()
+    key.add_tokens(10)
+    with pytest.raises(RequestRefused) as used:
+        key.add_request()
+    assert used.value.retry_s == pytest.approx(86_400 - 1061)
+    now[0] += 86_400
+    key.add_request()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "there are no API keys"),
+        ('[a]\nsha256 = "abc"', "a.sha256 is no SHA-256"),
+        (f'[a]\nsha256 = "{"0" * 64}"\ntokens_per_dya = 3', "tokens_per_dya"),
+        (f'[a]\nsha256 = "{"0" * 64}"\n[b]\nsha256 = "{"0" * 64}"', "two names have the same key"),
+        (f'[a]\nsha256 = "{"0" * 64}"\nrequests_per_minute = -1', "below 0"),
+        ("[a", "not valid TOML"),
+    ],
+)
+def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "keys.toml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        Keys.read(tmp_path / "keys.toml")
+
+
+def test_each_request_is_one_log_line_without_content_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with door([said("a secret")] * 2, keys=Keys({"me": limits("k" * 20)}), key="k" * 20) as at:
+            await at.openai.chat.completions.create(model=MODEL, messages=USER)
+            stream = await at.openai.chat.completions.create(model=MODEL, messages=USER, stream=True)
+            assert [chunk async for chunk in stream]
+            with pytest.raises(openai.BadRequestError):
+                await at.openai.responses.create(model=MODEL, input=[])
+            page = (await at.http.get(str(at.http.base_url).removesuffix("/v1/") + "/metrics")).text
+            assert 'etude_gateway_requests_total{dialect="chat",status="200"} 2.0' in page
+            assert 'etude_gateway_requests_total{dialect="responses",status="400"} 1.0' in page
+            assert f'etude_gateway_tokens_total{{kind="answer"}} {2.0 * len(said("a secret"))}' in page
+            assert f'etude_gateway_running{{model="{MODEL}"}} 0.0' in page
+            assert at.gateway.num_open == 0
+
+    with caplog.at_level(logging.INFO, logger="etude.gateway"):
+        run(work)
+    lines = [r.getMessage() for r in caplog.records if r.name == "etude.gateway"]
+    assert [line.split(" prompt=")[0] for line in lines] == [
+        f"POST dialect=chat model={MODEL} key=me status=200",
+        f"POST dialect=chat model={MODEL} key=me status=200",
+        "POST dialect=responses model=- key=me status=400",
+    ]
+    assert f"answer={len(said('a secret'))} ms=" in lines[1]
+    assert not any("secret" in line or "hi" in line.split() for line in lines)
+
+
+class Held:
+    """A policy that answers when it is released."""
+
+    def __init__(self) -> None:
+        self.let, self.num_running = asyncio.Event(), 0
+        self.asked = asyncio.Event()
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        self.num_running += 1
+        self.asked.set()
+        try:
+            await self.let.wait()
+        finally:
+            self.num_running -= 1
+        return await ScriptedEngine([said("late")]).generate(request)
+
+
+def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new() -> None:
+    async def work() -> None:
+        held = Held()
+        async with door(policy=held) as at:
+            running = asyncio.create_task(at.openai.chat.completions.create(model=MODEL, messages=USER))
+            await held.asked.wait()
+            draining = asyncio.create_task(at.gateway.drain(5))
+            await asyncio.sleep(0)
+            with pytest.raises(anthropic.APIStatusError) as refused:
+                await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)
+            assert refused.value.status_code == 503
+            assert refused.value.response.headers["retry-after"] == "5"
+            assert refused.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
+            health = await at.http.get(str(at.http.base_url).removesuffix("/v1/") + "/health")
+            assert health.status_code == 503
+            assert not draining.done()
+            held.let.set()
+            assert (await running).choices[0].message.content == "late"
+            await draining
+
+    run(work)
+
+
+def test_pages_of_an_allowed_origin_may_ask() -> None:
+    async def work() -> None:
+        config = GatewayConfig(port=0, cors_origins=("https://good.example",), drain_s=1)
+        async with door([said("a")], config=config) as at:
+            for origin, allowed in (("https://good.example", True), ("https://bad.example", False)):
+                headers = {
+                    "origin": origin,
+                    "access-control-request-method": "POST",
+                    "access-control-request-headers": "authorization, content-type",
+                }
+                answer = await at.http.options("/chat/completions", headers=headers)
+                assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+
+    run(work)
+
+
+def test_several_answers_come_whole_and_streamed() -> None:
+    async def work() -> None:
+        async with door([said("one"), said("two"), said("three"), said("four")]) as at:
+            whole = await at.openai.chat.completions.create(model=MODEL, messages=USER, n=2, seed=3)
+            assert sorted(c.message.content or "" for c in whole.choices) == ["one", "two"]
+            assert [c.index for c in whole.choices] == [0, 1]
+            assert sorted(r.sampling.seed for r in at.engine.requests) == [3, 4]
+            stream = await at.openai.chat.completions.create(model=MODEL, messages=USER, n=2, stream=True)
+            texts = {0: "", 1: ""}
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
+            assert sorted(texts.values()) == ["four", "three"]
+
+    run(work)
+
+
+class Scoring:
+    """A policy whose completions have the likeliest tokens."""
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        done = await ScriptedEngine([said("ab STOP cd")]).generate(request)
+        shape = (len(done.token_ids), request.sampling.top_logprobs)
+        fields = {name: getattr(done, name) for name in done.__struct_fields__}
+        return Completion(
+            **{**fields, "top_ids": np.zeros(shape, np.int32), "top_logprobs": np.full(shape, -1.5, np.float32)}
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_the_text(stream: bool) -> None:
+    async def work() -> None:
+        async with door(policy=Scoring()) as at:
+            ask: dict[str, Any] = {
+                "model": MODEL,
+                "messages": USER,
+                "logprobs": True,
+                "top_logprobs": 2,
+                "stop": "STOP",
+            }
+            if stream:
+                chunks = [c async for c in await at.openai.chat.completions.create(**ask, stream=True)]
+                content = next(c.choices[0].logprobs.content for c in chunks if c.choices and c.choices[0].logprobs)
+            else:
+                content = (await at.openai.chat.completions.create(**ask)).choices[0].logprobs.content
+            assert "".join(token.token for token in content) == "ab "
+            assert all((token.logprob, len(token.top_logprobs)) == (-0.5, 2) for token in content)
+            text = await at.openai.completions.create(model=MODEL, prompt="x", logprobs=1, max_tokens=99)
+            scores = text.choices[0].logprobs
+            assert "".join(scores.tokens) == text.choices[0].text == "ab STOP cd"
+            assert scores.text_offset[:2] == [0, len(scores.tokens[0])]
+
+    run(work)
+
+
+def test_reasoning_and_parallel_calls_of_a_chat_are_the_same_streamed_and_whole() -> None:
+    async def work() -> None:
+        answer = said("<think>\nhm <b\n</think>\n\nlook" + CALLS)
+        async with door([answer] * 2) as at:
+            ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": TOOLS}
+            whole = (await at.openai.chat.completions.create(**ask)).choices[0].message
+            assert whole.model_extra == {"reasoning_content": "hm <b"}
+            assert [json.loads(c.function.arguments)["city"] for c in whole.tool_calls or ()] == ["Paris", "Rome"]  # type: ignore[union-attr]
+            reasoning = text = ""
+            calls: dict[int, str] = {}
+            async for chunk in await at.openai.chat.completions.create(**ask, stream=True):
+                delta = chunk.choices[0].delta
+                text += delta.content or ""
+                reasoning += (delta.model_extra or {}).get("reasoning_content", "")
+                for call in delta.tool_calls or ():
+                    calls[call.index] = calls.get(call.index, "") + (call.function.arguments or "")  # type: ignore[union-attr]
+            assert (reasoning, text) == ("hm <b", "look")
+            assert [json.loads(c)["city"] for c in calls.values()] == ["Paris", "Rome"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("cut", [3, 9])
+def test_reasoning_that_is_cut_off_is_reasoning(cut: int) -> None:
+    async def work() -> None:
+        async with door([said("<think>\nab cd ef gh ij")] * 2) as at:
+            message = (
+                (await at.openai.chat.completions.create(model=MODEL, messages=USER, max_tokens=cut)).choices[0].message
+            )
+            assert message.content == ""
+            assert "ab cd ef".startswith((message.model_extra or {})["reasoning_content"][:8])
+            stream = await at.openai.chat.completions.create(model=MODEL, messages=USER, max_tokens=cut, stream=True)
+            assert "".join([c.choices[0].delta.content or "" async for c in stream]) == ""
+
+    run(work)
+
+
+def test_what_a_forced_call_samples_is_parsed_as_a_call(tmp_path: Path) -> None:
+    """A walk through random allowed tokens always ends as calls that the chat format reads."""
+    pytest.importorskip("llguidance")
+    random = np.random.default_rng(0)
+    for chat, tools, tokenizer in (
+        (qwen(), TOOLS, qwen()._tokenizer),
+        (laptop_chat(), standard_tools().to_openai(), laptop_tokenizer()),
+    ):
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        signatures = chat.signatures(tools)
+        matcher = grammars.Compiler(tmp_path / "tokenizer.json", chat.vocab_size).compile(
+            chat.call_grammar(signatures, max_calls=2)
+        )
+        num_whole = 0
+        for _ in range(20):
+            at, ids = matcher.copy(), list[int]()
+            while len(ids) < 300:
+                allowed, may_end = at.mask()
+                if may_end and (not allowed.any() or random.random() < 0.3):
+                    num_whole += 1
+                    reply = chat.parse([*ids, chat.stop_token_ids[0]], signatures, strict=True)
+                    assert reply.error == ""
+                    assert 1 <= len(reply.calls) <= 2
+                    break
+                token = int(random.choice(np.flatnonzero(allowed)))
+                at.consume(token)
+                ids.append(token)
+        assert num_whole > 3
+
+
+class Endless:
+    """A policy that streams tokens for ever."""
+
+    def __init__(self) -> None:
+        self.num_running = self.num_begun = 0
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise AssertionError("a stream was asked for")
+
+    async def stream(self, request: CompletionRequest) -> AsyncIterator[list[int] | Completion]:
+        self.num_running += 1
+        self.num_begun += 1
+        try:
+            while True:
+                yield said("a")[:1]
+                await asyncio.sleep(0.01)
+        finally:
+            self.num_running -= 1
+
+
+@pytest.mark.parametrize("clients", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_clients_that_vanish_leave_no_running_request(clients: int) -> None:
+    async def work() -> None:
+        policy = Endless()
+        config = GatewayConfig(port=0, max_running=20, max_waiting=2000, drain_s=5)
+        bodies = {
+            "/chat/completions": {"model": MODEL, "messages": USER, "stream": True},
+            "/messages": {"model": MODEL, "messages": USER, "max_tokens": 99, "stream": True},
+            "/responses": {"model": MODEL, "input": "hi", "stream": True},
+        }
+        async with door(policy=policy, config=config) as at:
+
+            async def vanish(number: int) -> None:
+                path = list(bodies)[number % 3]
+                body = json.dumps(bodies[path]).encode()
+                host, port = at.http.base_url.host, at.http.base_url.port
+                reader, writer = await asyncio.open_connection(host, port)
+                head = f"POST /v1{path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+                writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+                if number % 2:  # in the middle of the stream; the others before its first byte
+                    await reader.readuntil(b"data: ")
+                writer.transport.abort()
+
+            for start in range(0, clients, 50):
+                await asyncio.gather(*(vanish(n) for n in range(start, min(clients, start + 50))))
+            async with asyncio.timeout(20):
+                while policy.num_running or at.gateway.num_open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            [model] = at.gateway.models.values()
+            assert (model.num_running, model.num_waiting) == (0, 0)
+            assert policy.num_begun >= clients // 2
+
+    run(work, limit_s=280)
+
+
+def test_headers_of_a_page_without_a_key_are_not_needed() -> None:
+    async def work() -> None:
+        async with door([], key="none") as at:
+            async with httpx.AsyncClient(base_url=at.http.base_url) as bare:
+                answer = await bare.post("/messages", content=b"{", headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            assert answer.json()["type"] == "error"
+
+    run(work)

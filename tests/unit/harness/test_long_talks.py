@@ -1,0 +1,59 @@
+"""A long conversation is continued without rendering its history, and gets the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.parity import chats
+from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
+
+from etude.harness import ChatFormat, chat_template, standard_tools
+
+TOOLS = standard_tools().to_openai()
+CALL = {"id": "1", "type": "function", "function": {"name": "ls", "arguments": {}}}
+
+
+def turns(n: int) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """(messages up to a reply, new messages) of the turns of one conversation, with calls and without."""
+    talk: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "fix it"}]
+    found = []
+    for i in range(n):
+        reply: dict[str, Any] = {"role": "assistant", "content": f"so {i}"}
+        new: list[dict[str, Any]] = [{"role": "user", "content": f"go on {i}"}]
+        if i % 3:
+            reply["tool_calls"] = [CALL] * (i % 3)
+            new = [{"role": "tool", "content": f"file{i}", "tool_call_id": "1"}] * (i % 3)
+        talk.append(reply)
+        found.append((list(talk), new))
+        talk += new
+    return found
+
+
+@pytest.mark.parametrize("name", ["etude", "qwen", "deepseek"])
+def test_the_tokens_are_those_of_the_whole_history(name: str, tmp_path: Path) -> None:
+    chat = laptop_chat() if name == "etude" else ChatFormat.load(chats.make(tmp_path, name))
+    signatures = chat.signatures(TOOLS)
+    rendered: list[int] = []
+    after_reply = chat._after_reply
+    chat._after_reply = lambda previous, *rest: (rendered.append(len(previous)), after_reply(previous, *rest))[1]  # type: ignore[method-assign]
+    try:
+        for at, (before, new) in enumerate(turns(40)):
+            ended = bool(at % 2)
+            whole = after_reply(before, new, signatures, ended)
+            rendered.clear()
+            assert chat.continuation(before, new, signatures, ended=ended).tolist() == (
+                chat._encode_rendering(whole).tolist()
+            )
+            assert at != 38 or max(rendered) <= 3
+    finally:
+        del chat._after_reply  # type: ignore[method-assign]
+
+
+def test_a_template_that_counts_its_messages_is_rendered_whole() -> None:
+    counting = chat_template() + "{% if add_generation_prompt %}{{ messages | length }}{% endif %}"
+    chat = ChatFormat(laptop_tokenizer(), counting)
+    for before, new in turns(40):
+        said = chat.decode(chat.continuation(before, new, {}))
+        assert said.endswith(str(len(before) + len(new)))
