@@ -1,14 +1,14 @@
 """A server of the Model Context Protocol with one tool, a shell in the machine of its rollout.
 
-For agents whose own shell cannot be replaced. Needs the package `mcp`."""
+For agents whose own shell cannot be replaced. Needs the package `mcp`, version 2."""
 
 from __future__ import annotations
 
 import subprocess
 
-from mcp.server.fastmcp import FastMCP
+from mcp.server.mcpserver import MCPServer
 
-server = FastMCP("machine")
+server = MCPServer("machine")
 
 
 @server.tool()

@@ -182,9 +182,7 @@ class Episode:
         if prompt.answered is not None:
             await asyncio.sleep(0)  # a program that repeats a request for ever cannot block the event loop
             return self._turn(prompt.answered, messages, signatures, strict=strict)
-        max_tokens = max_tokens or self.limits.turn_tokens
-        if not strict:  # clients ask for far more than they need
-            max_tokens = min(max_tokens, self.limits.turn_tokens)
+        max_tokens = self.limits.turn_tokens if max_tokens is None else max_tokens
         if (num_tokens := len(prompt.token_ids) + max_tokens) > self.limits.context_tokens:
             facts = (
                 f"{num_tokens} tokens with the next turn, and harness.context_tokens is {self.limits.context_tokens}"

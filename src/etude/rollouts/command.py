@@ -117,7 +117,7 @@ class CommandProgram:
         """Return what starts the program beside the worker."""
         if not self.warm:
             return launcher_of(sys.executable, ())
-        python = sys.executable if self.argv[0] == "{python}" else self.argv[0]
+        python = self.argv[0].replace("{python}", sys.executable).replace("{cwd}", os.getcwd())
         return launcher_of(shutil.which(python) or python, self.warm)
 
     async def _watch(
