@@ -72,6 +72,12 @@ def main() -> int:
             failed["vllm"] = why
     else:
         failed["vllm"] = "ETUDE_TEST_VLLM=1 installs it, 3.5 GiB: etude engines install vllm"
+    if os.environ.get("ETUDE_TEST_AGENTS") == "1":
+        print("installing agents into environments of their own", flush=True)
+        if why := run(sys.executable, "-m", "tests.harnesses.agents"):
+            failed["agents"] = why
+    else:
+        failed["agents"] = "ETUDE_TEST_AGENTS=1 installs them, 2.5 GiB: python -m tests.harnesses.agents"
     for name, why in failed.items():
         print(f"not to be had: {name}: {why}")
     return 0

@@ -1,0 +1,227 @@
+"""One task through a real agent program, with a scripted model: what of its requests was attributed, and what it did.
+
+The agents are those of `requirements.txt` and `package.json` here, unchanged, with the configs of
+`docs/guides/harnesses.md`. The model's words and tokens are a script; agent, endpoints and machine are real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import re
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from tests.parity import chats
+
+from etude.capture import Prompt, TurnTree
+from etude.config import build
+from etude.environments import prepare
+from etude.environments.backends import open_runtime
+from etude.experience.packing import paths
+from etude.harness import Call, ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness.commands import Signature
+from etude.records import Completion, CompletionRequest, Task, Version, VersionSpan
+from etude.records.completion import StopReason
+from etude.records.rollout import TurnKind
+from etude.records.task import Split
+from etude.rollouts.door import Door
+
+HERE = Path(__file__).parent
+GUIDE = HERE.parents[1] / "docs" / "guides" / "harnesses.md"
+TASK = Task(
+    source="list",
+    split=Split.TRAIN,
+    index=0,
+    family="demo",
+    instruction="calc.py: price(n) must return n + 3. Change the file with one command, then say done.",
+    files={"calc.py": 'def price(n):\n    """n plus 3"""\n    return n - 3\n'},
+    exports=("calc.py",),
+    test_command=("python", "-c", "import calc; assert calc.price(1) == 4"),
+)
+COMMANDS = ("cat calc.py", "sed -i 's/n - 3/n + 3/' calc.py")
+FIXED = b"    return n + 3\n"
+SHELLS = ("bash", "Bash", "shell", "exec_command", "shell_command", "run", "local_shell")
+_asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
+
+Answers = Callable[[int, str, Mapping[str, Signature]], str | Call]
+"""Gives the next answer by the number of answers so far (without "ok"), the last message and the tools."""
+
+
+@dataclass
+class Played:
+    """What came of one rollout. `statuses`: HTTP answers of its endpoints, by path and status."""
+
+    ending: str
+    fixed: bool
+    num_requests: int
+    num_turns: int
+    num_side: int
+    num_resampled: int
+    branches: int
+    rows: int
+    wall_s: float
+    statuses: dict[str, int] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    log: str = ""
+
+    @property
+    def num_failed(self) -> int:
+        """Answers with a status of 500 or more."""
+        return sum(n for name, n in self.statuses.items() if int(name.rsplit(" ", 1)[1]) >= 500)
+
+    @property
+    def attributed(self) -> float:
+        """The part of the answered requests for a completion that are turns of the rollout."""
+        asked = sum(n for name, n in self.statuses.items() if re.search(r"(completions|responses|messages) 200$", name))
+        return self.num_turns / asked if asked else 0.0
+
+
+def config_of(name: str) -> HarnessConfig:
+    """The config of an agent, as the section `name` of the guide has it."""
+    section = re.search(rf"^## {re.escape(name)}\n.*?```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    assert section, f"{GUIDE} has no section {name!r} with a config"
+    harness: dict[str, Any] = tomllib.loads(section[1])["harness"]
+    return build(HarnessConfig, harness)
+
+
+class Script:
+    """A policy that answers with `answers`, and "ok" to requests that are not of the main conversation."""
+
+    def __init__(self, chat: ChatFormat, answers: Answers) -> None:
+        self.chat, self.answers, self.num_answered = chat, answers, 0
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        prompt, signatures = _asked.get()
+        answer = self.answers(self.num_answered, prompt, signatures)
+        self.num_answered += answer != "ok"
+        chat = self.chat
+        ids = chat.encode_call(answer) if isinstance(answer, Call) else [*chat.encode(answer), chat.stop_token_ids[0]]
+        token_ids = np.array(ids, np.int32)[: request.sampling.max_tokens]
+        return Completion(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=np.zeros(len(token_ids), np.float32),
+            routes=np.zeros((0, 1, 1), np.uint8),
+            routes_start=len(request.prompt_ids) + len(token_ids) - 1,
+            spans=(VersionSpan(Version(0, "0" * 8, "0" * 64), len(token_ids)),),
+            stop_reason=StopReason.STOP if len(token_ids) == len(ids) else StopReason.LENGTH,
+            engine="script",
+        )
+
+
+class _Episode(Episode):
+    starts: Counter[str]
+
+    async def ask(self, messages: Any = None, *, tools: Any = None, **options: Any) -> Any:
+        last = str((messages or [{}])[-1].get("content", ""))
+        _asked.set((last, self.tools.signatures if tools is None else self.chat.signatures(tools)))
+        turn = await super().ask(messages, tools=tools, **options)
+        self.starts[str(turn.node.start)] += 1
+        return turn
+
+
+def by_shell(end: str | Call = "done") -> Answers:
+    """Look, edit, and end, by the tool that takes a shell command; "ok" where there is none."""
+
+    def answer(done: int, last: str, tools: Mapping[str, Signature]) -> str | Call:
+        shell = next((tools[name] for name in sorted(tools) if name.rpartition("__")[2] in SHELLS), None)
+        if shell is None:
+            return "ok"
+        if done >= len(COMMANDS):
+            return end
+        names = [parameter.name for parameter in shell.parameters]
+        return Call(shell.name, {next(n for n in ("command", "cmd") if n in names): COMMANDS[done]})
+
+    return answer
+
+
+def by_text(*answers: str) -> Answers:
+    """These texts, then "ok"."""
+    return lambda done, last, tools: answers[done] if done < len(answers) else "ok"
+
+
+_REPLACE = "calc.py\n```python\n<<<<<<< SEARCH\n    return n - 3\n=======\n    return n + 3\n>>>>>>> REPLACE\n```\n"
+ANSWERS: dict[str, Answers] = {
+    "mini-swe-agent": by_shell(Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})),
+    "OpenAI Agents SDK": by_shell(),
+    "Claude Code": by_shell(),
+    "Codex": by_shell(),
+    "Aider": by_text(_REPLACE),
+    "Inspect": by_shell(Call("submit", {"answer": "done"})),
+}
+"""What the scripted model answers to each agent of the guide."""
+
+
+def play(config: HarnessConfig, answers: Answers, task: Task = TASK) -> Played:
+    """Run one rollout of the agent on a machine of namespaces."""
+    with tempfile.TemporaryDirectory() as folder:
+        chat = ChatFormat.load(chats.make(Path(folder), "qwen"))
+    kept = {k: v for k, v in os.environ.items() if not re.match("CLAUDE|ANTHROPIC|OPENAI|CODEX|LITELLM", k)}
+    with mock.patch.dict(os.environ, kept, clear=True):
+        return asyncio.run(_play(config, answers, task, chat))
+
+
+async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatFormat) -> Played:
+    statuses, resampled, began = Counter[str](), [], asyncio.get_running_loop().time()
+    respond, prompt_of = Door.__call__, TurnTree.prompt
+
+    async def counted(door: Door, scope: Any, receive: Any, send: Any) -> None:
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                path = re.sub(r"^/r/.*?(?=/v1/|/machine/)", "", scope["path"])
+                statuses[f"{scope['method']} {path} {message['status']}"] += 1
+            await send(message)
+
+        await respond(door, scope, receive, sent)
+
+    def prompted(tree: TurnTree, *args: Any, **options: Any) -> Prompt:
+        prompt = prompt_of(tree, *args, **options)
+        resampled.append(prompt.num_resampled)
+        return prompt
+
+    runtime = open_runtime("namespace")
+    with mock.patch.object(Door, "__call__", counted), mock.patch.object(TurnTree, "prompt", prompted):
+        try:
+            (machine,) = await runtime.fork(await prepare(runtime, task), 1)
+            episode = _Episode(
+                task,
+                machine,
+                policy=Script(chat, answers),
+                chat=chat,
+                tools=standard_tools(),
+                limits=config,
+                options=RequestOptions(session_id="g000001.0/0", seed=7),
+            )
+            episode.starts = Counter()
+            run = await run_program(episode)
+            fixed = FIXED in await machine.read("calc.py", max_bytes=10_000)
+            await machine.close()
+        finally:
+            await runtime.close()
+    trace = run.trace
+    log = run.log.decode(errors="replace")
+    requests = re.search(r"turns of (\d+) requests", log)
+    return Played(
+        ending=str(run.ending or run.failure),
+        fixed=fixed,
+        num_requests=int(requests[1]) if requests else 0,
+        num_turns=len(trace.turns),
+        num_side=sum(turn.kind is TurnKind.SIDE for turn in trace.turns),
+        num_resampled=sum(resampled),
+        branches=len([leaf for leaf in trace.leaves() if trace.turns[leaf].kind is not TurnKind.SIDE]),
+        rows=sum(path.mask.any() for path in paths(trace)),
+        wall_s=round(asyncio.get_running_loop().time() - began, 1),
+        statuses=dict(statuses),
+        starts=dict(episode.starts),
+        prompt_tokens=len(trace.turns[0].prompt_ids) if trace.turns else 0,
+        log=log,
+    )
