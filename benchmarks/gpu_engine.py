@@ -124,7 +124,9 @@ def bound(work: Work, batch: int, context: int, peak: Peaks) -> tuple[float | No
 def prefill(model: Transformer, size: Size, peak: Peaks, on: torch.device) -> dict[str, Any]:
     """Prompts in chunks of at most 4096 tokens a step."""
     runner = runner_for(model, num_slots=8, context_tokens=size.prompt + 8)
-    scheduler = Scheduler(num_slots=8, chunk_tokens=2048, step_tokens=4096, max_waiting=8)
+    scheduler = Scheduler(
+        num_slots=8, context_tokens=size.prompt + 8, chunk_tokens=2048, step_tokens=4096, max_waiting=8
+    )
     for i in range(8):
         sampling = Sampling(max_tokens=1, stop_token_ids=(), seed=i)
         prompt = np.random.default_rng(i).integers(0, size.sizes.vocab_size, size.prompt).astype(np.int32)

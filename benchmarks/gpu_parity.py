@@ -46,7 +46,13 @@ QUICK = Size(TINY, sequences=3, prompt=20, tokens=12)
 def sampled(model: Transformer, size: Size) -> tuple[list[Sequence], list[Routes]]:
     """What the engine says of its own tokens, and its experts."""
     runner = runner_for(model, num_slots=size.sequences, context_tokens=size.prompt + size.tokens)
-    scheduler = Scheduler(num_slots=size.sequences, chunk_tokens=96, step_tokens=512, max_waiting=size.sequences)
+    scheduler = Scheduler(
+        num_slots=size.sequences,
+        context_tokens=size.prompt + size.tokens,
+        chunk_tokens=96,
+        step_tokens=512,
+        max_waiting=size.sequences,
+    )
     sequences, routes = [], dict[str, Routes]()
     for i in range(size.sequences):
         prompt = np.random.default_rng(i).integers(0, size.sizes.vocab_size, size.prompt - i % 8).astype(np.int32)

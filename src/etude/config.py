@@ -283,7 +283,7 @@ def _plugin(built_in: Sequence[Any], value: Any, place: str, plugins: Collection
         return kind
     if isinstance(value, str) and value in plugins:
         return Plugin(value)
-    return named(value, names) if isinstance(value, str) and (names or not built_in) else value
+    return named(value, names) if isinstance(value, str) and (names or plugins or not built_in) else value
 
 
 def _path(kind: type, value: Any) -> Any:

@@ -266,7 +266,7 @@ def test_what_siblings_begin_with_is_in_the_file_once(tmp_path, kit):
 def test_what_branches_of_a_rollout_begin_with_is_in_the_file_once(tmp_path, kit):
     first = turn_of(ids(), ids(1, 2, 3), ids(4, 5))
     before = ids(1, 2, 3, 4, 5)
-    branches = [turn_of(before, ids(6, 7, 8, i), ids(9, i), parent=0, kind=TurnKind.SIDE) for i in range(2)]
+    branches = [turn_of(before, ids(6, 7, 8, i), ids(9, i), parent=0, kind=TurnKind.SUMMARY) for i in range(2)]
     again = turn_of(ids(), ids(1, 2, 8), ids(4))  # another context, which begins like the first one
     trace = Trace((first, *branches, again))
     batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", [trace, Trace((first,))]))
@@ -278,7 +278,7 @@ def test_what_branches_of_a_rollout_begin_with_is_in_the_file_once(tmp_path, kit
         (0, 2, [8]),
         (0, 3, []),
     ]
-    assert [row["kind"] for row in turns] == ["act", "side", "side", "act", "act"]
+    assert [row["kind"] for row in turns] == ["act", "summary", "summary", "act", "act"]
     leaves = [row["leaf"] for row in rows if row["row"] == "sample" and row["rollout_id"] == "g000000.0"]
     assert leaves == [1, 2, 3]
     assert [int(sample.path.mask.sum()) for sample in batch.samples] == [4, 2, 1, 2], "a token has loss once"

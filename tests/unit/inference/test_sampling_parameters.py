@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import random
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -345,7 +346,7 @@ def test_a_preempted_request_starts_its_grammar_again(tokenizer):
                       vocab_size=300)  # fmt: skip
     found = with_vocabulary(tokenizer)
     running = asyncio.run(found._running(request))
-    scheduler = Scheduler(num_slots=1, chunk_tokens=16, step_tokens=16, max_waiting=4)
+    scheduler = Scheduler(num_slots=1, context_tokens=512, chunk_tokens=16, step_tokens=16, max_waiting=4)
     scheduler.submit(running)
     for _ in range(4):
         found._runner.step(scheduler.plan())
@@ -470,7 +471,9 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_cache_is_bounded(token
                 done = await running.generate(sampled(f"c{i}", 5, 12, grammar=regex, stop_token_ids=(5,)))
                 assert text_of(tokenizer, done, 5) == "a" * (i + 1)
             assert len(running._grammars._compiled) == 2
-            monkeypatch.setattr(compiled_module, "COMPILE_S", 1e-6)
+            monkeypatch.setattr(compiled_module, "COMPILE_S", 0.01)
+            compile_grammar = running._grammars._compile
+            monkeypatch.setattr(running._grammars, "_compile", lambda text: time.sleep(0.5) or compile_grammar(text))
             with pytest.raises(InvalidGrammar, match="was not compiled within"):
                 await running.generate(sampled("late", 5, 12, grammar=grammars.from_regex("b"), stop_token_ids=(5,)))
 
