@@ -258,9 +258,10 @@ class ChatFormat:
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
         """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
 
-        A completion without a stop token was cut off: its `Reply` has the error "too long". With `strict`, a call that
-        lacks a required argument is an error. Calls of unknown tools are errors in any case, since the names of their
-        arguments are not known."""
+        A completion without a stop token was cut off: its `Reply` has the error "too long". With `strict`, a second
+        call is an error (small models would act before they see the output of the first one), and so is a call that
+        lacks a required argument. Calls of unknown tools are errors in any case, since the names of their arguments are
+        not known."""
         body = [int(i) for i in ids]
         if not body or body[-1] != self.end_id:
             return Reply(self.decode(body, special=True), error="too long")
@@ -270,6 +271,8 @@ class ChatFormat:
             return Reply(self.decode(body))
         if any(body[at] != self._call_id for at in opened):
             return Reply(self.decode(body, special=True), error="only calls may follow the text")
+        if strict and len(opened) > 1:
+            return Reply(self.decode(body, special=True), error="one call a turn")
         calls = []
         for start, stop in itertools.pairwise([*opened, len(body)]):
             call = read_call(self.decode(body[start + 1 : stop]), signatures, strict=strict)

@@ -299,9 +299,10 @@ def test_what_a_forced_call_samples_is_parsed_as_a_call(tmp_path: Path) -> None:
                 allowed, may_end = at.mask()
                 if may_end and (not allowed.any() or random.random() < 0.3):
                     num_whole += 1
-                    reply = chat.parse([*ids, chat.stop_token_ids[0]], signatures, strict=True)
-                    assert reply.error == ""
+                    reply = chat.parse([*ids, chat.stop_token_ids[0]], signatures, strict=False)
                     assert 1 <= len(reply.calls) <= 2
+                    strict = chat.parse([*ids, chat.stop_token_ids[0]], signatures)
+                    assert strict.error == "" or (strict.error == "one call a turn" and len(reply.calls) == 2)
                     break
                 token = int(random.choice(np.flatnonzero(allowed)))
                 at.consume(token)

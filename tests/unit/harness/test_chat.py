@@ -103,7 +103,8 @@ def test_completions_say_calls_text_or_why_they_cannot_be_read() -> None:
     assert CHAT.parse([*CHAT.encode("so"), *call], TOOLS).text == "so"
     assert CHAT.parse([*CHAT.encode("hello"), CHAT.end_id], TOOLS).text == "hello"
     assert CHAT.parse(call[:-1], TOOLS).error == "too long"
-    assert CHAT.parse([*call[:-1], *call], TOOLS).calls == (EDIT, EDIT)
+    assert CHAT.parse([*call[:-1], *call], TOOLS).error == "one call a turn"
+    assert CHAT.parse([*call[:-1], *call], TOOLS, strict=False).calls == (EDIT, EDIT)
     assert CHAT.parse([IDS["<|user|>"], CHAT.end_id], TOOLS).error == "only calls may follow the text"
     short = [IDS["<|call|>"], *CHAT.encode("edit calc.py"), CHAT.end_id]
     assert CHAT.parse(short, TOOLS).error == "usage: edit PATH LINE TEXT"
