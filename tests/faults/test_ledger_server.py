@@ -139,7 +139,7 @@ def test_a_run_goes_on_through_kills_of_its_server_and_none_is_lost_or_trained_t
         for _ in range(4):
             for _ in range(rng.randint(3, 15)):
                 words = conductor.stdout.readline().decode().split()
-                assert len(words) == 2, "the conductor ended with its server"
+                assert len(words) == 2, f"the conductor ended with its server: exit code {conductor.wait(10)}"
                 finished.add(words[1])
             postgres.kill()
             postgres.start()
