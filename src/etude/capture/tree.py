@@ -4,7 +4,7 @@ A turn is one completion of the model with the messages before it. A request rep
 The tree finds the deepest recorded turn that the messages repeat, and tokenises only the messages after it. So a
 sampled token is never tokenised again. Messages are compared by content (`message_digest`): clients may leave out the
 reasoning, and write a call's arguments in another order. A changed history becomes a branch, or a new root when none of
-its turns is known. A request that repeats an answered one (a retry) can take the recorded turn instead of a new one.
+its turns is known.
 
 Each turn is a separate node, also when two siblings have the same tokens. The first request that continues a turn uses
 the turn's engine session (an id under which an engine keeps the KV cache of a conversation). Every further one is a
@@ -58,8 +58,7 @@ class Node:
     sampling: Sampling
     calls: tuple[ToolCall, ...]
     kind: TurnKind
-    prompt_key: bytes  # digest of the tools and of the messages of the request
-    key: bytes  # the same with the model's message of this turn
+    key: bytes  # digest of the tools and of all messages, including the model's of this turn
     reply_digest: bytes  # `message_digest` of the model's message
     session_id: str  # engine session of this turn
     number: int  # number of turns that the tree recorded before
@@ -83,19 +82,9 @@ class Node:
             yield at
             at = at.parent
 
-    def prompt(self) -> Prompt:
-        """The request that this turn answers, with the turn as `Prompt.answered`."""
-        before = [] if self.parent is None else [self.parent.context()]
-        return Prompt(
-            parent=self.parent,
-            token_ids=np.concatenate([*before, self.prompt_ids]),
-            new_ids=self.prompt_ids,
-            key=self.prompt_key,
-            session_id=self.session_id,
-            fork_from=None,
-            start=self.start,
-            answered=self,
-        )
+    def prompt_context(self) -> I32:
+        """Return the token ids that the model read for this turn: the context without its sampled tokens, int32."""
+        return self.context()[: self.num_tokens - len(self.completion.token_ids)]
 
     def context(self) -> I32:
         """Return the token ids that the model has read and sampled up to the end of this turn, [num_tokens] int32."""
@@ -121,7 +110,6 @@ class Prompt:
     fork_from: str | None  # as in `CompletionRequest`
     start: Start
     num_resampled: int = 0  # replies of the model among the new messages that are tokenised from their text
-    answered: Node | None = None  # the recorded turn of an equal request, see `TurnTree.prompt`
 
     @property
     def routes_from(self) -> int:
@@ -145,7 +133,6 @@ class TurnTree:
         self._num_sessions = self._num_recorded = 0
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # least recently used first
         self._by_key: dict[bytes, list[Node]] = {}
-        self._by_prompt: dict[bytes, Node] = {}  # the newest turn of each request
         self._tools: set[bytes] = set()  # digests of the tools of all requests
         self._first_messages: set[bytes] = set()  # keys of the tools and the first message of all requests
         self._lock = threading.Lock()
@@ -160,24 +147,17 @@ class TurnTree:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
-        reuse: bool = False,
-        take: bool = True,
     ) -> Prompt:
         """Encode a request: the tokens of the deepest recorded turn, then those of the messages after it.
 
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
-        same tools in OpenAI's format, needed when the tools may change within the tree. `reuse`: if the tree has a turn
-        of an equal request, return it as `Prompt.answered`; then no session is taken. `take`
-        False: the caller only counts tokens and will not sample; no session is taken. Raises `ContextFull`, before it
+        same tools in OpenAI's format, needed when the tools may change within the tree. Raises `ContextFull`, before it
         tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
         keys = conversation_keys(tools, messages)
         with self._lock:
-            if reuse and (answered := self._by_prompt.get(keys[-1])) is not None:
-                self._touch(answered)
-                return answered.prompt()
             parent = self._deepest(keys[:-1])
-            start = self._start(parent, tools, keys[0]) if take else Start.FIRST
-            session_id, fork_from = self._session(parent) if take else ("", None)
+            start = self._start(parent, tools, keys[0])
+            session_id, fork_from = self._session(parent)
             known = 0 if parent is None else keys.index(parent.key) + 1
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
             recorded = {node.reply_digest for node in self._nodes} if replies else set()
@@ -191,7 +171,12 @@ class TurnTree:
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
 
     def prompt_tokens(
-        self, messages: Sequence[Message], signatures: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        signatures: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
     ) -> int:
         """Return how many tokens the prompt of a request would have. Nothing is recorded, and no session is taken.
 
@@ -200,8 +185,10 @@ class TurnTree:
         with self._lock:
             parent = self._deepest(keys[:-1])
         if parent is None:
-            return len(self._chat.encode_prompt(messages, signatures))
-        return parent.num_tokens + len(self._continuation(parent, messages, keys.index(parent.key) + 1, signatures))
+            return len(self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens))
+        remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
+        known = keys.index(parent.key) + 1
+        return parent.num_tokens + len(self._continuation(parent, messages, known, signatures, max_tokens=remaining))
 
     def record(
         self,
@@ -230,7 +217,6 @@ class TurnTree:
                 sampling=sampling,
                 calls=calls,
                 kind=kind,
-                prompt_key=prompt.key,
                 key=key,
                 reply_digest=digest,
                 session_id=prompt.session_id,
@@ -321,7 +307,6 @@ class TurnTree:
             if at not in self._nodes:
                 self._nodes[at] = None
                 self._by_key.setdefault(at.key, []).append(at)
-                self._by_prompt[at.prompt_key] = at
                 self.num_tokens += at.num_added
             self._nodes.move_to_end(at)
 
@@ -332,8 +317,6 @@ class TurnTree:
         same.remove(node)
         if not same:
             del self._by_key[node.key]
-        if self._by_prompt.get(node.prompt_key) is node:
-            del self._by_prompt[node.prompt_key]
 
 
 class KeptMessage(dict[str, Any]):

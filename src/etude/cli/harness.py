@@ -142,7 +142,7 @@ class ObservedEpisode(Episode):
         asked = list(self.messages if messages is None else messages)
         _asked.set(self.tools.signatures if tools is None else self.chat.signatures(tools))
         turn = await super().ask(messages, tools=tools, **options)
-        rendered = self.chat.decode(turn.node.prompt().token_ids, special=True)
+        rendered = self.chat.decode(turn.node.prompt_context(), special=True)
         self.observed.append(Observed(turn, _lost(asked, tools or (), rendered)))
         return turn
 

@@ -151,11 +151,9 @@ class ServedModel:
         A prompt that certainly has more than 16 contexts counts as that many."""
         signatures = self._signatures(parsed)
         most = 16 * self.context_tokens
-        render = partial(
-            self._tree.prompt, parsed.messages, signatures, tools=parsed.tools, max_tokens=most, take=False
-        )
+        render = partial(self._tree.prompt_tokens, parsed.messages, signatures, tools=parsed.tools, max_tokens=most)
         try:
-            return len((await self.run_in_thread(render)).token_ids)
+            return await self.run_in_thread(render)
         except ContextFull:
             return most
 

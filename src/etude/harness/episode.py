@@ -148,15 +148,13 @@ class Episode:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         kind: TurnKind = TurnKind.ACT,
-        reuse: bool = False,
         max_tokens: int | None = None,
         strict: bool = True,
     ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
         `messages` is the conversation, by default `self.messages`; its last message must not be the model's. `tools`
-        are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn. With
-        `reuse` the request may be a retry: if an equal one was answered, its turn is returned and nothing is sampled.
+        are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn.
         `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
         fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
         gateway get it.
@@ -178,10 +176,7 @@ class Episode:
             raise EpisodeEnded(self.ending)
         messages = self.messages if messages is None else messages
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
-        prompt = self._tree.prompt(messages, signatures, tools=tools or (), reuse=reuse)
-        if prompt.answered is not None:
-            await asyncio.sleep(0)  # a program that repeats a request for ever cannot block the event loop
-            return self._turn(prompt.answered, messages, signatures, strict=strict)
+        prompt = self._tree.prompt(messages, signatures, tools=tools or ())
         max_tokens = self.limits.turn_tokens if max_tokens is None else max_tokens
         if (num_tokens := len(prompt.token_ids) + max_tokens) > self.limits.context_tokens:
             facts = (

@@ -169,7 +169,7 @@ class Attribution:
             chat=episode.chat,
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
-            prompt_ids=node.prompt().token_ids,
+            prompt_ids=node.prompt_context(),
             reply=turn.reply,
         )
 

@@ -278,19 +278,6 @@ def test_many_threads_lose_no_turn_and_share_no_session() -> None:
     )
 
 
-def test_a_retry_is_the_recorded_turn_and_takes_no_session() -> None:
-    one = tree()
-    messages = [user("fix")]
-    node = answer(one, one.prompt(messages, SIGNATURES, reuse=True), "ls")
-    again = one.prompt(messages, SIGNATURES, reuse=True)
-    assert again.answered is node
-    assert again.token_ids.tolist() == [*node.context()[: len(node.prompt_ids)].tolist()]
-    assert again.session_id == "s"
-    more = [*messages, said("ls"), user("more")]
-    assert one.prompt(more, SIGNATURES, reuse=True).session_id == "s"
-    assert one.prompt(messages, SIGNATURES).answered is None, "without reuse it is another sibling"
-
-
 def test_a_reply_is_found_without_its_reasoning_ids_and_outer_blanks() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "cat", "arguments": {"path": "x", "n": 1}}}
     reply = {"role": "assistant", "content": "so \n", "tool_calls": [call], "reasoning_content": "hm"}
