@@ -32,15 +32,15 @@ class Between:
 
     def __init__(self, port: int, at_commit: str = "") -> None:
         self._to, self.at_commit, self.num_commits = port, at_commit, 0
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.port = self._door.getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
         self._held: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                client, _ = self._door.accept()
+                client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._to))
                 self._held += [client, server]
                 threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
@@ -67,7 +67,7 @@ class Between:
             client.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        for one in (self._door, *self._held):
+        for one in (self._listener, *self._held):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()

@@ -103,7 +103,7 @@ def test_ray_puts_ranks_on_two_hosts_where_none_has_room_for_both(
             run.assert_sound()
             assert any(address in told(run, "learner rank 1")[-1]["host"] for address in (HOME, AWAY))
             other = AWAY if HOME in told(run, "learner rank 1")[-1]["host"] else HOME
-            assert other in (run.path / "logs" / "learner.door").read_text(), "rank 0 is met where the other is not"
+            assert other in (run.path / "logs" / "learner.address").read_text(), "rank 0 is met where the other is not"
             redone = run.cli("replay", run.path, "4", "--json")
             assert redone.returncode == 0, redone.stdout + redone.stderr
         finally:

@@ -32,7 +32,7 @@ from etude.records import Completion, CompletionRequest, Task, Version, VersionS
 from etude.records.completion import StopReason
 from etude.records.rollout import TurnKind
 from etude.records.task import Split
-from etude.rollouts.door import Door
+from etude.rollouts.endpoints import RolloutEndpoints
 
 HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "docs" / "guides" / "harnesses.md"
@@ -172,16 +172,16 @@ def play(config: HarnessConfig, answers: Answers, task: Task = TASK) -> Played:
 
 async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatFormat) -> Played:
     statuses, resampled, began = Counter[str](), [], asyncio.get_running_loop().time()
-    respond, prompt_of = Door.__call__, TurnTree.prompt
+    respond, prompt_of = RolloutEndpoints.__call__, TurnTree.prompt
 
-    async def counted(door: Door, scope: Any, receive: Any, send: Any) -> None:
+    async def counted(endpoints: RolloutEndpoints, scope: Any, receive: Any, send: Any) -> None:
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
                 path = re.sub(r"^/r/.*?(?=/v1/|/machine/)", "", scope["path"])
                 statuses[f"{scope['method']} {path} {message['status']}"] += 1
             await send(message)
 
-        await respond(door, scope, receive, sent)
+        await respond(endpoints, scope, receive, sent)
 
     def prompted(tree: TurnTree, *args: Any, **options: Any) -> Prompt:
         prompt = prompt_of(tree, *args, **options)
@@ -189,7 +189,7 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
         return prompt
 
     runtime = open_runtime("namespace")
-    with mock.patch.object(Door, "__call__", counted), mock.patch.object(TurnTree, "prompt", prompted):
+    with mock.patch.object(RolloutEndpoints, "__call__", counted), mock.patch.object(TurnTree, "prompt", prompted):
         try:
             (machine,) = await runtime.fork(await prepare(runtime, task), 1)
             episode = _Episode(

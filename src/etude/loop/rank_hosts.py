@@ -44,7 +44,7 @@ CONNECT_S = 600.0
 LISTENER_S = 86_400.0
 """Seconds for a run to open a listener: it may be in mid-training, or stopped and resumed later."""
 POLL_S, HANDSHAKE_S = 1.0, 10.0
-_ADDRESS_FILE, _MAX_LINE, _MAX_UNAUTHENTICATED = "learner.door", 4096, 16
+_ADDRESS_FILE, _MAX_LINE, _MAX_UNAUTHENTICATED = "learner.address", 4096, 16
 _SECRET_BYTES = 32
 OnLost = Callable[[EtudeError, int | None], None]
 """Called with the error and the number of a rank that is lost."""

@@ -152,8 +152,8 @@ class RunProcesses:
         """Start engines, workers and graders concurrently, and wait until they are ready, except for remote engines."""
         if self.config.fleet.listen:
             failed = self.supervisor.failed
-            door = open_registry(self.run, self.config, self.telemetry, self._on_roster, failed=failed)
-            self.registrar = await self._opened.enter_async_context(door)
+            registry = open_registry(self.run, self.config, self.telemetry, self._on_roster, failed=failed)
+            self.registrar = await self._opened.enter_async_context(registry)
         engines = [self._engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)]
         await asyncio.gather(self.supervisor.add_all(engines), self.start_workers_and_graders())
 

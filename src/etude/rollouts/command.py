@@ -3,8 +3,8 @@
     [harness]
     program = { kind = "command", argv = ["python", "agent.py"], where = "outside" }
 
-The program gets URL and key of the rollout's endpoints (`door`) in the variables that OpenAI's and Anthropic's clients
-read. It is not changed for etude, and what it asks is trained on."""
+The program gets URL and key of the rollout's endpoints (`etude.rollouts.endpoints`) in the variables that OpenAI's and
+Anthropic's clients read. It is not changed for etude, and what it asks is trained on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from etude.harness.programs import DeadlinePausingPolicy
 from etude.records.command import OutputChunk, ProcessStarted
 from etude.records.rollout import Ending
 from etude.rollouts.attribution import Attribution
-from etude.rollouts.door import open_door
+from etude.rollouts.endpoints import serve_rollout
 from etude.rollouts.processes import Launcher, launcher_of, uncancelled
 from etude.scratch import ScratchDirectory
 
@@ -103,7 +103,7 @@ class CommandProgram:
         try:
             if self.where is Where.OUTSIDE:
                 await self.launcher().start()  # not in the program's time
-            async with self._door(episode, attribution, note) as (program, variables):
+            async with self._endpoints(episode, attribution, note) as (program, variables):
                 await self._watch(episode, attribution, program, variables, limit_s, note)
         finally:
             attribution.finish()
@@ -160,13 +160,13 @@ class CommandProgram:
             episode.submit()
 
     @contextlib.asynccontextmanager
-    async def _door(
+    async def _endpoints(
         self, episode: Episode, attribution: Attribution, note: Any
     ) -> AsyncIterator[tuple[Starter, dict[str, str]]]:
         """Open the rollout's endpoints. Yields what starts the program, and its variables."""
         inside, instruction = self.where is Where.INSIDE, _without_nul(episode.task.instruction)
         listener = await _listener(episode.machine) if inside else None
-        async with open_door(episode, attribution, listener, log=note) as (url, key):
+        async with serve_rollout(episode, attribution, listener, log=note) as (url, key):
             variables = {
                 "OPENAI_BASE_URL": f"{url}/v1",
                 "OPENAI_API_BASE": f"{url}/v1",

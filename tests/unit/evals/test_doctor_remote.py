@@ -22,7 +22,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.evals.test_doctor import F32, PROMPTS, changed, model, stale
-from tests.unit.gateway.test_gateway import door
+from tests.unit.gateway.test_gateway import served
 
 from etude.errors import EngineError
 from etude.evals.doctor.diagnosis import Verdict, examine
@@ -90,7 +90,7 @@ def test_nobody_at_the_address_is_said() -> None:
 
 def test_etudes_own_gateway_is_known_and_what_to_start_instead_is_said() -> None:
     async def ask() -> None:
-        async with door() as (_, _, url):
+        async with served() as (_, _, url):
             await asyncio.to_thread(at_url, url)
 
     with pytest.raises(EngineError, match="is the gateway of etude") as caught:

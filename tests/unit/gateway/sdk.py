@@ -49,7 +49,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 
 
 @dataclass(frozen=True)
-class Door:
+class Served:
     """A served policy: the clients, what its engine was asked, and the gateway."""
 
     openai: openai.AsyncOpenAI
@@ -60,7 +60,7 @@ class Door:
 
 
 @asynccontextmanager
-async def door(
+async def served(
     answers: Sequence[Sequence[int]] = (),
     *,
     policy: Any = None,
@@ -69,7 +69,7 @@ async def door(
     key: str = "none",
     context_tokens: int = 4096,
     models: Sequence[str] = (MODEL,),
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[Served]:
     """Serve a policy; the scripted one gives `answers`, as lists of token ids, in order."""
     engine = ScriptedEngine(answers, context_tokens=context_tokens)
     config = config or GatewayConfig(port=0, drain_s=2.0)
@@ -84,7 +84,7 @@ async def door(
         ) as of_anthropic,
         httpx.AsyncClient(base_url=url, timeout=20, headers={"authorization": f"Bearer {key}"}) as http,
     ):
-        yield Door(of_openai, of_anthropic, http, engine, app.state.gateway)
+        yield Served(of_openai, of_anthropic, http, engine, app.state.gateway)
 
 
 def run(work: Callable[[], Awaitable[None]], *, limit_s: float = 60) -> None:

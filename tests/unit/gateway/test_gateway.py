@@ -59,7 +59,7 @@ class Raising:
 
 
 @asynccontextmanager
-async def door(
+async def served(
     answers: Sequence[Sequence[int]] = (),
     *,
     policy: object = None,
@@ -94,7 +94,7 @@ USER = [{"role": "user", "content": "fix the failing test"}]
 
 def test_a_client_lists_the_model_and_chats_with_it() -> None:
     async def work() -> None:
-        async with door([text("ok")]) as (client, engine, _):
+        async with served([text("ok")]) as (client, engine, _):
             models = await client.models.list()
             assert [m.id for m in models.data] == ["laptop"]
             assert (await client.models.retrieve("laptop")).id == "laptop"
@@ -120,7 +120,7 @@ def test_tools_become_tool_calls_and_a_known_conversation_is_never_tokenised_aga
         # tokens that no tokeniser would give for this text: were it tokenised again, they would be lost
         odd = [call("ls")[0], *[int(i) for c in "ls" for i in CHAT.encode(c)], END]
         assert odd != call("ls")
-        async with door([odd, call("submit")]) as (client, engine, _):
+        async with served([odd, call("submit")]) as (client, engine, _):
             messages: list[dict[str, object]] = [*USER]
             first = await client.chat.completions.create(model="laptop", messages=messages, tools=TOOLS)
             said = first.choices[0].message
@@ -143,7 +143,7 @@ def test_tools_become_tool_calls_and_a_known_conversation_is_never_tokenised_aga
 
 def test_another_history_is_another_session() -> None:
     async def work() -> None:
-        async with door([text("a"), text("b"), text("c")]) as (client, engine, _):
+        async with served([text("a"), text("b"), text("c")]) as (client, engine, _):
             for content in ("x", "y"):
                 history = [*USER, {"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
                 await client.chat.completions.create(model="laptop", messages=history)
@@ -156,7 +156,7 @@ def test_equal_conversations_keep_their_own_tokens_and_a_second_answer_is_forked
     async def work() -> None:
         odd = [*[int(i) for c in "ls" for i in CHAT.encode(c)], END]
         assert odd != text("ls")
-        async with door([odd, text("ls"), text("a"), text("b"), text("c")]) as (client, engine, _):
+        async with served([odd, text("ls"), text("a"), text("b"), text("c")]) as (client, engine, _):
             for _ in range(2):
                 await client.chat.completions.create(model="laptop", messages=USER)
             on = [*USER, {"role": "assistant", "content": "ls"}, {"role": "user", "content": "more"}]
@@ -178,7 +178,7 @@ def test_equal_conversations_keep_their_own_tokens_and_a_second_answer_is_forked
 def test_arguments_reach_the_client_as_json_and_come_back() -> None:
     async def work() -> None:
         edit = call("edit", path="calc.py", line="3", text='return "ü"\n')
-        async with door([edit, text("done")]) as (client, engine, _):
+        async with served([edit, text("done")]) as (client, engine, _):
             first = await client.chat.completions.create(model="laptop", messages=USER, tools=TOOLS)
             said = first.choices[0].message
             assert said.tool_calls is not None
@@ -192,7 +192,7 @@ def test_arguments_reach_the_client_as_json_and_come_back() -> None:
 
 def test_a_stream_gives_pieces_then_usage() -> None:
     async def work() -> None:
-        async with door([text("héllo wörld 🎉")]) as (client, _, _url):
+        async with served([text("héllo wörld 🎉")]) as (client, _, _url):
             stream = await client.chat.completions.create(
                 model="laptop", messages=USER, stream=True, stream_options={"include_usage": True}
             )
@@ -210,7 +210,7 @@ def test_a_stream_gives_pieces_then_usage() -> None:
 
 def test_a_stream_of_a_tool_call_adds_up_to_the_call() -> None:
     async def work() -> None:
-        async with door([call("cat", path="calc.py"), text("ok")]) as (client, engine, _):
+        async with served([call("cat", path="calc.py"), text("ok")]) as (client, engine, _):
             async with client.chat.completions.stream(model="laptop", messages=USER, tools=TOOLS) as stream:
                 final = await stream.get_final_completion()
             said = final.choices[0].message
@@ -255,7 +255,7 @@ class Live:
 def test_a_stream_sends_each_token_before_the_next_is_sampled_and_tells_how_it_ends(end: list[int] | Exception) -> None:
     async def work() -> None:
         live = Live()
-        async with door(policy=live) as (client, _, _url):
+        async with served(policy=live) as (client, _, _url):
             live.sampled.put_nowait(CHAT.encode("a").tolist())
             stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True)
             chunks = aiter(stream)
@@ -280,7 +280,7 @@ def test_a_stream_sends_each_token_before_the_next_is_sampled_and_tells_how_it_e
 def test_a_client_that_leaves_a_stream_ends_the_sampling() -> None:
     async def work() -> None:
         live = Live()
-        async with door(policy=live) as (client, _, _url):
+        async with served(policy=live) as (client, _, _url):
             live.sampled.put_nowait(CHAT.encode("a").tolist())
             stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True)
             await anext(aiter(stream))
@@ -295,7 +295,7 @@ def test_what_fails_before_the_first_token_of_a_stream_has_a_status() -> None:
     async def work() -> None:
         live = Live()
         live.sampled.put_nowait(ContextFull("too long", hint="shorten"))
-        async with door(policy=live, config=GatewayConfig(port=0, deadline_s=0.5)) as (client, _, _url):
+        async with served(policy=live, config=GatewayConfig(port=0, deadline_s=0.5)) as (client, _, _url):
             with pytest.raises(openai.BadRequestError) as full:
                 await client.chat.completions.create(model="laptop", messages=USER, stream=True)
             assert full.value.code == "context_length_exceeded"
@@ -308,7 +308,7 @@ def test_what_fails_before_the_first_token_of_a_stream_has_a_status() -> None:
 
 def test_a_stop_text_that_spans_tokens_is_never_sent() -> None:
     async def work() -> None:
-        async with door([text("say one STOP two"), text("say ST")]) as (client, _, _url):
+        async with served([text("say one STOP two"), text("say ST")]) as (client, _, _url):
             for said in ("say one ", "say ST"):
                 stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True, stop=["STOP"])
                 pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
@@ -320,7 +320,7 @@ def test_a_stop_text_that_spans_tokens_is_never_sent() -> None:
 def test_text_before_a_call_streams_and_the_call_comes_whole() -> None:
     async def work() -> None:
         said = [*CHAT.encode("look ").tolist(), *call("cat", path="calc.py")]
-        async with door([said]) as (client, _, _url):
+        async with served([said]) as (client, _, _url):
             stream = await client.chat.completions.create(model="laptop", messages=USER, tools=TOOLS, stream=True)
             deltas = [chunk.choices[0] async for chunk in stream]
             assert "".join(d.delta.content or "" for d in deltas) == "look "
@@ -335,7 +335,7 @@ def test_text_before_a_call_streams_and_the_call_comes_whole() -> None:
 
 def test_a_text_completion_continues_a_prompt_that_no_template_touches() -> None:
     async def work() -> None:
-        async with door([text("b c"), text("b c"), text("d")]) as (client, engine, _):
+        async with served([text("b c"), text("b c"), text("d")]) as (client, engine, _):
             whole = await client.completions.create(model="laptop", prompt="a", max_tokens=9, temperature=0)
             assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("b c", "stop")
             assert whole.usage is not None
@@ -362,7 +362,7 @@ def test_a_text_completion_continues_a_prompt_that_no_template_touches() -> None
 @pytest.mark.parametrize("fields", [{"prompt": ""}, {"prompt": ["a", "b"]}, {"prompt": [10**9]}, {"prompt": [-1]}])
 def test_a_prompt_that_cannot_be_continued_is_refused_by_name(fields: dict[str, object]) -> None:
     async def work() -> None:
-        async with door() as (client, _, _url):
+        async with served() as (client, _, _url):
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.completions.create(model="laptop", **fields)  # type: ignore[call-overload]
             assert refused.value.param == "prompt"
@@ -377,7 +377,7 @@ def test_tools_are_rendered_where_the_checkpoints_template_lists_them() -> None:
     async def work() -> None:
         template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + chat_template()
         lists = ChatFormat(laptop_tokenizer(), template)
-        async with door([call("ls"), text("ok")], chat=lists) as (client, engine, _):
+        async with served([call("ls"), text("ok")], chat=lists) as (client, engine, _):
             said = (await client.chat.completions.create(model="laptop", messages=USER, tools=TOOLS)).choices[0].message
             assert said.tool_calls is not None
             result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "calc.py"}
@@ -393,7 +393,7 @@ def test_tools_are_rendered_where_the_checkpoints_template_lists_them() -> None:
 
 def test_a_stop_text_cuts_the_answer_and_the_length_limit_is_named() -> None:
     async def work() -> None:
-        async with door([text("one two three"), text("far too long an answer")]) as (client, _, _url):
+        async with served([text("one two three"), text("far too long an answer")]) as (client, _, _url):
             cut = await client.chat.completions.create(model="laptop", messages=USER, stop=[" three", " two"])
             assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("one", "stop")
             long = await client.chat.completions.create(model="laptop", messages=USER, max_completion_tokens=2)
@@ -405,7 +405,7 @@ def test_a_stop_text_cuts_the_answer_and_the_length_limit_is_named() -> None:
 
 def test_an_answer_that_was_cut_off_is_continued_by_its_own_tokens_and_an_end() -> None:
     async def work() -> None:
-        async with door([text("far too long"), text("ok")]) as (client, engine, _):
+        async with served([text("far too long"), text("ok")]) as (client, engine, _):
             first = await client.chat.completions.create(model="laptop", messages=USER, max_tokens=2)
             said = {"role": "assistant", "content": first.choices[0].message.content}
             messages = [*USER, said, {"role": "user", "content": "go on"}]
@@ -419,7 +419,7 @@ def test_an_answer_that_was_cut_off_is_continued_by_its_own_tokens_and_an_end() 
 
 def test_token_ids_are_returned_to_who_asks() -> None:
     async def work() -> None:
-        async with door([text("ok")]) as (client, _, _url):
+        async with served([text("ok")]) as (client, _, _url):
             answer = await client.chat.completions.create(
                 model="laptop", messages=USER, extra_body={"return_token_ids": True}
             )
@@ -432,7 +432,7 @@ def test_token_ids_are_returned_to_who_asks() -> None:
 
 def test_a_wrong_key_is_401_and_a_right_one_is_served() -> None:
     async def work() -> None:
-        async with door([text("ok")], key="s3cret-ü") as (client, _, url):
+        async with served([text("ok")], key="s3cret-ü") as (client, _, url):
             with pytest.raises(openai.AuthenticationError) as wrong:
                 await client.with_options(api_key="guess").chat.completions.create(model="laptop", messages=USER)
             assert wrong.value.code == "invalid_api_key"
@@ -447,7 +447,7 @@ def test_a_wrong_key_is_401_and_a_right_one_is_served() -> None:
 
 def test_a_context_that_is_too_long_is_400_with_the_numbers() -> None:
     async def work() -> None:
-        async with door(context_tokens=64) as (client, engine, _):
+        async with served(context_tokens=64) as (client, engine, _):
             long = [{"role": "user", "content": "x " * 200}]
             with pytest.raises(openai.BadRequestError) as past:
                 await client.chat.completions.create(model="laptop", messages=long)
@@ -462,7 +462,7 @@ def test_a_context_that_is_too_long_is_400_with_the_numbers() -> None:
 
 def test_an_answer_without_a_limit_takes_what_room_there_is() -> None:
     async def work() -> None:
-        async with door([text("ok")], context_tokens=64) as (client, engine, _):
+        async with served([text("ok")], context_tokens=64) as (client, engine, _):
             await client.chat.completions.create(model="laptop", messages=USER)
             assert engine.requests[0].sampling.max_tokens == 64 - len(CHAT.encode_prompt(USER))
 
@@ -471,7 +471,7 @@ def test_an_answer_without_a_limit_takes_what_room_there_is() -> None:
 
 def test_what_is_not_offered_is_refused_by_name() -> None:
     async def work() -> None:
-        async with door() as (client, _, url):
+        async with served() as (client, _, url):
             with pytest.raises(openai.NotFoundError) as unknown:
                 await client.chat.completions.create(model="gpt", messages=USER)
             assert unknown.value.code == "model_not_found"
@@ -494,7 +494,7 @@ def test_what_is_not_offered_is_refused_by_name() -> None:
 
 def test_a_body_past_the_limit_is_413() -> None:
     async def work() -> None:
-        async with door(config=GatewayConfig(port=0, max_body_bytes=2048)) as (client, _, _url):
+        async with served(config=GatewayConfig(port=0, max_body_bytes=2048)) as (client, _, _url):
             with pytest.raises(openai.APIStatusError) as large:
                 await client.chat.completions.create(model="laptop", messages=[{"role": "user", "content": "x" * 4000}])
             assert large.value.status_code == 413
@@ -513,7 +513,7 @@ def test_a_long_body_is_read_apart_and_a_host_that_is_none_is_no_failure(monkeyp
     monkeypatch.setitem(DIALECTS, "chat", replace(chat, read=read))
 
     async def work() -> None:
-        async with door([text("ok")] * 2) as (client, _, url):
+        async with served([text("ok")] * 2) as (client, _, url):
             await client.chat.completions.create(model="laptop", messages=USER)
             said: list[Any] = [*([{"role": "user", "content": ""}] * 5000), {"role": "wizard"}]
             with pytest.raises(openai.BadRequestError, match="wizard"):
@@ -532,7 +532,7 @@ def test_requests_past_the_bounded_queue_are_429_and_the_others_are_served() -> 
     async def work() -> None:
         slow = Slow()
         config = GatewayConfig(port=0, max_running=1, max_waiting=0)
-        async with door(policy=slow, config=config) as (client, _, _url):
+        async with served(policy=slow, config=config) as (client, _, _url):
             first = asyncio.create_task(client.chat.completions.create(model="laptop", messages=USER))
             await slow.asked.wait()
             with pytest.raises(openai.RateLimitError) as many:
@@ -549,7 +549,7 @@ def test_requests_past_the_bounded_queue_are_429_and_the_others_are_served() -> 
 def test_a_client_that_goes_away_takes_its_request_back() -> None:
     async def work() -> None:
         slow = Slow()
-        async with door(policy=slow) as (client, _, _url):
+        async with served(policy=slow) as (client, _, _url):
             gone = asyncio.create_task(client.chat.completions.create(model="laptop", messages=USER))
             await slow.asked.wait()
             gone.cancel()
@@ -561,7 +561,7 @@ def test_a_client_that_goes_away_takes_its_request_back() -> None:
 def test_a_request_past_its_deadline_is_504() -> None:
     async def work() -> None:
         slow = Slow()
-        async with door(policy=slow, config=GatewayConfig(port=0, deadline_s=0.05)) as (client, _, _url):
+        async with served(policy=slow, config=GatewayConfig(port=0, deadline_s=0.05)) as (client, _, _url):
             with pytest.raises(openai.InternalServerError) as late:
                 await client.chat.completions.create(model="laptop", messages=USER)
             assert late.value.status_code == 504
@@ -579,7 +579,7 @@ def test_a_request_past_its_deadline_is_504() -> None:
 )
 def test_errors_of_engines_reach_the_client_in_its_own_shape(error: Exception, status: int, code: str) -> None:
     async def work() -> None:
-        async with door(policy=Raising(error)) as (client, _, _url):
+        async with served(policy=Raising(error)) as (client, _, _url):
             with pytest.raises(openai.APIStatusError) as failed:
                 await client.chat.completions.create(model="laptop", messages=USER)
             assert (failed.value.status_code, failed.value.code) == (status, code)
@@ -590,9 +590,9 @@ def test_errors_of_engines_reach_the_client_in_its_own_shape(error: Exception, s
 def test_an_address_open_to_the_network_needs_a_key() -> None:
     async def work() -> None:
         with pytest.raises(ConfigError, match="open to the network"):
-            async with door(config=GatewayConfig(host="0.0.0.0", port=0)):
+            async with served(config=GatewayConfig(host="0.0.0.0", port=0)):
                 raise AssertionError
-        async with door(config=GatewayConfig(host="0.0.0.0", port=0), key="k"):
+        async with served(config=GatewayConfig(host="0.0.0.0", port=0), key="k"):
             pass
 
     run(work)
@@ -600,13 +600,13 @@ def test_an_address_open_to_the_network_needs_a_key() -> None:
 
 def test_a_port_in_use_is_named() -> None:
     async def work() -> None:
-        async with door() as (_, _engine, url):
+        async with served() as (_, _engine, url):
             port = int(url.rsplit(":", 1)[1].partition("/")[0])
             with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-                async with door(config=GatewayConfig(port=port)):
+                async with served(config=GatewayConfig(port=port)):
                     raise AssertionError
         with pytest.raises(ConfigError, match="cannot be resolved"):
-            async with door(config=GatewayConfig(host="no such host.invalid", port=0), key="k"):
+            async with served(config=GatewayConfig(host="no such host.invalid", port=0), key="k"):
                 raise AssertionError
 
     run(work)
@@ -614,7 +614,7 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_prompts_are_int32() -> None:
     async def work() -> None:
-        async with door([text("ok")]) as (client, engine, _):
+        async with served([text("ok")]) as (client, engine, _):
             await client.chat.completions.create(model="laptop", messages=USER)
             assert engine.requests[0].prompt_ids.dtype == np.int32
 
@@ -642,7 +642,7 @@ LONG = [{"role": "user", "content": "def f(x):\n    return x + 1\n" * 12_000}]
 
 def test_the_gateway_answers_others_while_a_long_text_is_tokenised() -> None:
     async def work() -> None:
-        async with door([text("ok")], context_tokens=1 << 22) as (client, _, url), httpx.AsyncClient() as other:
+        async with served([text("ok")], context_tokens=1 << 22) as (client, _, url), httpx.AsyncClient() as other:
             long = asyncio.create_task(client.chat.completions.create(model="laptop", messages=LONG, max_tokens=9))
             answered = 0
             while not long.done():
@@ -658,7 +658,7 @@ def test_a_request_without_a_place_is_refused_before_its_text_is_tokenised() -> 
     async def work() -> None:
         slow, chat = Slow(), Noting.of_the_laptop()
         config = GatewayConfig(port=0, max_running=1, max_waiting=0)
-        async with door(policy=slow, chat=chat, config=config, context_tokens=1 << 22) as (client, _, _):
+        async with served(policy=slow, chat=chat, config=config, context_tokens=1 << 22) as (client, _, _):
             held = asyncio.create_task(client.chat.completions.create(model="laptop", messages=USER))
             await slow.asked.wait()
             for stream in (False, True):
@@ -674,7 +674,7 @@ def test_a_request_without_a_place_is_refused_before_its_text_is_tokenised() -> 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_cannot_fit_is_refused_by_its_length(stream: bool) -> None:
     async def work() -> None:
-        async with door([], context_tokens=512) as (client, engine, _):
+        async with served([], context_tokens=512) as (client, engine, _):
             for ask in (
                 lambda: client.chat.completions.create(model="laptop", messages=LONG, stream=stream),
                 lambda: client.completions.create(model="laptop", prompt=LONG[0]["content"], stream=stream),

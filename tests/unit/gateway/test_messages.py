@@ -9,7 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, door, qwen, run, said
+from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, qwen, run, said, served
 
 from etude.errors import ContextFull, EngineError
 from etude.gateway import GatewayConfig, RequestRefused
@@ -25,7 +25,7 @@ BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cc
 
 def test_thinking_text_and_parallel_calls_come_whole_and_their_results_find_the_turn() -> None:
     async def work() -> None:
-        async with door([said(THOUGHT + "look" + CALLS), said("sunny")]) as at:
+        async with served([said(THOUGHT + "look" + CALLS), said("sunny")]) as at:
             client = at.anthropic
             first = await client.messages.create(model=MODEL, max_tokens=300, messages=USER, tools=TOOLS)
             assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -55,7 +55,7 @@ def test_thinking_text_and_parallel_calls_come_whole_and_their_results_find_the_
 
 def test_a_stream_has_the_events_of_anthropic_in_their_order() -> None:
     async def work() -> None:
-        async with door([said(THOUGHT + "look" + CALLS)] * 2) as at:
+        async with served([said(THOUGHT + "look" + CALLS)] * 2) as at:
             ask: dict[str, Any] = {"model": MODEL, "max_tokens": 300, "messages": USER, "tools": TOOLS}
             async with at.anthropic.messages.stream(**ask) as stream:
                 final = await stream.get_final_message()
@@ -71,7 +71,7 @@ def test_a_stream_has_the_events_of_anthropic_in_their_order() -> None:
     run(work)
 
     async def raw() -> None:
-        async with door([said(THOUGHT + "look" + CALLS)]) as at:
+        async with served([said(THOUGHT + "look" + CALLS)]) as at:
             body = {"model": MODEL, "max_tokens": 300, "messages": USER, "tools": TOOLS, "stream": True}
             answer = await at.http.post("/messages", json=body)
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -96,7 +96,7 @@ def test_a_stream_has_the_events_of_anthropic_in_their_order() -> None:
 
 def test_a_system_block_with_a_nonce_is_dropped_so_that_conversations_have_one_beginning() -> None:
     async def work() -> None:
-        async with door([said("a"), said("b"), said("c")]) as at:
+        async with served([said("a"), said("b"), said("c")]) as at:
             rules = {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}
             for system in ([BILLING, rules], [{**BILLING, "text": BILLING["text"] + "x"}, rules], "be brief"):
                 await at.anthropic.messages.create(
@@ -117,7 +117,7 @@ def test_a_system_block_with_a_nonce_is_dropped_so_that_conversations_have_one_b
 
 def test_parameters_reach_the_policy_and_a_stop_sequence_is_named() -> None:
     async def work() -> None:
-        async with door([said("one STOP two"), said("far too long"), said("{}")]) as at:
+        async with served([said("one STOP two"), said("far too long"), said("{}")]) as at:
             ask: dict[str, Any] = {"model": MODEL, "messages": USER}
             cut = await at.anthropic.messages.create(
                 **ask,
@@ -139,7 +139,7 @@ def test_parameters_reach_the_policy_and_a_stop_sequence_is_named() -> None:
 
 def test_tokens_are_counted_without_a_turn() -> None:
     async def work() -> None:
-        async with door([said("ok")]) as at:
+        async with served([said("ok")]) as at:
             ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": TOOLS, "system": "be brief"}
             counted = await at.anthropic.messages.count_tokens(**ask)
             answer = await at.anthropic.messages.create(**ask, max_tokens=5)
@@ -150,7 +150,7 @@ def test_tokens_are_counted_without_a_turn() -> None:
 
 def test_a_tool_that_must_be_called_is_forced_by_a_grammar() -> None:
     async def work() -> None:
-        async with door([said(CALLS)] * 3) as at:
+        async with served([said(CALLS)] * 3) as at:
             for choice in (
                 {"type": "any"},
                 {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
@@ -179,7 +179,7 @@ def test_a_tool_that_must_be_called_is_forced_by_a_grammar() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_have_anthropics_shape(stream: bool) -> None:
     async def work() -> None:
-        async with door([], context_tokens=64) as at:
+        async with served([], context_tokens=64) as at:
             long: list[Any] = [{"role": "user", "content": "x y " * 100}]
             ask: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "stream": stream}
             with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 64 maximum") as full:
@@ -213,7 +213,7 @@ class _Breaking:
 def test_a_slow_first_token_has_pings_and_a_broken_stream_ends_with_an_error_event() -> None:
     async def work() -> None:
         config = GatewayConfig(port=0, ping_s=0.1, drain_s=1)
-        async with door(policy=_Breaking(said("ab")), config=config) as at:
+        async with served(policy=_Breaking(said("ab")), config=config) as at:
             body = {"model": MODEL, "max_tokens": 9, "messages": USER, "stream": True}
             answer = await at.http.post("/messages", json=body)
             kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
@@ -256,7 +256,7 @@ def test_a_full_context_that_the_engine_finds_is_told_in_anthropics_words() -> N
             async def complete(self, request: CompletionRequest) -> Completion:
                 raise ContextFull("no room", hint="shorten")
 
-        async with door(policy=Full()) as at:
+        async with served(policy=Full()) as at:
             with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                 await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)
 

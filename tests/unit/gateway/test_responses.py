@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, door, qwen, run, said
+from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, qwen, run, said, served
 from tests.unit.gateway.test_messages import _Breaking
 
 from etude.gateway import GatewayConfig, RequestRefused
@@ -19,7 +19,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
 
 def test_reasoning_message_and_parallel_calls_come_as_items_and_their_results_find_the_turn() -> None:
     async def work() -> None:
-        async with door([said(THOUGHT + "look" + CALLS), said("sunny")]) as at:
+        async with served([said(THOUGHT + "look" + CALLS), said("sunny")]) as at:
             ask: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "instructions": "be brief", "store": False}
             first = await at.openai.responses.create(
                 **ask, input="the weather?", reasoning={"effort": "low"}, include=["reasoning.encrypted_content"]
@@ -54,7 +54,7 @@ def test_reasoning_message_and_parallel_calls_come_as_items_and_their_results_fi
 
 def test_a_stream_adds_up_to_the_whole_response_and_has_its_events_in_order() -> None:
     async def work() -> None:
-        async with door([said(THOUGHT + "look" + CALLS)] * 3) as at:
+        async with served([said(THOUGHT + "look" + CALLS)] * 3) as at:
             ask: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "input": "the weather?"}
             async with at.openai.responses.stream(**ask) as stream:
                 kinds = [event.type async for event in stream]
@@ -84,7 +84,7 @@ def test_a_stream_adds_up_to_the_whole_response_and_has_its_events_in_order() ->
 def test_custom_tools_get_their_input_as_text() -> None:
     async def work() -> None:
         patch = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
-        async with door([said(patch)] * 2) as at:
+        async with served([said(patch)] * 2) as at:
             ask: dict[str, Any] = {"model": MODEL, "input": "go", "tools": [{"type": "custom", "name": "apply_patch"}]}
             item = (await at.openai.responses.create(**ask)).output[0]
             assert (item.type, item.input) == ("custom_tool_call", "*** Begin")  # type: ignore[union-attr]
@@ -101,7 +101,7 @@ def test_custom_tools_get_their_input_as_text() -> None:
 
 def test_parameters_reach_the_policy() -> None:
     async def work() -> None:
-        async with door([said("{}"), said("far too long"), said(CALLS), said("ab")]) as at:
+        async with served([said("{}"), said("far too long"), said(CALLS), said("ab")]) as at:
             form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
             await at.openai.responses.create(model=MODEL, input="x", text=form, top_p=0.9, temperature=0.5)
             sampling = at.engine.requests[0].sampling
@@ -125,7 +125,7 @@ def test_parameters_reach_the_policy() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_context_has_openais_code(stream: bool) -> None:
     async def work() -> None:
-        async with door([], context_tokens=64) as at:
+        async with served([], context_tokens=64) as at:
             with pytest.raises(openai.BadRequestError) as full:
                 await at.openai.responses.create(model=MODEL, input="x y " * 100, stream=stream)  # type: ignore[call-overload]
             assert full.value.code == "context_length_exceeded"
@@ -136,7 +136,7 @@ def test_a_full_context_has_openais_code(stream: bool) -> None:
 def test_a_broken_stream_ends_with_an_error_and_a_failed_response() -> None:
     async def work() -> None:
         config = GatewayConfig(port=0, ping_s=0.1, drain_s=1)
-        async with door(policy=_Breaking(said("ab")), config=config) as at:
+        async with served(policy=_Breaking(said("ab")), config=config) as at:
             answer = await at.http.post("/responses", json={"model": MODEL, "input": "x", "stream": True})
             kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
             assert kinds[:2] == ["response.created", "response.in_progress"]

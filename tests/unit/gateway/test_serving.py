@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, door, qwen, run, said
+from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, qwen, run, said, served
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude import grammars
@@ -35,7 +35,7 @@ def limits(key: str, **others: int) -> KeyLimits:
 
 def test_the_model_of_a_request_is_found_by_its_name() -> None:
     async def work() -> None:
-        async with door([said("a"), said("b")], models=("one", "two")) as at:
+        async with served([said("a"), said("b")], models=("one", "two")) as at:
             assert [m.id for m in (await at.openai.models.list()).data] == ["one", "two"]
             assert [m.id async for m in at.anthropic.models.list()] == ["one", "two"]
             for name in ("two", "one"):
@@ -51,7 +51,7 @@ def test_keys_have_rates_and_quotas_which_are_told_in_each_dialect() -> None:
     keys = {"slow": limits("s" * 20, requests_per_minute=1), "small": limits("t" * 20, tokens_per_day=5)}
 
     async def work() -> None:
-        async with door([said("a")] * 3, keys=Keys(keys), key="s" * 20) as at:
+        async with served([said("a")] * 3, keys=Keys(keys), key="s" * 20) as at:
             await at.anthropic.messages.create(model=MODEL, max_tokens=9, messages=USER)  # sends x-api-key
             with pytest.raises(openai.RateLimitError) as rate:
                 await at.openai.chat.completions.create(model=MODEL, messages=USER)
@@ -106,7 +106,7 @@ def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path, text: str, says
 
 def test_each_request_is_one_log_line_without_content_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
-        async with door([said("a secret")] * 2, keys=Keys({"me": limits("k" * 20)}), key="k" * 20) as at:
+        async with served([said("a secret")] * 2, keys=Keys({"me": limits("k" * 20)}), key="k" * 20) as at:
             await at.openai.chat.completions.create(model=MODEL, messages=USER)
             stream = await at.openai.chat.completions.create(model=MODEL, messages=USER, stream=True)
             assert [chunk async for chunk in stream]
@@ -151,7 +151,7 @@ class Held:
 def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new() -> None:
     async def work() -> None:
         held = Held()
-        async with door(policy=held) as at:
+        async with served(policy=held) as at:
             running = asyncio.create_task(at.openai.chat.completions.create(model=MODEL, messages=USER))
             await held.asked.wait()
             draining = asyncio.create_task(at.gateway.drain(5))
@@ -174,7 +174,7 @@ def test_a_gateway_that_drains_finishes_what_runs_and_refuses_what_is_new() -> N
 def test_pages_of_an_allowed_origin_may_ask() -> None:
     async def work() -> None:
         config = GatewayConfig(port=0, cors_origins=("https://good.example",), drain_s=1)
-        async with door([said("a")], config=config) as at:
+        async with served([said("a")], config=config) as at:
             for origin, allowed in (("https://good.example", True), ("https://bad.example", False)):
                 headers = {
                     "origin": origin,
@@ -189,7 +189,7 @@ def test_pages_of_an_allowed_origin_may_ask() -> None:
 
 def test_several_answers_come_whole_and_streamed() -> None:
     async def work() -> None:
-        async with door([said("one"), said("two"), said("three"), said("four")]) as at:
+        async with served([said("one"), said("two"), said("three"), said("four")]) as at:
             whole = await at.openai.chat.completions.create(model=MODEL, messages=USER, n=2, seed=3)
             assert sorted(c.message.content or "" for c in whole.choices) == ["one", "two"]
             assert [c.index for c in whole.choices] == [0, 1]
@@ -219,7 +219,7 @@ class Scoring:
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_are_those_of_the_text(stream: bool) -> None:
     async def work() -> None:
-        async with door(policy=Scoring()) as at:
+        async with served(policy=Scoring()) as at:
             ask: dict[str, Any] = {
                 "model": MODEL,
                 "messages": USER,
@@ -245,7 +245,7 @@ def test_log_probabilities_are_those_of_the_text(stream: bool) -> None:
 def test_reasoning_and_parallel_calls_of_a_chat_are_the_same_streamed_and_whole() -> None:
     async def work() -> None:
         answer = said("<think>\nhm <b\n</think>\n\nlook" + CALLS)
-        async with door([answer] * 2) as at:
+        async with served([answer] * 2) as at:
             ask: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": TOOLS}
             whole = (await at.openai.chat.completions.create(**ask)).choices[0].message
             assert whole.model_extra == {"reasoning_content": "hm <b"}
@@ -267,7 +267,7 @@ def test_reasoning_and_parallel_calls_of_a_chat_are_the_same_streamed_and_whole(
 @pytest.mark.parametrize("cut", [3, 9])
 def test_reasoning_that_is_cut_off_is_reasoning(cut: int) -> None:
     async def work() -> None:
-        async with door([said("<think>\nab cd ef gh ij")] * 2) as at:
+        async with served([said("<think>\nab cd ef gh ij")] * 2) as at:
             message = (
                 (await at.openai.chat.completions.create(model=MODEL, messages=USER, max_tokens=cut)).choices[0].message
             )
@@ -340,7 +340,7 @@ def test_clients_that_vanish_leave_no_running_request(clients: int) -> None:
             "/messages": {"model": MODEL, "messages": USER, "max_tokens": 99, "stream": True},
             "/responses": {"model": MODEL, "input": "hi", "stream": True},
         }
-        async with door(policy=policy, config=config) as at:
+        async with served(policy=policy, config=config) as at:
 
             async def vanish(number: int) -> None:
                 path = list(bodies)[number % 3]
@@ -367,7 +367,7 @@ def test_clients_that_vanish_leave_no_running_request(clients: int) -> None:
 
 def test_headers_of_a_page_without_a_key_are_not_needed() -> None:
     async def work() -> None:
-        async with door([], key="none") as at:
+        async with served([], key="none") as at:
             async with httpx.AsyncClient(base_url=at.http.base_url) as bare:
                 answer = await bare.post("/messages", content=b"{", headers={"content-type": "application/json"})
             assert answer.status_code == 400

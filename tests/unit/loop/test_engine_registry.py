@@ -35,12 +35,12 @@ ELSEWHERE = {**SIZES, "fleet": {"engines": [], "listen": "127.0.0.1:0"}}
         ({"listen": 8790}, 'write e.g. fleet.listen = "0.0.0.0:8790"'),
     ],
 )
-def test_a_fleet_that_could_have_no_engine_or_no_door_is_refused(fleet: dict[str, Any], said: str) -> None:
+def test_a_fleet_that_could_have_no_engine_or_no_registry_is_refused(fleet: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build(RunConfig, {"fleet": fleet})
 
 
-def test_a_door_that_others_reach_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_that_others_reach_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETUDE_TOKEN", raising=False)
     engine_registry.check_listen(build(RunConfig, ELSEWHERE))
     wide = build(RunConfig, {"fleet": {"listen": "0.0.0.0:0"}})
@@ -50,7 +50,7 @@ def test_a_door_that_others_reach_wants_a_token(monkeypatch: pytest.MonkeyPatch)
     engine_registry.check_listen(wide)
 
 
-def test_a_door_that_somebody_has_is_named_before_anything_starts() -> None:
+def test_a_port_that_is_taken_is_named_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = build(RunConfig, {"fleet": {"listen": f"127.0.0.1:{taken.getsockname()[1]}"}})
         with pytest.raises(ConfigError, match=r"fleet\.listen = .* cannot listen on") as error:

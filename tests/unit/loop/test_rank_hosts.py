@@ -1,4 +1,4 @@
-"""The door at which ranks of other machines are met: who is let in, and what is said where nobody comes."""
+"""The listener at which ranks of other machines are met: who is let in, and what is said where nobody comes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def knocked(at: str, said: bytes) -> bytes:
-    """What a door says to who says this; "" where it hangs up."""
+    """What a listener says to who says this; "" where it hangs up."""
     with socket.create_connection(parse_address(at), timeout=10) as sock:
         assert json.loads(sock.makefile("rb").readline())["nonce"]
         sock.sendall(said)
@@ -65,14 +65,14 @@ GUEST = {"host": "there", "count": 1, "nonce": "n"}
     ],
 )
 def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
-    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
-    assert knocked(door.at, said) == b""
+    listener = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
+    assert knocked(listener.at, said) == b""
 
 
 def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_hosts, "HANDSHAKE_S", 1.0)
-    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
-    with socket.create_connection(parse_address(door.at), timeout=0.2) as sock:
+    listener = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
+    with socket.create_connection(parse_address(listener.at), timeout=0.2) as sock:
         assert json.loads(sock.makefile("rb").readline())["nonce"]
         for _ in range(60):
             try:
@@ -87,9 +87,9 @@ def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pyte
 
 
 def test_where_ranks_are_met_is_told_to_the_runs_owner_alone(run: Path) -> None:
-    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
-    told = run / "logs" / "learner.door"
-    assert json.loads(told.read_text())["at"] == door.at
+    listener = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
+    told = run / "logs" / "learner.address"
+    assert json.loads(told.read_text())["at"] == listener.at
     assert stat.S_IMODE(told.stat().st_mode) == 0o600
 
 
@@ -98,12 +98,12 @@ def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
 ) -> None:
     monkeypatch.setattr(rank_hosts, "CONNECT_S", 0.05)
     waited: list[str] = []
-    door = RankListener(run, "127.0.0.1", 3, new_secret(), refuse)
-    with pytest.raises(RunError, match=f"3 of 3 ranks have not connected to {door.at}") as caught:
-        door.wait_for_ranks(1, "127.0.0.1:1", waited.append)
+    listener = RankListener(run, "127.0.0.1", 3, new_secret(), refuse)
+    with pytest.raises(RunError, match=f"3 of 3 ranks have not connected to {listener.at}") as caught:
+        listener.wait_for_ranks(1, "127.0.0.1:1", waited.append)
     assert caught.value.facts.endswith("connected: none")
     assert caught.value.hint == f"start them: python -m etude.loop.rank_hosts --run {run} --count 3"
-    assert waited == [f"3 of 3 ranks have not connected to {door.at}"]
+    assert waited == [f"3 of 3 ranks have not connected to {listener.at}"]
 
 
 def test_who_brings_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Path) -> None:
@@ -111,10 +111,10 @@ def test_who_brings_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Pat
     serve_ranks(run, 1)
 
 
-def meet(door: RankListener, waits: Callable[[str], None]) -> None:
+def meet(listener: RankListener, waits: Callable[[str], None]) -> None:
     """In a thread: what it says when its time is over, long after the test, is nobody's."""
     with contextlib.suppress(RunError):
-        door.wait_for_ranks(1, "127.0.0.1:1", waits)
+        listener.wait_for_ranks(1, "127.0.0.1:1", waits)
 
 
 def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
@@ -126,8 +126,8 @@ def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
         if "connected, " in reason:
             said.set()
 
-    door = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
-    threading.Thread(target=meet, args=(door, waits), daemon=True).start()
+    listener = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
+    threading.Thread(target=meet, args=(listener, waits), daemon=True).start()
     with pytest.raises(RunError, match="2 ranks connected, 1 is needed") as caught:
         serve_ranks(run, 2)
     assert caught.value.hint.endswith("--count 1")
@@ -148,8 +148,8 @@ def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: 
         ):
             too_many.set()
 
-    door = RankListener(run, "127.0.0.1", 3, new_secret(), refuse)
-    threading.Thread(target=meet, args=(door, waits), daemon=True).start()
+    listener = RankListener(run, "127.0.0.1", 3, new_secret(), refuse)
+    threading.Thread(target=meet, args=(listener, waits), daemon=True).start()
     for _ in range(2):
         threading.Thread(target=serve_ranks, args=(run, 2), daemon=True).start()
     assert too_many.wait(10)

@@ -62,8 +62,8 @@ _KEPT = {
 """Parameters that are not left out when a dialect refuses them."""
 
 
-class Door:
-    """The endpoints of one rollout, as an ASGI app. `open_door` serves one.
+class RolloutEndpoints:
+    """The endpoints of one rollout, as an ASGI app. `serve_rollout` serves one.
 
     `secret`: what a client must know; None inside a machine. `log` gets lines for the log of the rollout."""
 
@@ -284,7 +284,7 @@ class Door:
         limit_s = self._episode.limits.tool_deadline_s
         result = await self._episode.machine.exec(
             argv,
-            key=f"{self._name}/door/{self._num_commands}",
+            key=f"{self._name}/exec/{self._num_commands}",
             deadline_s=min(limit_s, order.timeout_s or limit_s),
             stdin=order.stdin.encode(),
             output_bytes=MAX_OUTPUT_BYTES,
@@ -314,7 +314,7 @@ class _Order(msgspec.Struct):
 
 
 @contextlib.asynccontextmanager
-async def open_door(
+async def serve_rollout(
     episode: Episode,
     attribution: Attribution,
     listener: socket.socket | None,
@@ -326,13 +326,13 @@ async def open_door(
     `listener`: the socket inside the machine; None: a free port of this host, with a secret. At the end requests that
     still run are cancelled."""
     secret = secrets.token_urlsafe(24) if listener is None else None
-    door = Door(episode, attribution, secret=secret, log=log)
+    app = RolloutEndpoints(episode, attribution, secret=secret, log=log)
     sock = bind("127.0.0.1", 0) if listener is None else listener
     sock.setblocking(False)
-    server = run_http_server(door, sock, name="the door of a rollout", grace_s=1, max_connections=4 * MAX_PARALLEL)
+    server = run_http_server(app, sock, name="the endpoints of a rollout", grace_s=1, max_connections=4 * MAX_PARALLEL)
     async with server as url:
         try:
-            yield url + door._prefix, secret or "inside"
+            yield url + app._prefix, secret or "inside"
         finally:
             await attribution.close()
 

@@ -22,9 +22,9 @@ from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard
 from etude.records import Completion, CompletionRequest
 from etude.records.rollout import Ending, TurnKind
 from etude.rollouts import attribution as attributing
-from etude.rollouts import door as doors
+from etude.rollouts import endpoints as doors
 from etude.rollouts.attribution import Attribution
-from etude.rollouts.door import Door, open_door
+from etude.rollouts.endpoints import RolloutEndpoints, serve_rollout
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
 
 CHAT = laptop_chat()
@@ -62,7 +62,7 @@ class Failing:
 
 
 class Client:
-    """A client of one door, with the episode behind it."""
+    """A client of one rollout's endpoints, with the episode behind it."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str, episode: Episode, asked: Attribution) -> None:
         self.http, self.url, self.key, self.episode, self.asked = http, url, key, episode, asked
@@ -93,7 +93,7 @@ async def client(policy: Any, *, name: str = "g000001.0/0", **limits: Any) -> As
     )
     lines: list[str] = []
     asked = Attribution(episode, log=lines.append)
-    async with open_door(episode, asked, None, log=lines.append) as (url, key), aiohttp.ClientSession() as http:
+    async with serve_rollout(episode, asked, None, log=lines.append) as (url, key), aiohttp.ClientSession() as http:
         made = Client(http, url, key, episode, asked)
         made.lines = lines
         yield made
@@ -521,6 +521,6 @@ def test_any_bytes_are_a_request_or_are_refused(path: str, body: bytes) -> None:
         limits=HarnessConfig(),
         options=RequestOptions(session_id="s", seed=0),
     )
-    door = Door(episode, Attribution(episode, log=lambda _: None), secret=None, log=lambda _: None)
+    endpoints = RolloutEndpoints(episode, Attribution(episode, log=lambda _: None), secret=None, log=lambda _: None)
     with contextlib.suppress(RequestRefused):
-        assert door._parsed(doors._BY_PATH[path].read, body).messages
+        assert endpoints._parsed(doors._BY_PATH[path].read, body).messages
