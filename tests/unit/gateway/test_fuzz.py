@@ -133,7 +133,7 @@ def mutated(chance: random.Random, body: Any) -> Any:
     return value(chance)
 
 
-@pytest.mark.parametrize("requests", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 def test_no_body_makes_an_answer_of_the_class_500(requests: int) -> None:
     chance = random.Random(requests)
     statuses: dict[int, int] = {}
