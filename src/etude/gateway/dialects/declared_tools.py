@@ -1,7 +1,7 @@
 """The tools that a request for a response declares. Each becomes a function for the model; the client executes it.
 
 A *function* takes JSON, a *custom* tool one text, and a *namespace* has tools of both kinds. The model sees the tool
-``shell`` of the namespace ``box`` as the function ``box__shell``, and a custom tool as one with the argument `input`."""
+``shell`` of the namespace ``box`` as the function ``box__shell``, and a custom tool as one of an argument `input`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
                 text["pattern"] = f"^(?:{form.definition})$"
             elif must_call:
                 what = f"{where}.format: a call with an input under a grammar of lark cannot be enforced"
-                raise invalid_request(f"{what}\n  hint: use tool_choice = auto, or syntax = regex", where)
+                raise invalid_request(f"{what}\n  hint: use tool_choice = auto, or syntax = regex", "tool_choice")
             description = f"{description or ''}\n\nThe input follows this grammar ({form.syntax}):\n{form.definition}"
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     yield function_tool(function_name(namespace, tool.name), description, schema)
