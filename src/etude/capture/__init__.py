@@ -11,6 +11,18 @@ gateway both use this package, so the same messages give the same tokens:
 """
 
 from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
+from etude.capture.stops import Cut, cut_at_stop
 from etude.capture.tree import KeptMessage, Node, Prompt, TurnTree
 
-__all__ = ["Chat", "KeptMessage", "Message", "Node", "ParsedCall", "ParsedReply", "Prompt", "TurnTree"]
+__all__ = [
+    "Chat",
+    "Cut",
+    "KeptMessage",
+    "Message",
+    "Node",
+    "ParsedCall",
+    "ParsedReply",
+    "Prompt",
+    "TurnTree",
+    "cut_at_stop",
+]

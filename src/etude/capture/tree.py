@@ -23,15 +23,18 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from etude.capture.chat import Chat, Message
+from etude.capture.stops import Cut
 from etude.records.completion import Completion, Sampling, StopReason
 from etude.records.rollout import ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
+
+_NONE: I32 = np.zeros(0, np.int32)
 
 
 class Start(enum.StrEnum):
@@ -50,7 +53,9 @@ class Node:
     """A recorded turn and its position in the tree. `TurnTree.record` makes one.
 
     - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`: as in `records.rollout.Turn`, with a node as
-      parent."""
+      parent.
+    - `tail`: the sampled tokens of the stop text that cut off the turn, which are in no context; None if none did.
+    - `rest_ids`: tokens of the characters that the client got of the first token of `tail`, [R] int32."""
 
     parent: Node | None
     prompt_ids: I32
@@ -64,6 +69,8 @@ class Node:
     number: int  # number of turns that the tree recorded before
     num_tokens: int  # tokens of the context, including this turn
     start: Start
+    tail: Completion | None = None
+    rest_ids: I32 = field(default_factory=lambda: _NONE)
     continued: bool = False  # whether a request has taken over its session
 
     @property
@@ -199,12 +206,16 @@ class TurnTree:
         sampling: Sampling,
         calls: tuple[ToolCall, ...] = (),
         kind: TurnKind = TurnKind.ACT,
+        cut: Cut | None = None,
     ) -> Node:
         """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
+        `message`: the model's message, as later requests will repeat it. `cut`: the completion as a stop text cuts it
+        off; only what it keeps is in the context of later turns. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
+        completion = completion if cut is None else cut.kept
+        rest = "" if cut is None else cut.rest.rstrip()  # blanks at the end of a reply do not count
         key = _extend_key(prompt.key, digest)
         with self._lock:
             for node in self._by_key.get(key, ()):
@@ -223,6 +234,8 @@ class TurnTree:
                 number=self._num_recorded,
                 num_tokens=num_before + len(prompt.new_ids) + len(completion.token_ids),
                 start=prompt.start,
+                tail=None if cut is None else cut.tail,
+                rest_ids=self._chat.encode(rest) if rest else _NONE,
             )
             self._num_recorded += 1
             self._touch(node)
@@ -231,23 +244,36 @@ class TurnTree:
         return node
 
     def trace(self) -> Trace:
-        """Return all turns that are in the tree, in the order in which they were recorded."""
+        """Return all turns that are in the tree, in the order in which they were recorded.
+
+        After them come the stop texts that cut off turns: each a turn without a prompt, which nothing continues."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
-        return Trace(
-            tuple(
-                Turn(
-                    parent=None if node.parent is None else index[node.parent],
-                    prompt_ids=node.prompt_ids,
-                    completion=node.completion,
-                    sampling=node.sampling,
-                    calls=node.calls,
-                    kind=node.kind,
-                )
-                for node in nodes
+        turns = [
+            Turn(
+                parent=None if node.parent is None else index[node.parent],
+                prompt_ids=node.prompt_ids,
+                completion=node.completion,
+                sampling=node.sampling,
+                calls=node.calls,
+                kind=node.kind,
             )
-        )
+            for node in nodes
+        ]
+        tails = [
+            Turn(
+                parent=index[node],
+                prompt_ids=_NONE,
+                completion=node.tail,
+                sampling=node.sampling,
+                calls=(),
+                kind=node.kind,
+            )
+            for node in nodes
+            if node.tail is not None
+        ]
+        return Trace((*turns, *tails))
 
     def _continuation(
         self,
@@ -259,9 +285,10 @@ class TurnTree:
     ) -> I32:
         """Encode the messages after the first `known` ones, which are the context of `parent`."""
         ended = parent.completion.stop_reason is StopReason.STOP
-        return self._chat.continuation(
+        new_ids = self._chat.continuation(
             messages[:known], messages[known:], signatures, ended=ended, max_tokens=max_tokens
         )
+        return np.concatenate([parent.rest_ids, new_ids]) if len(parent.rest_ids) else new_ids
 
     # The caller of these methods holds the lock.
 

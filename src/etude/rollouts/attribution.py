@@ -154,7 +154,7 @@ class Attribution:
         episode, messages = self.episode, list(chat.messages)
         kind = TurnKind.SIDE if self._is_side(chat) else TurnKind.ACT
         limit = min(chat.max_tokens or episode.limits.turn_tokens, episode.limits.turn_tokens)
-        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False)
+        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False, stops=chat.stop)
         node = turn.node
         node.calls = tuple(
             ToolCall(name=call.name, arguments={k: plain_argument(v) for k, v in call.arguments.items()}, output="")
@@ -165,12 +165,13 @@ class Attribution:
         first = conversation_keys((), chat.messages[:1])[0]
         self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
         return make_answer(
-            node.completion,
+            turn.completion,
             chat=episode.chat,
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
             prompt_ids=node.prompt_context(),
             reply=turn.reply,
+            cut=turn.cut,
         )
 
     def _is_side(self, chat: ChatRequest) -> bool:
