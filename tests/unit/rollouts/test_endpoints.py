@@ -274,19 +274,30 @@ def test_a_stream_has_the_whole_answer_and_signs_of_life_before_it(monkeypatch: 
     run(work)
 
 
-def test_an_engine_that_is_lost_after_the_first_byte_is_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("chat/completions", {}, ['"code":"engine_unavailable"']),
+        ("responses", {"input": "a"}, ["event: error\n", "event: response.failed\n", '"code":"engine_unavailable"']),
+        ("messages", {"max_tokens": 9}, ["event: error\n", '"type":"overloaded_error"']),
+    ],
+)
+def test_an_engine_that_is_lost_after_the_first_byte_is_an_error_event(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], said: list[str]
+) -> None:
     monkeypatch.setattr(doors, "KEEP_ALIVE_S", 0.05)
 
     async def work() -> None:
         policy = Gated([])  # has no answer
         async with client(policy) as c:
-            body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
-            async with c.post("/v1/chat/completions", body) as response:
+            talk = {} if "input" in body else {"messages": [{"role": "user", "content": "a"}]}
+            async with c.post(f"/v1/{path}", {"model": "m", "stream": True, **talk, **body}) as response:
                 assert response.status == 200
                 await response.content.readline()
                 policy.gate.set()
                 rest = (await response.content.read()).decode()
-            assert '"code":"engine_unavailable"' in rest
+            assert all(one in rest for one in said), rest
+            assert "no engine answered" in rest
             assert isinstance(c.episode.result().failure, EngineError)
 
     run(work)
