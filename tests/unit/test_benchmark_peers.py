@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import asynchrony, controls, delta, journal, rewards, seeds, trl
-from benchmarks.delta_peers import peers, side
+from benchmarks import journal
+from benchmarks.learning import asynchrony, controls, rewards, seeds, trl
 from benchmarks.report import HOME, code
+from benchmarks.weights import delta
+from benchmarks.weights.delta_peers import peers, side
 from hypothesis import given
 from hypothesis import strategies as st
 
