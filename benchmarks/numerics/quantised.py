@@ -36,7 +36,7 @@ from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.attention import Packed
-from etude.models.checkpoint import load_tensors
+from etude.models.checkpoint_files import load_tensors
 from etude.models.headers import WEIGHTS
 from etude.models.packed_weights import PackedWeights
 from etude.models.quantised_storage import is_quantised
