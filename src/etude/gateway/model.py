@@ -243,21 +243,26 @@ class ServedModel:
         return answer
 
     def _grammar(self, parsed: ChatRequest, prompt_ids: I32) -> str:
-        """Return the grammar of an answer that must be a call or JSON; "" for any text."""
+        """Return the grammar of an answer that must be a call, JSON, or either of them; "" for any text."""
         if not parsed.must_call and parsed.schema is None:
             return ""
         name = "tool_choice" if parsed.must_call else "response_format"
         if parsed.prompt is None and self.chat.in_reasoning(prompt_ids):
             what = f"{name}: the chat template of this model begins with its reasoning, which a grammar does not allow"
             raise invalid_request(f"{what}\n  hint: leave {name} out", name)
-        if not parsed.must_call:
-            return grammars.from_json_schema(parsed.schema if parsed.schema is not None else True)
-        if not parsed.tools:
+        if parsed.must_call and not parsed.tools:
             raise invalid_request("tool_choice requires a call, and there are no tools", "tool_choice")
+        schema = True if parsed.schema is None else parsed.schema
+        if not parsed.tools:
+            return grammars.from_json_schema(schema)
         try:
-            return self.chat.call_grammar(self._signatures(parsed), max_calls=MAX_CALLS if parsed.parallel else 1)
+            calls = self.chat.call_grammar(self._signatures(parsed), max_calls=MAX_CALLS if parsed.parallel else 1)
+            return calls if parsed.must_call else grammars.with_answer(calls, schema)
+        except grammars.GrammarError as error:
+            raise invalid_request(f"{name}: {error}", name) from None
         except ValueError as error:
-            raise invalid_request(f"tool_choice: {error}\n  hint: use tool_choice = auto", "tool_choice") from None
+            hint = "use tool_choice = auto" if parsed.must_call else "leave the tools out, or forbid calls"
+            raise invalid_request(f"{name}: {error}\n  hint: {hint}", name) from None
 
     def _max_answer_tokens(self, parsed: ChatRequest, num_prompt: int) -> int:
         """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""

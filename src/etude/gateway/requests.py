@@ -41,7 +41,8 @@ class ChatRequest:
     - `include_usage`: a stream ends with the token counts.
     - `return_token_ids`: the response also has the token ids of prompt and answer.
     - `sampling`: further parameters of `records.Sampling` by name, those that are not neutral.
-    - `schema`: the answer must be JSON that is valid under this JSON schema; None: any text.
+    - `schema`: the answer must be JSON that is valid under this JSON schema, or a call if there are `tools`; None: any
+      text.
     - `top_logprobs`: how many of the likeliest tokens the response has at each position; None: no log-probabilities.
     - `echo`: fields of the body that the dialect repeats in its response."""
 
@@ -256,18 +257,6 @@ def chosen_tools(
         if name not in known:
             raise invalid_request(f"tool_choice names {name[:100]!r}, which is not among the tools", "tool_choice")
     return [known[name] for name in names]
-
-
-def checked_schema(
-    schema: dict[str, Any] | bool | None, tools: Sequence[Mapping[str, Any]], name: str
-) -> dict[str, Any] | bool | None:
-    """Return the schema of the answer. Raises `RequestRefused` when tools are offered too.
-
-    `name` is the name of the parameter."""
-    if schema is not None and tools:
-        message = "JSON under a schema is not offered together with tools\n  hint: forbid calls with tool_choice"
-        raise invalid_request(f"{name}: {message}", name)
-    return schema
 
 
 def checked_messages(messages: list[Message], where: str) -> list[Message]:

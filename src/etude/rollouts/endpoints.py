@@ -238,6 +238,8 @@ class RolloutEndpoints:
                 asked[refused.param] = fields.pop(refused.param)
         if chat.must_call:
             asked["tool_choice"] = fields.get("tool_choice")
+        if chat.schema is not None:
+            asked["schema"] = chat.schema
         try:
             self._episode.chat.signatures(chat.tools)
         except ValueError as error:

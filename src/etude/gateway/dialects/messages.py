@@ -19,7 +19,6 @@ from etude.gateway.requests import (
     check_range,
     check_stops,
     checked_messages,
-    checked_schema,
     chosen_tools,
     decode_body,
     function_tool,
@@ -158,7 +157,7 @@ def read_count(data: bytes) -> ChatRequest:
     form = body.output_config.format if body.output_config is not None else None
     return ChatRequest(
         sampling=read_sampling(body),
-        schema=checked_schema(None if form is None else form.schema, tools, "output_config"),
+        schema=None if form is None else form.schema,
         model=body.model,
         messages=checked_messages(messages, "messages"),
         tools=chosen_tools(tools, choice.name if choice.type == "tool" else None, none=choice.type == "none"),
