@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from etude.capture.context import head_of, is_due, with_request
 from etude.harness import Episode, run_agent
 from etude.harness.chat import Message
 from etude.harness.compaction import Compactor
-from etude.harness.context import head_of, is_due, with_request
 from etude.harness.episode import turn_seed
 from etude.records.completion import CompletionRequest, Sampling
 from etude.records.rollout import Ending

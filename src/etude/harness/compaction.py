@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-from etude.errors import MachineError
-from etude.harness.chat import Message
-from etude.harness.context import (
+from etude.capture.context import (
     HISTORY,
     MAX_ATTEMPTS,
     REQUEST,
@@ -22,6 +20,8 @@ from etude.harness.context import (
     with_request,
     without_last_exchange,
 )
+from etude.errors import MachineError
+from etude.harness.chat import Message
 from etude.harness.episode import Episode, ModelTurn
 from etude.records.completion import StopReason
 from etude.records.rollout import Ending, TurnKind
