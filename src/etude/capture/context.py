@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 
 from etude.capture.chat import Message, ParsedReply
+from etude.records.exports import OWN
 
 REQUEST = "summarise"
 """The user message that asks for a summary. It is short because it is in every context that is summarised."""
-HISTORY = ".etude/history.txt"
+HISTORY = f"{OWN}history.txt"
 """The file in the machine's working directory with all messages before the last summary."""
 LOW_SHARE, HIGH_SHARE = 0.5, 0.8
 """The range of triggers, as shares of the context."""

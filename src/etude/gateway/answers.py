@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from etude.capture import Chat, Message, ParsedReply
+from etude.capture.summaries import Shortened
 from etude.gateway.streams import split_unfinished
 from etude.records.completion import Completion, StopReason
 from etude.records.wire import I32
@@ -30,6 +31,12 @@ class SummaryUse:
     number: int = 0
     num_prompt: int = 0
     num_sampled: int = 0
+
+    @classmethod
+    def of(cls, shortened: Shortened) -> SummaryUse:
+        """Return the use of a shortened conversation."""
+        sampled = sum(len(node.completion.token_ids) for node in shortened.written)
+        return cls(shortened.number, sum(node.num_tokens for node in shortened.written) - sampled, sampled)
 
 
 class TokenLogprob(NamedTuple):

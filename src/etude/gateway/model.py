@@ -200,13 +200,7 @@ class ServedModel:
         request = self._request(
             parsed, index, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True
         )
-        nodes = shortened.written
-        use = SummaryUse(
-            shortened.number,
-            sum(node.num_tokens - len(node.completion.token_ids) for node in nodes),
-            sum(len(node.completion.token_ids) for node in nodes),
-        )
-        return PendingRequest(parsed, request, signatures, prompt, use)
+        return PendingRequest(parsed, request, signatures, prompt, SummaryUse.of(shortened))
 
     async def _shortened(self, parsed: ChatRequest, signatures: Any) -> Shortened:
         """Return the conversation as it goes on after its summaries. A further one is written if it is due."""

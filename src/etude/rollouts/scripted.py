@@ -10,6 +10,7 @@ mid-training.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
@@ -120,7 +121,7 @@ def demonstrate_long(
         options=RequestOptions(session_id="demonstration", seed=0, group_seed=group_seed),
     )
     with contextlib.suppress(ContextFull, EpisodeEnded):
-        _at_once(run_agent(episode))
+        asyncio.run(run_agent(episode))
     trace = episode.result().trace
     return [trace.path(leaf).token_ids for leaf in trace.leaves()]
 
