@@ -44,6 +44,7 @@ class ChatRequest:
     - `schema`: the answer must be JSON that is valid under this JSON schema, or a call if there are `tools`; None: any
       text.
     - `top_logprobs`: how many of the likeliest tokens the response has at each position; None: no log-probabilities.
+    - `summaries`: whether the model may summarise the conversation.
     - `echo`: fields of the body that the dialect repeats in its response."""
 
     model: str
@@ -64,6 +65,7 @@ class ChatRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | bool | None = None
     top_logprobs: int | None = None
+    summaries: bool = True
     echo: dict[str, Any] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from etude.capture import Chat, Message
-from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.answers import Answer, ResponseHead, summary_usage
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request
 from etude.gateway.requests import (
@@ -237,13 +237,14 @@ def _tool(tool: _Tool, where: str) -> dict[str, Any]:
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> dict[str, Any]:
     cached = answer.completion.num_cached
     return {
         "input_tokens": len(answer.prompt_ids) - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": len(answer.completion.token_ids),
+        **summary_usage([answer]),
     }
 
 

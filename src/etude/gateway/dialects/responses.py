@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from etude.capture import Chat, Message
-from etude.gateway.answers import Answer, ResponseHead, logprob_entry
+from etude.gateway.answers import Answer, ResponseHead, logprob_entry, summary_usage
 from etude.gateway.dialects.declared_tools import DeclaredTool, ToolName, function_name, functions, names_of
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request, openai_error
@@ -304,6 +304,7 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + sampled,
+        **summary_usage(answers),
     }
     if request.return_token_ids:
         response |= {"token_ids": answer.completion.token_ids.tolist(), "prompt_token_ids": answer.prompt_ids.tolist()}

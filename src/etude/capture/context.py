@@ -1,7 +1,9 @@
 """When a conversation is summarised, and what it goes on with. Pure functions over messages; nothing is sampled here.
 
 A conversation that has reached its trigger gets a short request for a summary, with the same tools in its prompt. A new
-conversation then begins with the task's instruction, the summary, and the name of a file with everything before it."""
+conversation then begins with the task's instruction, the summary, and the name of a file with everything before it.
+`etude.harness.compaction` does this in the built-in program, and `etude.capture.summaries` for conversations that come
+over HTTP, in training and in production."""
 
 from __future__ import annotations
 
@@ -12,16 +14,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.harness.chat import Message, Reply
+import msgspec
+
+from etude.capture.chat import Message, ParsedReply
+from etude.records.exports import OWN
 
 REQUEST = "summarise"
 """The user message that asks for a summary. It is short because it is in every context that is summarised."""
-HISTORY = ".etude/history.txt"
+HISTORY = f"{OWN}history.txt"
 """The file in the machine's working directory with all messages before the last summary."""
 LOW_SHARE, HIGH_SHARE = 0.5, 0.8
 """The range of triggers, as shares of the context."""
 MAX_ATTEMPTS = 3
 """Summaries that may be sampled in a row until one of them is valid."""
+
+
+MESSAGE_TOKENS = 8
+"""Tokens that a chat template may write around a message, for an estimate."""
+_MESSAGE_CHARS = 16  # the same in characters
+
+
+class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How conversations were summarised in training. `etude.json` of an exported checkpoint has it.
+
+    - `context_tokens`: the most tokens of a conversation.
+    - `summary_tokens`: the most tokens of a summary, at least 1 and at most a quarter of the context.
+    - `turn_tokens`: the most tokens of a turn.
+    - `temperature`: at which turns were sampled.
+
+    Raises `ValueError` for values outside of their ranges."""
+
+    context_tokens: int
+    summary_tokens: int
+    turn_tokens: int
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (1 <= 4 * self.summary_tokens <= self.context_tokens and 1 <= self.turn_tokens < self.context_tokens):
+            raise ValueError("summary_tokens must be from 1 to a quarter of context_tokens, and turn_tokens below it")
+        if not 0 <= self.temperature <= 4:
+            raise ValueError(f"temperature = {self.temperature} is not from 0 to 4")
 
 
 class SummaryFault(enum.StrEnum):
@@ -63,6 +95,15 @@ def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
     return max(1, round(share * context_tokens))
 
 
+def served_trigger(context_tokens: int) -> int:
+    """Return the length from which a conversation is summarised in production: the longest that occurs in training.
+
+    >>> served_trigger(1000)
+    800
+    """
+    return max(1, round(HIGH_SHARE * context_tokens))
+
+
 def is_due(num_tokens: int, *, trigger: int, exchange: int, reserved: int, context_tokens: int) -> bool:
     """Return whether a conversation should be summarised before the model's next turn.
 
@@ -81,6 +122,49 @@ def head_of(messages: Sequence[Message]) -> list[Message]:
     """
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages) - 1)
     return list(messages[: first + 1])
+
+
+def instructions_of(messages: Sequence[Message]) -> list[Message]:
+    """Return the head of a conversation, extended by what the user said last.
+
+    A program or a person may give further instructions. The last one must not depend on a summary. It is the newest
+    message that follows a reply, and the last message of all if that is the user's.
+
+    >>> talk = [{"role": "user", "content": "fix"}, {"role": "assistant", "content": "done"}]
+    >>> instructions_of([*talk, {"role": "user", "content": "now test"}])[0]["content"]
+    'fix\\nnow test'
+    """
+    head = head_of(messages)
+    rest = range(len(head), len(messages))
+    said = [i for i in rest if messages[i]["role"] == "user"]
+    after_reply = [i for i in said if messages[i - 1]["role"] == "assistant"]
+    for i in dict.fromkeys([*after_reply[-1:], *(i for i in said if i == len(messages) - 1)]):
+        head[-1] = _extended(head[-1], _text(messages[i].get("content")))
+    return head
+
+
+def stops_of(messages: Sequence[Message], start: int) -> list[int]:
+    """Return where a summary may be made: the lengths of the prompts that have a turn of the model after `start`.
+
+    A prompt ends before each turn of the model, and at the end.
+
+    >>> roles = ["user", "assistant", "tool", "assistant", "tool"]
+    >>> stops_of([{"role": role} for role in roles], 0)
+    [3, 5]
+    """
+    turns = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
+    return [*turns[1:], len(messages)] if turns else []
+
+
+def longest_exchange(messages: Sequence[Message], num_tokens: int) -> int:
+    """Return about how many tokens the longest exchange has: a turn of the model, and what follows until the next.
+
+    `num_tokens`: of all messages. They are divided by the number of characters, so that nothing is tokenised again."""
+    sizes = [len(_plain(message)) + _MESSAGE_CHARS for message in messages]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    ends = [*turns[1:], len(messages)]
+    most = max((sum(sizes[start:end]) for start, end in zip(turns, ends, strict=False)), default=0)
+    return most * num_tokens // max(1, sum(sizes))
 
 
 def with_request(messages: Sequence[Message]) -> list[Message]:
@@ -103,7 +187,7 @@ def without_last_exchange(messages: Sequence[Message]) -> list[Message] | None:
     return list(messages[:last])
 
 
-def summary_fault(reply: Reply, *, ended: bool, num_tokens: int, max_tokens: int) -> SummaryFault | None:
+def summary_fault(reply: ParsedReply, *, ended: bool, num_tokens: int, max_tokens: int) -> SummaryFault | None:
     """Return why the completion of a request for a summary is refused, or None for a valid summary.
 
     `reply`: the parsed completion. `ended`: whether the model ended it. `num_tokens`: the tokens that were sampled, of
