@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -11,19 +12,19 @@ from rich.tree import Tree
 
 from etude.dashboard.formatting import number
 from etude.records.rollout import TurnKind
-from etude.records.view import Conversation, RolloutView, TurnView, conversations, shorten, trained_words
+from etude.records.view import Conversation, RolloutView, TurnView, conversations, shorten, turn_facts
 
-LINES, CHARS = 6, 160
-"""A text is shortened to so many lines of so many characters, unless all of it was asked for."""
+_BEGIN = re.compile(r"\n(?=\[\w+\] )")  # of a message
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+LINES, CHARS = 4, 160
+"""A message is shortened to so many lines of so many characters, unless all of it was asked for."""
 _COLOURS = {TurnKind.ACT: "bold", TurnKind.SUMMARY: "bold green", TurnKind.REFUSED: "bold red", TurnKind.SIDE: "dim"}
 
 
 def print_views(views: Sequence[RolloutView], *, full: bool) -> None:
     """Print rollouts as trees. With `full` no text is shortened."""
     screen = Console(highlight=False, markup=False)
-    for i, view in enumerate(views):
-        if i:
-            screen.print()
+    for view in views:
         tree = _tree(view, full=full)
         if screen.is_terminal:
             screen.print(tree)
@@ -43,7 +44,7 @@ def _lines(tree: Tree) -> Iterator[str]:
 
 def _tree(view: RolloutView, *, full: bool) -> Tree:
     root = Tree(_head(view), guide_style="dim")
-    if view.history and (full or not view.turns):
+    if view.history:
         history = root.add(Text("history", "bold"))
         for move in view.history:
             history.add(Text(f"{move['t']:.2f} {move['origin'] or '-'} -> {move['state']} {move['reason']}".rstrip()))
@@ -57,12 +58,12 @@ def _tree(view: RolloutView, *, full: bool) -> Tree:
             later += [(leaf, branch) for branch in branches]
         waiting += reversed(later)
     if view.transcript:
-        root.add(Text(view.transcript if full else shorten(view.transcript, lines=100, chars=CHARS)))
+        root.add(Text(_visible(view.transcript if full else shorten(view.transcript, lines=100, chars=CHARS))))
     elif not view.turns:
         root.add(Text("(nothing was stored: the rollout did not finish)"))
     for attempt, log in view.logs:
         text = log.rstrip() if full else shorten(log.rstrip(), lines=20, chars=CHARS)
-        root.add(Text(f"log of the agent program, attempt {attempt}:\n{text}"))
+        root.add(Text(f"log of the agent program, attempt {attempt}:\n{_visible(text)}"))
     return root
 
 
@@ -96,15 +97,14 @@ def _head(view: RolloutView) -> Text:
 
 def _turn(turn: TurnView, *, full: bool) -> Text:
     """One turn: a line of facts, then the new messages and the reply."""
-    cached = "" if turn.num_cached is None else f" ({turn.num_cached} cached)"
-    facts = [f"prompt {turn.num_prompt}{cached}, sampled {turn.num_sampled}"]
-    facts += [] if turn.stop_reason in ("stop", "") else [f"stopped by {turn.stop_reason}"]
-    facts += [f"{number(turn.num_malformed, 'malformed call')}"] if turn.num_malformed else []
-    facts += [f"step {' and '.join(map(str, turn.steps))}"] if turn.steps else []
-    facts += [trained_words(turn.trained)] if turn.trained else []
-    text = Text.assemble((f"{turn.number} {turn.kind}", _COLOURS[turn.kind]), ("  " + " · ".join(facts), "dim"))
+    text = Text.assemble((f"{turn.number} {turn.kind}", _COLOURS[turn.kind]), (f"  {turn_facts(turn)}", "dim"))
     for part, style in ((turn.prompt, "dim"), (turn.reply, "")):
         if part:
-            shown = part if full else shorten(part, lines=LINES, chars=CHARS)
-            text.append("\n" + textwrap.indent(shown, "    "), style)
+            shown = part if full else "\n".join(shorten(one, lines=LINES, chars=CHARS) for one in _BEGIN.split(part))
+            text.append("\n" + textwrap.indent(_visible(shown), "    "), style)
     return text
+
+
+def _visible(text: str) -> str:
+    """Return a text whose control characters are spelled out: tools and models must not control the terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

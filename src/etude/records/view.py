@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,14 +130,20 @@ def _title(turn: TurnView, turns: Sequence[TurnView], number: int) -> str:
     if turn.parent is not None:
         again = "" if turn.same_prompt is None else f", the prompt of turn {turn.same_prompt} again"
         return f"branch from turn {turn.parent}{again}"
-    before = turns[turn.number - 1] if turn.number else None
+    summary = next((one for one in reversed(turns[: turn.number]) if _goes_on_from(one, turn)), None)
     if turn.same_prompt is not None:
         why = f"the prompt of turn {turn.same_prompt} again"
-    elif before is not None and before.kind is TurnKind.SUMMARY:
-        why = f"goes on from the summary of turn {before.number}"
+    elif summary is not None:
+        why = f"goes on from the summary of turn {summary.number}"
     else:
         why = _WHY.get(turn.start, "") if turn.number else ""
     return f"conversation {number}" + (f": {why}" if why else "")
+
+
+def _goes_on_from(summary: TurnView, turn: TurnView) -> bool:
+    """Whether `summary` is a summary whose text is in the prompt of `turn`."""
+    text = summary.reply.removeprefix("[assistant] ").strip()
+    return summary.kind is TurnKind.SUMMARY and bool(text) and text in turn.prompt
 
 
 _WHY = {
@@ -176,14 +182,16 @@ def shorten(text: str, *, lines: int, chars: int) -> str:
     return "\n".join([*kept, *([f"… {more} more line{'s' if more > 1 else ''}"] if more > 0 else [])])
 
 
-def trained_words(trained: Iterable[Trained]) -> str:
-    """Describe what was trained of a turn in one phrase; "" if nothing was.
+def turn_facts(turn: TurnView) -> str:
+    """Return the numbers of a turn in one line: its tokens, the weights that sampled it, and what was trained of it.
 
-    >>> trained_words([Trained(row=3, num_tokens=12, low=0.75, high=0.75)])
-    'trained 12 tokens × +0.75 (row 3)'
-    """
-    said = []
-    for one in trained:
+    In "trained 12 × +0.75 (row 3)", 12 tokens have the advantage .75 in sample 3 of the batch."""
+    facts = [f"prompt {turn.num_prompt}" + ("" if turn.num_cached is None else f" ({turn.num_cached} cached)")]
+    facts[0] += f", sampled {turn.num_sampled}"
+    facts += [] if turn.stop_reason == "stop" else [f"ended by {turn.stop_reason}"]
+    facts += [f"{turn.num_malformed} malformed"] if turn.num_malformed else []
+    facts += [f"step {' and '.join(map(str, turn.steps))}"] if turn.steps else []
+    for one in turn.trained:
         span = f"{one.low:+.3g}" + (f" to {one.high:+.3g}" if one.high != one.low else "")
-        said.append(f"{one.num_tokens} tokens × {span} (row {one.row})")
-    return f"trained {', '.join(said)}" if said else ""
+        facts.append(f"trained {one.num_tokens} × {span} (row {one.row})")
+    return " · ".join(facts)
