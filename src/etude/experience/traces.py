@@ -41,7 +41,7 @@ from etude.records.completion import Completion, Sampling, StopReason, Version, 
 from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Start, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Origin, Sample
-from etude.records.summary import BatchPlan, BatchRef, Member, with_versions_of
+from etude.records.summary import BatchPlan, BatchRef, Member, TurnPlace, turn_places, with_versions_of
 from etude.records.task import Trust
 from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
@@ -125,7 +125,7 @@ class RecordedRollout:
 
     `task_id`, `family`, `attempt` and `ending` are None if the process that ran the rollout stored nothing. `outcome`:
     None if it was cancelled or quarantined. `reward`: the composed reward that credit was computed from; None unless
-    graded."""
+    graded. `places`: of its turns, for credit by turn; empty in files of format 1."""
 
     rollout_id: str
     group_id: str
@@ -135,6 +135,7 @@ class RecordedRollout:
     ending: str | None
     outcome: Graded | Invalid | None
     reward: float | None = None
+    places: tuple[TurnPlace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def record_batch(
         prefixes = _Prefixes()
         for member in plan.members:
             trace = _trace(member, read)
-            not_plain += num_not_plain(trace) if member.advantage else 0
+            not_plain += num_not_plain(trace) if member.credited else 0
             yield from _rows(plan, member, trace, prefixes, samples, temperature)
             each()
 
@@ -311,7 +312,7 @@ def record_batch(
     _write(trace_path(folder, plan.step), rows(), facts)
     batch = made()
     num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
-    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.advantage)
+    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.credited)
     ref = BatchRef(
         batch_id=plan.batch_id,
         step=plan.step,
@@ -532,7 +533,7 @@ def read_trace(path: TraceFile) -> RecordedBatch:
         else:
             judged, samples = [], []
             for row, trace, numbered in _rollouts(table):
-                judged.append(_recorded_rollout(row))
+                judged.append(_recorded_rollout(row, turn_places(trace)))
                 samples += [_sample(one, table, i, trace) for i, one in numbered]
         batch = Batch(
             batch_id=facts["batch_id"],
@@ -636,14 +637,14 @@ def _damaged(path: TraceFile, error: Exception) -> LedgerError:
     )
 
 
-def _recorded_rollout(row: dict[str, Any]) -> RecordedRollout:
+def _recorded_rollout(row: dict[str, Any], places: tuple[TurnPlace, ...] = ()) -> RecordedRollout:
     outcome: Graded | Invalid | None = None
     if row["terms"] is not None:
         outcome = _graded(row)
     elif row["boundary"] is not None:
         outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
     names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending", "reward")
-    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome)
+    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome, places=places)
 
 
 def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tuple[int, dict[str, Any]]]]]:
