@@ -17,7 +17,6 @@ recently used turn first, and children always before their parent."""
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import json
 import threading
@@ -31,29 +30,18 @@ import numpy as np
 from etude.capture.chat import Chat, Message
 from etude.capture.context import SummaryFault
 from etude.records.completion import Completion, Sampling, StopReason
-from etude.records.rollout import ToolCall, Trace, Turn, TurnKind
+from etude.records.rollout import Start, ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
 
 _MAX_RENDERED = 16  # prompts whose tokens are kept until they are asked
-
-
-class Start(enum.StrEnum):
-    """Why a turn does or does not continue the engine session of the turn before it."""
-
-    FIRST = "first"  # the first turn of the tree
-    NEXT = "next"  # it continues its parent
-    FORK = "fork"  # its parent has another continuation already
-    TOOLS = "tools"  # a new root: the tools are others than in all requests before
-    SYSTEM = "system"  # a new root: the first message is another one
-    HISTORY = "history"  # a new root: the first message is known, but no turn of the model is repeated
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A recorded turn and its position in the tree. `TurnTree.record` makes one.
 
-    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`: as in `records.rollout.Turn`, with a node as
-      parent."""
+    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`, `start`: as in `records.rollout.Turn`, with a
+      node as parent."""
 
     parent: Node | None
     prompt_ids: I32
@@ -256,6 +244,7 @@ class TurnTree:
                     sampling=node.sampling,
                     calls=node.calls,
                     kind=node.kind,
+                    start=node.start,
                 )
                 for node in nodes
             )
