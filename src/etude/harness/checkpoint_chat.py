@@ -62,7 +62,7 @@ class CheckpointChatFormat(ChatFormat):
         self._arguments_as_text = False
 
     def document(self, text: str) -> I32:
-        """Encode a document for mid-training, the text and the end token, as token ids, [T] int32."""
+        """Encode a document for mid-training as token ids, [T] int32: the text, then the end token."""
         return np.array([*self._plain(text), self.end_id], np.int32)
 
     def _after_reply(
@@ -112,7 +112,7 @@ class CheckpointChatFormat(ChatFormat):
         return self.decode(prompt_ids[-8:], special=True).rstrip().endswith("<think>")
 
     def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
-        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`.
+        """Return the grammar of a completion that is one call of the tools, or up to `max_calls` calls.
 
         Raises `ValueError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:
@@ -126,7 +126,8 @@ class CheckpointChatFormat(ChatFormat):
         )
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Return the number of leading tokens before the first one that opens a tool call, or that is special."""
+        """Return how many leading tokens of a completion come before the first one that opens a tool call or is
+        special."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 
