@@ -1,7 +1,7 @@
-"""When a conversation is summarised, and what it goes on with. Pure functions over messages; nothing is sampled here.
+"""When a conversation is summarised, and with which messages it continues. Pure functions; nothing is sampled here.
 
-A conversation that has reached its trigger gets a short request for a summary, with the same tools in its prompt. A new
-conversation then begins with the task's instruction, the summary, and the name of a file with everything before it.
+A conversation that has become long gets a short request for a summary, with the same tools in its prompt. A new
+conversation then begins with the task's instruction, the summary, and the name of a file with all earlier messages.
 `etude.harness.compaction` does this in the built-in program, and `etude.capture.summaries` for conversations that come
 over HTTP, in training and in production."""
 
@@ -59,8 +59,8 @@ class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class SummaryFault(enum.StrEnum):
     """Why a summary is refused.
 
-    EMPTY: no text. TOO_LONG: all allowed tokens were sampled and it had not ended. CUT_OFF: it stopped earlier without
-    an end. TOOL_CALL: it has a tool call, valid or not."""
+    EMPTY: it has no text. TOO_LONG: all allowed tokens were sampled, and it had not ended. CUT_OFF: it stopped earlier
+    without a stop token. TOOL_CALL: it has a tool call, valid or not."""
 
     EMPTY = "empty"
     TOO_LONG = "too long"
@@ -70,10 +70,12 @@ class SummaryFault(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a conversation goes on with after a summary.
+    """What a conversation keeps after a summary.
 
-    `summary`: the model's text. `number`: how many summaries there were, with this one. `turns_left`: how many turns
-    the agent has left; None: unlimited. `history`: the path of the file with all earlier messages, "" for none."""
+    - `summary`: the model's text.
+    - `number`: how many summaries there were so far, this one included.
+    - `turns_left`: how many turns the agent has left; None: unlimited.
+    - `history`: the path of the file with all earlier messages; "" for none."""
 
     summary: str
     number: int
@@ -82,10 +84,11 @@ class Carried:
 
 
 def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
-    """Return the length from which a conversation is summarised: 50 to 80 % of the context, by the group's seed.
+    """Return the length in tokens from which a conversation is summarised: 50 to 80 % of the context, drawn by the
+    seed.
 
-    All rollouts of a group have the same trigger, so that their rewards differ only by what the model did. Several
-    lengths occur over a run, so that the model does not learn to count on one.
+    All rollouts of a group have the same length, so that their rewards differ only by what the model did. It varies
+    between groups, so that the model does not rely on one length.
 
     >>> trigger_tokens(1, context_tokens=1000) == trigger_tokens(1, context_tokens=1000)
     True
@@ -105,16 +108,18 @@ def served_trigger(context_tokens: int) -> int:
 
 
 def is_due(num_tokens: int, *, trigger: int, exchange: int, reserved: int, context_tokens: int) -> bool:
-    """Return whether a conversation should be summarised before the model's next turn.
+    """Return whether a conversation must be summarised before the model's next turn.
 
-    It is due from `trigger` tokens on, and when another exchange would leave no room for a summary. `num_tokens`: of
-    the next prompt. `exchange`: tokens of the longest exchange so far (a model turn and the outputs of its calls).
-    `reserved`: tokens of the request for a summary, and of the summary."""
+    That is so when it has `trigger` tokens or more, or when one more exchange would leave no room for a summary.
+
+    - `num_tokens`: tokens of the next prompt.
+    - `exchange`: tokens of the longest exchange so far (a model turn and the outputs of its calls).
+    - `reserved`: tokens of the request for a summary and of the summary together."""
     return num_tokens >= trigger or num_tokens + exchange + reserved > context_tokens
 
 
 def head_of(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages that every summarised conversation begins with: those up to the first one of the user.
+    """Return the messages that are kept at every summary: those up to and including the first user message.
 
     >>> talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "fix"}, {"role": "assistant"}]
     >>> [message["role"] for message in head_of(talk)]
@@ -168,19 +173,19 @@ def longest_exchange(messages: Sequence[Message], num_tokens: int) -> int:
 
 
 def with_request(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the request for a summary at the end. The given messages stay as they are.
+    """Return the messages with the request for a summary at the end. The arguments are not changed.
 
-    After a user message the request becomes a part of that message, since many templates refuse two in a row."""
+    If the last message is the user's, the request is appended to its text, since many templates refuse two user
+    messages in a row."""
     if len(messages) > 1 and messages[-1]["role"] == "user":
         return [*messages[:-1], _extended(messages[-1], REQUEST)]
     return [*messages, {"role": "user", "content": REQUEST}]
 
 
 def without_last_exchange(messages: Sequence[Message]) -> list[Message] | None:
-    """Return the messages before the model's last turn, or None when there is no turn of the model.
+    """Return the messages before the model's last turn, or None if they would have no turn of the model.
 
-    It is for a conversation that a long tool output has filled, so that not even a summary fits. The first exchange is
-    never the last resort: a conversation of the head alone has nothing to summarise."""
+    Used when a long tool output has filled the context, so that not even a summary fits."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     if last < 0 or not any(message["role"] == "assistant" for message in messages[:last]):
         return None
@@ -190,8 +195,8 @@ def without_last_exchange(messages: Sequence[Message]) -> list[Message] | None:
 def summary_fault(reply: ParsedReply, *, ended: bool, num_tokens: int, max_tokens: int) -> SummaryFault | None:
     """Return why the completion of a request for a summary is refused, or None for a valid summary.
 
-    `reply`: the parsed completion. `ended`: whether the model ended it. `num_tokens`: the tokens that were sampled, of
-    `max_tokens` allowed ones."""
+    `reply`: the parsed completion. `ended`: whether it ends with a stop token. `num_tokens`: the sampled tokens, of at
+    most `max_tokens`."""
     if not ended:
         return SummaryFault.TOO_LONG if num_tokens >= max_tokens else SummaryFault.CUT_OFF
     if reply.calls or reply.error:
@@ -200,7 +205,8 @@ def summary_fault(reply: ParsedReply, *, ended: bool, num_tokens: int, max_token
 
 
 def go_on(head: Sequence[Message], carried: Carried) -> list[Message]:
-    """Return the conversation that follows a summary: the head, its last message extended by what is carried.
+    """Return the conversation that follows a summary: the messages `head`, the last one extended by what is carried
+    over.
 
     >>> head = [{"role": "user", "content": "fix the test"}]
     >>> print(go_on(head, Carried("calc.py is wrong", 2, turns_left=9, history=HISTORY))[0]["content"])
@@ -215,7 +221,7 @@ def go_on(head: Sequence[Message], carried: Carried) -> list[Message]:
 
 
 def history_text(messages: Sequence[Message]) -> str:
-    """Return messages as text to be searched: each begins with its role on a line.
+    """Return messages as one text that an agent can search. Each message begins with its role in brackets.
 
     >>> call = {"function": {"name": "cat", "arguments": {"path": "a.py"}}}
     >>> print(history_text([{"role": "assistant", "content": "", "tool_calls": [call]}]), end="")

@@ -41,7 +41,11 @@ class Node:
     """A recorded turn and its position in the tree. `TurnTree.record` makes one.
 
     - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`, `start`: as in `records.rollout.Turn`, with a
-      node as parent."""
+      node as parent.
+    - `key`: a digest of the tools and all messages, this turn's included. `reply_digest`: one of the model's message.
+    - `number`: the place in the order of recording. `num_tokens`: tokens of the context, this turn's completion
+      included.
+    - `continued`: whether a request has continued its session."""
 
     parent: Node | None
     prompt_ids: I32
@@ -105,9 +109,9 @@ class Prompt:
 
     @property
     def routes_from(self) -> int:
-        """The first position whose routes (experts chosen by the MoE routers) no earlier turn has.
+        """The position of the first token whose routes (experts chosen by the MoE routers) no earlier turn has.
 
-        This is the value for `CompletionRequest.routes_from`."""
+        It is the value for `CompletionRequest.routes_from`."""
         if self.parent is None:
             return 0
         return self.parent.completion.routes_start + len(self.parent.completion.routes)
@@ -359,7 +363,7 @@ class TurnTree:
 
 
 class KeptMessage(dict[str, Any]):
-    """A message that never changes. It keeps its digest (`message_digest`) once it was computed; "" before."""
+    """A message that never changes, so that its digest (`message_digest`) is computed only once."""
 
     __slots__ = ("digest",)
 
@@ -387,10 +391,10 @@ def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mes
 
 
 def message_digest(message: Message) -> bytes:
-    """A digest of the content of a message, by which messages are compared.
+    """Return a digest of the content of a message. Messages with equal digests count as the same message.
 
-    Reasoning, ids and names do not count, and of the model's messages neither blanks around the text nor the order of a
-    call's arguments, since clients change all of these when they repeat a conversation.
+    Clients change details when they repeat a conversation. So the digest ignores reasoning, ids and names, and in the
+    model's messages also whitespace around the text and the order of a call's arguments.
 
     >>> call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
     >>> same = {"function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}

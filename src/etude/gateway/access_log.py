@@ -1,4 +1,4 @@
-"""One log line and the metrics of each request: who asked for what, how long it took, and never its content."""
+"""The log line and the metrics of each request: key, model, token counts, time. The content is never logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _LATENCY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-    """The metrics of a gateway for Prometheus. Without the library prometheus_client nothing is counted."""
+    """The metrics of a gateway, for Prometheus. If the package prometheus_client is not installed, nothing is
+    counted."""
 
     def __init__(self) -> None:
         try:
@@ -41,7 +42,7 @@ class Metrics:
         return kind(f"etude_gateway_{name}", about, labels, registry=self.registry, **options)
 
     def count(self, record: Record, status: int, wall_s: float) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended with the HTTP status `status` after `wall_s` seconds."""
         if self.registry is None:
             return
         self._requests.labels(record.dialect, str(status)).inc()
@@ -57,7 +58,9 @@ class Metrics:
             self._tokens.labels(kind).inc(number)
 
     def page(self, models: dict[str, tuple[int, int]]) -> tuple[bytes, str]:
-        """Return the page for Prometheus and its content type. `models`: name → (running, waiting)."""
+        """Return the page that Prometheus reads, and its content type.
+
+        `models` maps the name of each model to its numbers of (running, waiting) answers."""
         for name, (running, waiting) in models.items():
             self._running.labels(name).set(running)
             self._waiting.labels(name).set(waiting)
@@ -66,7 +69,15 @@ class Metrics:
 
 @dataclass(slots=True)
 class Record:
-    """What is logged and counted of one request."""
+    """What is logged and counted of one request.
+
+    - `dialect`: the name of the API, such as "chat".
+    - `began`: when the request arrived, by `time.perf_counter`.
+    - `key`: the API key that was used; None without one.
+    - `first_s`: seconds until the first event of a stream; None for other requests.
+    - `num_prompt`, `num_cached`, `num_sampled`: tokens of the prompt, those of it whose KV was reused, and sampled
+      tokens.
+    - `ended`: whether `end` was called."""
 
     method: str
     dialect: str
@@ -81,7 +92,7 @@ class Record:
     ended: bool = False
 
     def add(self, answers: Sequence[Answer]) -> None:
-        """Add the tokens of answers."""
+        """Add the token counts of some answers to the record."""
         if self.num_prompt == 0:
             self.num_prompt = len(answers[0].prompt_ids)
             self.num_cached = answers[0].completion.num_cached
@@ -89,7 +100,7 @@ class Record:
         self.num_summary += sum(answer.summaries.num_prompt + answer.summaries.num_sampled for answer in answers)
 
     def end(self, status: int, metrics: Metrics) -> None:
-        """Log and count the request, which ended with an HTTP status. Later calls have no effect."""
+        """Log and count the request. `status` is the HTTP status of its response. Later calls have no effect."""
         if self.ended:
             return
         self.ended = True

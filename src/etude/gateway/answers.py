@@ -1,4 +1,4 @@
-"""The model's answer to a request, before a dialect writes it as a body or as events."""
+"""The model's answer to a request, before it is written in the format of a vendor's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from etude.records.wire import I32
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What identifies one response: 32 hex characters, the model's name for clients, and the Unix time in seconds."""
+    """The identity of one response: `id` (32 hex characters), `model` (its name for clients), `created` (Unix time in
+    s)."""
 
     id: str
     model: str
@@ -87,7 +88,8 @@ class Answer:
     def calls_with_ids(self, prefix: str, head: ResponseHead, index: int = 0) -> list[tuple[str, str, str]]:
         """Return (id, name, arguments as JSON text) of each tool call.
 
-        An id consists of `prefix`, the end of the response's id, and the numbers of the answer and the call."""
+        An id is made of `prefix`, the end of the response's id, `index` (the number of the answer) and the number of
+        the call."""
         before = f"{prefix}{head.id[-12:]}" + (f"{index}_" if index else "")
         return [
             (f"{before}{number}", call["name"], json.dumps(call["arguments"], ensure_ascii=False))
@@ -106,11 +108,15 @@ def make_answer(
     logprobs: bool = False,
     summaries: SummaryUse = SummaryUse(),
 ) -> Answer:
-    """Parse a completion and cut its text off before the first stop text.
+    """Parse a completion into text, reasoning and tool calls, and cut the text off before the first stop text.
 
-    `signatures` are the tools, as returned by `chat.signatures`. If None, the completion is taken as plain text. A
-    malformed tool call is returned as text. `stop` are the stop texts. `reply` is the parsed completion, if known.
-    With `logprobs` the answer has log-probabilities."""
+    - `signatures`: the tools, as returned by `chat.signatures`; None: the completion is taken as plain text.
+    - `stop`: the stop texts.
+    - `prompt_ids`: the token ids that the model read, [P] int32.
+    - `reply`: the parsed completion; None: `chat` parses it.
+    - `logprobs`: whether the answer has log-probabilities.
+
+    A malformed tool call is returned as text."""
     if reply is None and signatures is not None:
         reply = chat.parse(completion.token_ids, signatures, strict=False)
     calls: tuple[dict[str, Any], ...] = ()
@@ -160,7 +166,9 @@ def _logprobs(completion: Completion, chat: Chat, cut_text: str | None) -> list[
 
 
 def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
-    """Return a token as chat completions and Responses write it. Half a character has no bytes."""
+    """Return a token in the format in which OpenAI's APIs list log-probabilities.
+
+    Its field `bytes` is None for a token that is only a part of a character."""
 
     def one(text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

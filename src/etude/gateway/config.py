@@ -17,7 +17,7 @@ class GatewayConfig:
     - `max_body_bytes`: the largest request body. A larger one is refused with status 413.
     - `answer_tokens`: the most tokens of an answer whose request gives no limit.
     - `deadline_s`: the longest time from the arrival of a request to the end of its completion, in seconds.
-    - `ping_s`: after this many seconds without an event, a stream sends a ping, so that no proxy closes it.
+    - `ping_s`: after this many seconds without an event, a stream sends an empty event, so that no proxy closes it.
     - `drain_s`: the longest time that running requests have to end when the gateway stops, in seconds.
     - `cors_origins`: the origins of web pages that may send requests, such as "https://example.org".
     - `remembered_tokens`: the most tokens of conversations that are kept in memory.

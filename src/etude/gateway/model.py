@@ -1,4 +1,4 @@
-"""One served model: turns requests into tokens, samples answers, and records the turns of conversations."""
+"""One served model. It tokenises requests, samples answers, and records the turns of conversations."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ TOKENISER_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request with its tokens, ready for the policy.
+    """A tokenised request, ready for the policy.
 
-    `parsed` is the client's request and `request` the one for the policy. `signatures` are the tools; None means that
-    the completion is not searched for tool calls. `prompt` is the place in the tree of conversations at which the
-    completion is recorded; None for a text request. `summaries`: those in the prompt."""
+    - `parsed`: the client's request; `request`: the one for the policy.
+    - `signatures`: the tools; None: the completion is not searched for tool calls.
+    - `prompt`: the node, in the tree of conversations, to which the completion is appended; None for a text request.
+    - `summaries`: those in the prompt."""
 
     parsed: ChatRequest
     request: CompletionRequest
@@ -56,9 +57,12 @@ class PendingRequest:
 class ServedModel:
     """A model that the gateway serves: its policy, its chat format, and the conversations with it.
 
-    `policy` samples the completions and `chat` converts messages to tokens and back. `name` is the name that clients
-    send. `context_tokens` is the largest number of tokens of prompt and answer together. `summaries`: how the model
-    learnt to summarise a long conversation, which it then does here, too; None: it did not learn it."""
+    - `policy`: samples the completions.
+    - `chat`: converts messages to tokens and back.
+    - `name`: the model name that clients send.
+    - `context_tokens`: the most tokens of prompt and answer together.
+    - `summaries`: how the model learnt to summarise a long conversation, which it then does here, too; None: it did not
+      learn it."""
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class ServedModel:
         self._tokeniser_threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run a function in a tokeniser thread, and return its result."""
+        """Run `work` in one of the model's tokeniser threads, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._tokeniser_threads, work)
 
     @property
@@ -97,7 +101,7 @@ class ServedModel:
         return self._num_waiting
 
     async def answer(self, parsed: ChatRequest) -> list[Answer]:
-        """Sample the answers to a request. Raises `RequestRefused`, and what the policy raises."""
+        """Sample the answers to a request, as many as its `n`. Raises `RequestRefused`, and what the policy raises."""
         if parsed.n == 1:
             return [await self._answer(parsed, 0)]
         try:
@@ -113,10 +117,11 @@ class ServedModel:
             return self._record(pending, await self.policy.complete(pending.request))
 
     async def stream(self, parsed: ChatRequest) -> AsyncGenerator[StreamPart]:
-        """Sample the answers to a request.
+        """Sample the answers to a request, and yield their parts while they are sampled.
 
-        Yields the prompt's token ids, then (number of the answer, newly sampled token ids or the complete answer).
-        Raises `RequestRefused`, and what the policy raises."""
+        The first part is the token ids of the prompt, [P] int32. Each other part is (number of the answer, X), where X
+        is a list of newly sampled token ids or, at the end of an answer, the complete `Answer`. Raises
+        `RequestRefused`, and what the policy raises."""
         if parsed.n == 1:
             async with aclosing(self._stream(parsed, 0)) as parts:
                 async for part in parts:
@@ -164,7 +169,7 @@ class ServedModel:
     async def count(self, parsed: ChatRequest) -> int:
         """Return the number of tokens of a conversation's prompt. Nothing is sampled or recorded.
 
-        A prompt that certainly has more than 16 contexts counts as that many."""
+        The count stops at 16 times `context_tokens`, which is returned for all longer prompts."""
         signatures = self._signatures(parsed)
         most = 16 * self.context_tokens
         render = partial(self._tree.prompt_tokens, parsed.messages, signatures, tools=parsed.tools, max_tokens=most)

@@ -83,9 +83,9 @@ def chat_template() -> str:
 class ChatFormat:
     """etude's chat format: encodes conversations as tokens, and parses completions. `load` makes one from a directory.
 
-    It implements `etude.capture.Chat`. `template` is Jinja source. Raises `ChatError` when the tokeniser lacks the
-    format's special tokens, or the template does not compile. Where a method takes `signatures`, they are the tools by
-    name; None means no tools."""
+    It implements `etude.capture.Chat`. `template` is Jinja source. Where a method takes `signatures`, they are the
+    tools by name; None means no tools. Raises `ChatError` when the tokeniser lacks the format's special tokens, or the
+    template does not compile."""
 
     end = END
     """The token that ends a message."""
@@ -149,12 +149,13 @@ class ChatFormat:
         return np.array(self._plain(text), np.int32)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Decode token ids to text, with special tokens if `special`. Ids outside the vocabulary are skipped."""
+        """Decode token ids to text. Ids outside the vocabulary are skipped, and special tokens too unless `special`."""
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         return str(self._tokenizer.decode(known, skip_special_tokens=not special))
 
     def document(self, text: str) -> I32:
-        """Encode a document for mid-training, ``<|doc|>text<|end|>``, as token ids, [T] int32."""
+        """Encode a document for mid-training as token ids, [T] int32: the token ``<|doc|>``, the text, the token
+        ``<|end|>``."""
         return np.array([self._special[DOC], *self._plain(text), self.end_id], np.int32)
 
     # messages to tokens
@@ -189,12 +190,12 @@ class ChatFormat:
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
+        """Encode the messages `new` as the token ids, [P] int32, to append to a context that ends with a sampled reply.
 
         They end with the tokens that begin the model's next reply. The sampled reply is the last message of `previous`;
         the result starts after the reply's stop token. With `ended` False, the reply was cut off without a stop token,
-        and the result starts with this token. Raises `ContextFull` as `encode_prompt` does, and `ChatError` for a
-        template whose rendering of `previous` changes or has no end of the reply."""
+        and the result starts with this token. Raises `ContextFull` as `encode_prompt` does. Raises `ChatError` for a
+        template that renders `previous` differently when `new` follows, or does not render the end of the reply."""
         rendering = self._after_reply_of_any(previous, new, signatures or {}, ended)
         return self._encode_rendering(rendering, max_tokens=max_tokens)
 
@@ -286,7 +287,7 @@ class ChatFormat:
         return None
 
     def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
-        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`."""
+        """Return the grammar of a completion that is one call of the tools, or up to `max_calls` calls."""
         lines = [f"start: call{{1,{max_calls}}}"]
         for i, signature in enumerate(signatures.values()):
             lines.append(f"tool{i}: <[{self._call_id}]> {json.dumps(signature.name)}{words_grammar(signature)}")
@@ -294,9 +295,9 @@ class ChatFormat:
         return from_lark("\n".join(lines))
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Return the number of leading tokens of a completion that come before its first tool call.
+        """Return how many leading tokens of a completion come before its first tool call.
 
-        They are text whatever is sampled later. `ids` may be the beginning of a completion."""
+        These tokens are text, whatever is sampled later. `ids` may be only the beginning of a completion."""
         return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
@@ -307,7 +308,7 @@ class ChatFormat:
         return self.decode(ids[start + 1 : end])
 
     def readable(self, ids: Iterable[int]) -> str:
-        """Return a context as text for display, one message per line with its role."""
+        """Return a context as text for display: one message a line, with its role."""
         text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(self.end, "")
         return self._literal.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
 
@@ -439,7 +440,7 @@ class CheckpointChatFormat(ChatFormat):
         self._arguments_as_text = False
 
     def document(self, text: str) -> I32:
-        """Encode a document for mid-training, the text and the end token, as token ids, [T] int32."""
+        """Encode a document for mid-training as token ids, [T] int32: the text, then the end token."""
         return np.array([*self._plain(text), self.end_id], np.int32)
 
     def _after_reply(
@@ -489,7 +490,7 @@ class CheckpointChatFormat(ChatFormat):
         return self.decode(prompt_ids[-8:], special=True).rstrip().endswith("<think>")
 
     def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
-        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`.
+        """Return the grammar of a completion that is one call of the tools, or up to `max_calls` calls.
 
         Raises `ValueError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:

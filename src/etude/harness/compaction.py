@@ -1,4 +1,5 @@
-"""Work beyond the context: the model summarises a conversation that has become long, and a new one begins."""
+"""Summaries of long conversations: the model summarises a conversation before the context is full, and a new one
+begins."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _REMOVE_S = 10.0
 
 
 class RoomMaker(Protocol):
-    """What keeps a conversation within the context. `run_agent` calls it before each turn of the model."""
+    """The interface of what keeps a conversation within the context. `run_agent` calls it before each turn of the
+    model."""
 
     async def make_room(self, episode: Episode) -> None:
         """Shorten `episode.messages` if necessary, or set `episode.ending` if they cannot be shortened."""
@@ -42,13 +44,13 @@ class RoomMaker(Protocol):
 
 
 class Compactor:
-    """The summaries of one episode. It needs `harness.summary_tokens` above 0.
+    """Lets the model summarise the conversations of one episode. The config must have `harness.summary_tokens` above 0.
 
-    The model writes each summary in a turn of kind SUMMARY, which is trained like every other turn. A refused one is
-    sampled again, at most `MAX_ATTEMPTS` times in a row; its turn is of kind REFUSED. `refused` counts them by reason,
-    and `number` the valid summaries. The episode ends with `Ending.CONTEXT` when all attempts were refused, when there
-    is nothing to summarise, and when the next turn does not fit even after a summary. The last turn is never spent on a
-    summary."""
+    The model writes each summary in a turn of kind SUMMARY, which is trained on like every other turn. An unusable
+    summary is sampled again, at most `MAX_ATTEMPTS` times in a row; its turn is of kind REFUSED. `refused` counts such
+    turns by reason, and `number` the valid summaries. The episode ends with `Ending.CONTEXT` when all attempts were
+    refused, when there is nothing to summarise, and when the next turn does not fit even after a summary. The last turn
+    of an episode is never used for a summary."""
 
     def __init__(self, episode: Episode) -> None:
         self.number = 0
@@ -61,7 +63,7 @@ class Compactor:
         self._history: list[Message] = list(self._head)
 
     async def make_room(self, episode: Episode) -> None:
-        """Have the model summarise the conversation, if it has reached its trigger."""
+        """Have the model summarise the conversation if it is long enough (`is_due`). Otherwise change nothing."""
         limits, num_tokens = episode.limits, await episode.num_tokens(episode.messages)
         if self._num_tokens:
             self._exchange = max(self._exchange, num_tokens - self._num_tokens)
@@ -91,7 +93,7 @@ class Compactor:
             episode.ending = Ending.CONTEXT
 
     async def summary(self, episode: Episode) -> str | None:
-        """Sample a summary. None: it does not fit, or all attempts were refused."""
+        """Sample a summary and return its text. None: the request does not fit, or all attempts were refused."""
         messages: list[Message] | None = episode.messages
         limit = episode.limits.summary_tokens
         while messages is not None and not await self._fits(episode, with_request(messages), limit):
@@ -142,7 +144,8 @@ async def remove_history(episode: Episode) -> None:
 
 
 def fault_of(turn: ModelTurn, max_tokens: int) -> SummaryFault | None:
-    """Return why the summary of a turn is refused, or None. `max_tokens` were allowed."""
+    """Return why the summary in a turn is refused, or None for a valid one. `max_tokens` is the limit it was sampled
+    with."""
     completion = turn.node.completion
     return summary_fault(
         turn.reply,

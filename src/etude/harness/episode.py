@@ -39,11 +39,16 @@ _INT_END = 1 << 63  # integers of msgpack are below this
 class RequestOptions:
     """Settings that all completion requests of one rollout share.
 
-    `session_id` is the name of the rollout's engine session. `seed` is the rollout's seed, from which `turn_seed`
-    derives that of each turn. `group_seed` is that of its group, for draws that all its rollouts share: the length from
-    which a conversation is summarised. `keep_routes`: whether completions must have their routes (experts chosen by the
-    MoE routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
-    seed, so a fault changes no token."""
+
+
+    - `session_id`: the name of the rollout's session at the engines.
+    - `seed`: the rollout's seed. `turn_seed` derives the seed of each turn from it.
+    - `group_seed`: the seed of its group, for what all its rollouts share: the length from which a conversation is
+      summarised.
+    - `keep_routes`: whether completions must have their routes (the experts that the MoE routers chose).
+
+    The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same seed, so it
+    samples the same tokens."""
 
     session_id: str
     seed: int
@@ -200,7 +205,7 @@ class Episode:
             raise EpisodeEnded(self.ending)
 
     async def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:
-        """Return how many tokens the prompt of a request with these messages has. `tools` are as in `ask`.
+        """Return the number of tokens of the prompt of a request with these messages. `tools` is that of `ask`.
 
         Raises `ChatError` for a chat template that the user must fix."""
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
@@ -315,10 +320,10 @@ async def _tokenised(work: Callable[[], T], messages: Sequence[Message]) -> T:
 
 
 def turn_seed(seed: int, key: bytes, num_before: int = 0) -> int:
-    """Return the sampling seed of a turn, 63 bits: a hash of the rollout's seed and of the turn's conversation, so that
-    no order of events changes it.
+    """Return the sampling seed of a turn, 63 bits: a hash of the rollout's seed and of the turn's conversation.
 
-    `key`: digest of the tools and messages (`Prompt.key`). `num_before`: how often the same request was sent before.
+    `key` is the digest of tools and messages (`Prompt.key`). `num_before` is how often the same request was sent
+    before. The order in which turns are sampled has no influence.
 
     >>> turn_seed(7, b"ls") == turn_seed(7, b"ls") != turn_seed(7, b"cat")
     True
@@ -347,7 +352,8 @@ def _call_id(turn: int, index: int = 0) -> str:
 
 
 def plain_argument(value: Any) -> str | int:
-    """Return a tool call's argument as a trace stores it: a text, an integer below 2^63, or JSON."""
+    """Return an argument of a tool call in the form in which a trace stores it: a text, an integer below 2^63, or JSON
+    text."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and -_INT_END <= value < _INT_END:

@@ -44,11 +44,11 @@ _DEADLINE_S = 10.0
 
 
 class ScriptedPolicy:
-    """A `Policy` that plays one script in one rollout.
+    """A `Policy` that plays a script, once, in place of a model.
 
-    It reads the tool's last output from the prompt, as a model does. Its completions have log-probability 0 and no
-    expert routes, and they claim the policy version that was requested. It ignores `max_tokens`. If the script ends
-    without submitting, the policy submits."""
+    It reads the last tool output from the prompt, as a model does. Its completions have log-probability 0 and no expert
+    routes, and they state the policy version that was requested. It ignores `max_tokens`. If the script ends without
+    submitting, the policy submits."""
 
     def __init__(self, script: Script, chat: ChatFormat) -> None:
         self._script, self._chat = script, chat
@@ -107,10 +107,11 @@ def demonstrate(
 def demonstrate_long(
     task: Task, script: Script, chat: ChatFormat, machine: Machine, limits: HarnessConfig, *, group_seed: int
 ) -> list[I32]:
-    """Run a script that writes summaries, and return the token ids of each of its conversations, [T] int32.
+    """Run a script that also writes summaries. Return the token ids of each of its conversations, [T] int32 each.
 
-    The built-in agent program runs it, with the settings `limits`, so the conversations are like those of rollouts. The
-    length from which they are summarised follows from `group_seed`. Otherwise it is like `demonstrate`."""
+    The built-in agent program runs the script with the settings `limits`, so the conversations are like those of
+    rollouts. `group_seed` decides at which length a conversation is summarised. The other arguments are those of
+    `demonstrate`."""
     episode = Episode(
         task,
         machine,

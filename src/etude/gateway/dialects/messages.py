@@ -1,4 +1,4 @@
-"""The dialect of Anthropic's messages, with the count of a prompt's tokens."""
+"""The dialect of Anthropic's Messages API: messages, and the count of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a request for a message. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a request for a message. Raises `RequestRefused` (HTTP status 400)."""
     request = read_count(data)
     if request.max_tokens is None:
         raise invalid_request("max_tokens: Field required", "max_tokens")
@@ -143,7 +143,8 @@ def read(data: bytes) -> ChatRequest:
 
 
 def read_count(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a request to count tokens. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a request to count the prompt's tokens. Raises `RequestRefused` (HTTP status
+    400)."""
     body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
     check_range("max_tokens", body.max_tokens, 1)
     for edit in body.context_management.edits if body.context_management else ():
@@ -265,7 +266,7 @@ def _calls(answer: Answer, head: ResponseHead) -> list[dict[str, Any]]:
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a message."""
+    """Return the JSON body of a response with one message, made from the first answer."""
     answer = answers[0]
     content: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -280,7 +281,8 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
 
 
 def error(refused: RequestRefused) -> dict[str, Any]:
-    """Return the JSON body of an error. A full context has Anthropic's message, by which clients recognise it."""
+    """Return the JSON body of an error. For a full context it has the text by which Anthropic's clients recognise
+    it."""
     kind = ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     message = refused.message
     if refused.code == "context_length_exceeded":

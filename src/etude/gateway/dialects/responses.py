@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's Responses, without state on the server: each request has the whole conversation."""
+"""The dialect of OpenAI's Responses API. The server keeps no state: each request has the whole conversation."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ ECHOED = (
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a request for a response. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a request of the Responses API. Raises `RequestRefused` (HTTP status 400)."""
     body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
     check_range("max_output_tokens", body.max_output_tokens, 1)
     items = [_Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -292,7 +292,7 @@ def _response(request: ChatRequest, head: ResponseHead, status: str) -> dict[str
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a response."""
+    """Return the JSON body of a response, made from the first answer."""
     answer = answers[0]
     prompt, sampled, cut = len(answer.prompt_ids), len(answer.completion.token_ids), answer.finish == "length"
     response = _response(request, head, "incomplete" if cut else "completed")
