@@ -27,6 +27,7 @@ from etude.environments import prepare
 from etude.environments.backends import open_runtime
 from etude.experience.packing import paths
 from etude.harness import Call, ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness.chat import Message
 from etude.harness.commands import Signature
 from etude.records import Completion, CompletionRequest, Task, Version, VersionSpan
 from etude.records.completion import StopReason
@@ -57,7 +58,10 @@ Answers = Callable[[int, str, Mapping[str, Signature]], str | Call]
 
 @dataclass
 class Played:
-    """What came of one rollout. `statuses`: HTTP answers of its endpoints, by path and status."""
+    """What came of one rollout.
+
+    `fixed`: the edit of `COMMANDS` is in the machine (with `TASK`). `statuses`: HTTP answers of its endpoints, by path
+    and status. `messages`: those of the last request."""
 
     ending: str
     fixed: bool
@@ -71,6 +75,7 @@ class Played:
     statuses: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
+    messages: list[Message] = field(default_factory=list)
     log: str = ""
 
     @property
@@ -120,8 +125,10 @@ class Script:
 
 class _Episode(Episode):
     starts: Counter[str]
+    last: list[Message]
 
     async def ask(self, messages: Any = None, *, tools: Any = None, **options: Any) -> Any:
+        self.last = list(messages or ())
         last = str((messages or [{}])[-1].get("content", ""))
         _asked.set((last, self.tools.signatures if tools is None else self.chat.signatures(tools)))
         turn = await super().ask(messages, tools=tools, **options)
@@ -201,9 +208,9 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
                 limits=config,
                 options=RequestOptions(session_id="g000001.0/0", seed=7),
             )
-            episode.starts = Counter()
+            episode.starts, episode.last = Counter(), []
             run = await run_program(episode)
-            fixed = FIXED in await machine.read("calc.py", max_bytes=10_000)
+            fixed = task is TASK and FIXED in await machine.read("calc.py", max_bytes=10_000)
             await machine.close()
         finally:
             await runtime.close()
@@ -223,5 +230,6 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
         statuses=dict(statuses),
         starts=dict(episode.starts),
         prompt_tokens=len(trace.turns[0].prompt_ids) if trace.turns else 0,
+        messages=episode.last,
         log=log,
     )

@@ -62,7 +62,8 @@ class CommandProgram:
     - `where`: "outside", beside the worker in a new folder, or "inside", in the working directory of the machine.
     - `env`: variables to add.
     - `warm`: modules that are imported once for all rollouts, if `argv` starts with a Python interpreter: each rollout
-      then begins as a fork of an interpreter that has them. Outside only.
+      then begins as a fork of an interpreter that has them. They are imported with the variables of `env`, except for
+      those with {instruction}, {base_url} or {workdir}. Outside only.
     - `model`: the name of the model for {model}. The endpoints accept any name.
     - `submits`: what counts as a submission.
     - `side`: patterns of model names, or of texts of a system message, whose requests are side calls, not trained on.
@@ -114,11 +115,18 @@ class CommandProgram:
             episode.log = log.value()
 
     def launcher(self) -> Launcher:
-        """Return what starts the program beside the worker."""
+        """Return what starts the program beside the worker. Its warm modules see the variables of `env` that are the
+        same in all rollouts."""
         if not self.warm:
             return launcher_of(sys.executable, ())
-        python = self.argv[0].replace("{python}", sys.executable).replace("{cwd}", os.getcwd())
-        return launcher_of(shutil.which(python) or python, self.warm)
+        fixed = self._fixed()
+        python = _filled(self.argv[0], fixed)
+        same = {name: text for name, text in self.env.items() if not any(f"{{{word}}}" in text for word in _VARYING)}
+        env = tuple((name, _filled(text, fixed)) for name, text in same.items())
+        return launcher_of(shutil.which(python) or python, self.warm, env)
+
+    def _fixed(self) -> dict[str, str]:
+        return {"model": self.model, "cwd": os.getcwd(), "python": sys.executable}
 
     async def _watch(
         self,
@@ -193,21 +201,24 @@ class CommandProgram:
         values = {
             "instruction": _without_nul(episode.task.instruction),
             "base_url": variables["OPENAI_BASE_URL"],
-            "model": self.model,
             "workdir": workdir,
-            "cwd": os.getcwd(),
-            "python": sys.executable,
+            **self._fixed(),
         }
+        added = {name: _filled(value, values) for name, value in self.env.items()}
+        return [_filled(word, values) for word in self.argv], {**variables, **added}
 
-        def filled(text: str) -> str:
-            parts = text.split("{")
-            for i, part in enumerate(parts[1:], start=1):
-                name, brace, rest = part.partition("}")
-                parts[i] = values[name] + rest if brace and name in values else "{" + part
-            return "".join(parts)
 
-        added = {name: filled(value) for name, value in self.env.items()}
-        return [filled(word) for word in self.argv], {**variables, **added}
+_VARYING = {"instruction", "base_url", "workdir"}
+"""Placeholders that have another value in each rollout."""
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """Replace the placeholders that have a value."""
+    parts = text.split("{")
+    for i, part in enumerate(parts[1:], start=1):
+        name, brace, rest = part.partition("}")
+        parts[i] = values[name] + rest if brace and name in values else "{" + part
+    return "".join(parts)
 
 
 class Starter(Protocol):
