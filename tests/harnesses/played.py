@@ -21,7 +21,6 @@ from unittest import mock
 import numpy as np
 from tests.parity import chats
 
-from etude.capture import Prompt, TurnTree
 from etude.config import build
 from etude.environments import prepare
 from etude.environments.backends import open_runtime
@@ -178,8 +177,7 @@ def play(config: HarnessConfig, answers: Answers, task: Task = TASK) -> Played:
 
 
 async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatFormat) -> Played:
-    statuses, resampled, began = Counter[str](), [], asyncio.get_running_loop().time()
-    respond, prompt_of = RolloutEndpoints.__call__, TurnTree.prompt
+    statuses, began, respond = Counter[str](), asyncio.get_running_loop().time(), RolloutEndpoints.__call__
 
     async def counted(endpoints: RolloutEndpoints, scope: Any, receive: Any, send: Any) -> None:
         async def sent(message: Any) -> None:
@@ -190,13 +188,8 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
 
         await respond(endpoints, scope, receive, sent)
 
-    def prompted(tree: TurnTree, *args: Any, **options: Any) -> Prompt:
-        prompt = prompt_of(tree, *args, **options)
-        resampled.append(prompt.num_resampled)
-        return prompt
-
     runtime = open_runtime("namespace")
-    with mock.patch.object(RolloutEndpoints, "__call__", counted), mock.patch.object(TurnTree, "prompt", prompted):
+    with mock.patch.object(RolloutEndpoints, "__call__", counted):
         try:
             (machine,) = await runtime.fork(await prepare(runtime, task), 1)
             episode = _Episode(
@@ -223,7 +216,7 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
         num_requests=int(requests[1]) if requests else 0,
         num_turns=len(trace.turns),
         num_side=sum(turn.kind is TurnKind.SIDE for turn in trace.turns),
-        num_resampled=sum(resampled),
+        num_resampled=episode.num_resampled,
         branches=len([leaf for leaf in trace.leaves() if trace.turns[leaf].kind is not TurnKind.SIDE]),
         rows=sum(path.mask.any() for path in paths(trace)),
         wall_s=round(asyncio.get_running_loop().time() - began, 1),

@@ -129,6 +129,9 @@ class Episode:
         self.ending: Ending | None = None  # the reason why the episode is over
         self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
         self.num_turns = 0  # turns that were requested
+        self.num_resampled = (
+            0  # sampled replies that had to be tokenised again, as a program has changed what is before
+        )
         self.log = b""  # see `AgentRun.log`
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(
@@ -184,6 +187,7 @@ class Episode:
             )
             raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
+        self.num_resampled += prompt.num_resampled
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
         reply = self._parse(completion, signatures, strict=strict)

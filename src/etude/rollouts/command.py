@@ -110,7 +110,7 @@ class CommandProgram:
             attribution.finish()
             note(
                 f"{len(attribution.calls)} turns of {attribution.num_requests} requests, "
-                f"{attribution.num_joined} repeated"
+                f"{attribution.num_joined} repeated, {episode.num_resampled} replies tokenised again"
             )
             episode.log = log.value()
 
@@ -118,7 +118,7 @@ class CommandProgram:
         """Return what starts the program beside the worker. Its warm modules see the variables of `env` that are the
         same in all rollouts."""
         if not self.warm:
-            return launcher_of(sys.executable, ())
+            return launcher_of(sys.executable, (), ())
         fixed = self._fixed()
         python = _filled(self.argv[0], fixed)
         same = {name: text for name, text in self.env.items() if not any(f"{{{word}}}" in text for word in _VARYING)}

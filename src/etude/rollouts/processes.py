@@ -28,7 +28,7 @@ LOST = 137
 
 
 @functools.lru_cache(maxsize=8)
-def launcher_of(python: str, modules: tuple[str, ...], env: tuple[tuple[str, str], ...] = ()) -> Launcher:
+def launcher_of(python: str, modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> Launcher:
     """Return the launcher of this process for programs of the interpreter `python` that need `modules`.
 
     `env`: variables, added to those of this process, that the modules have when they are imported."""
