@@ -29,7 +29,7 @@ _COUNTS = re.compile(r"etude: (\d+) turns of (\d+) requests, (\d+) repeated, (\d
 
 
 def asked(run: Path) -> dict[str, Any]:
-    """Sum the counts in the logs of a run's agents. `attributed`: the share of requests that are turns or repeat one."""
+    """Sum the counts in the logs of a run's agents. `attributed`: the share of requests that are turns, or repeat."""
     totals, endings = Counter[str](), Counter[str]()
     for path in (run / "harness").glob("*.log"):
         text = path.read_text(errors="replace")

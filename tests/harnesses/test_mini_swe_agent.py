@@ -1,4 +1,4 @@
-"""The example in which a model learns in mini-swe-agent: its demonstrations are what the agent and a shell really say."""
+"""The example in which a model learns in mini-swe-agent: its demonstrations are what the agent and a shell say."""
 
 from __future__ import annotations
 
@@ -121,8 +121,10 @@ def test_the_config_is_complete_and_its_prompts_are_those_of_the_demonstrations(
 
 
 def test_a_source_whose_conversation_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = "from examples.mini_swe_agent.tasks import Issues\n\nclass Wrong(Issues):\n    def conversation(self, *a, **b):\n"
-    (tmp_path / "wrong_issues.py").write_text(own + "        return [{'role': 'user'}]\n")
+    (tmp_path / "wrong_issues.py").write_text(
+        "from examples.mini_swe_agent.tasks import Issues\n\nclass Wrong(Issues):\n"
+        "    def conversation(self, *a, **b):\n        return [{'role': 'user'}]\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     source: Any = PluginSource(Plugin("wrong_issues:Wrong"))
     with pytest.raises(PluginError, match="conversation returned no list of messages"):
