@@ -129,9 +129,7 @@ class Episode:
         self.ending: Ending | None = None  # the reason why the episode is over
         self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
         self.num_turns = 0  # turns that were requested
-        self.num_resampled = (
-            0  # sampled replies that had to be tokenised again, as a program has changed what is before
-        )
+        self.num_resampled = 0  # sampled replies that were tokenised again, since the text before them has changed
         self.log = b""  # see `AgentRun.log`
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(

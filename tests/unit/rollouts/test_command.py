@@ -274,6 +274,23 @@ def test_the_cpu_time_of_a_warm_program_is_counted_in_that_of_its_launcher() -> 
     assert asyncio.run(work()) > 0.3
 
 
+def test_the_log_counts_replies_that_are_tokenised_again() -> None:
+    script = """
+def send(*messages):
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+user = lambda text: {"role": "user", "content": text}
+reply = send(user("a"))
+send(user("a"), reply, user("go on"))
+send(user("another beginning"), reply, user("go on"))
+"""
+    run = play(script, [text("x"), text("y"), text("z")])
+    assert b"3 turns of 3 requests, 0 repeated, 1 replies tokenised again" in run.log
+
+
 def test_a_launcher_that_was_killed_is_started_again() -> None:
     async def work() -> None:
         config = config_of(["{python}", "-c", "print('hello')"], {"warm": ["fractions"]})
