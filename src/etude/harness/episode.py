@@ -137,6 +137,7 @@ class Episode:
         self.ending: Ending | None = None  # the reason why the episode is over
         self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
         self.num_turns = 0  # turns that were requested
+        self.num_resampled = 0  # sampled replies that were tokenised again, since the text before them has changed
         self.log = b""  # see `AgentRun.log`
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(
@@ -190,6 +191,7 @@ class Episode:
             )
             raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
+        self.num_resampled += prompt.num_resampled
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
         reply = self._parse(completion, signatures, strict=strict)
