@@ -601,25 +601,19 @@ SHOWS = """
     def script(self, seed):
         {body}
 """
-CALLS_OWN = (
-    'place = yield "own", {"text": str(seed)}; yield "edit", {"path": "calc.py", "line": place.split()[1], "text": "x"}'
-)
+EDIT = 'yield "edit", {"path": "calc.py", "line": shown.split()[1], "text": "x"}'
+CALLS_OWN = f'shown = yield "own", {{"text": str(seed)}}; {EDIT}'
 
 
 def test_demonstrations_call_the_tools_of_the_run(module):
     tool = module(TOOL.replace("{body}", 'await asyncio.sleep(0); return f"line {int(text) + 2}"'))
     source = open_source(f"{module(SOURCE + SHOWS.replace('{body}', CALLS_OWN))}:Own", 0)
     size = source.size(Split.TRAIN)
-    talks = _play(
-        source, 2, HarnessConfig(tools=(Plugin(f"{tool}:Own"), "submit")), seed=5, first=size - 1, right_body=1
-    )
-    assert [talk[2]["content"] for talk in talks] == [
-        "line 7",
-        "line 8",
-    ]  # the first task comes again with another seed
-    assert [talk[0]["content"] for talk in talks] == [
-        source.task(Split.TRAIN, index).instruction for index in (size - 1, 0)
-    ]
+    limits = HarnessConfig(tools=(Plugin(f"{tool}:Own"), "submit"))
+    talks = _play(source, 2, limits, seed=5, first=size - 1, right_body=1)
+    tasks = [source.task(Split.TRAIN, index) for index in (size - 1, 0)]  # the first one comes again with another seed
+    assert [talk[0]["content"] for talk in talks] == [task.instruction for task in tasks]
+    assert [talk[2]["content"] for talk in talks] == ["line 7", "line 8"]
     assert talks[0][4]["content"] == "no such line"
     with pytest.raises(TaskError, match="a demonstration of own cannot be played") as error:
         _play(source, 1, HarnessConfig(), seed=5, first=0, right_body=1)
@@ -643,10 +637,8 @@ def test_nonsense_of_a_demonstration_is_named_with_whose_it_is(module, body, say
 
 
 def test_the_contract_of_a_source_plays_its_demonstrations(module, capsys):
-    uses_output = 'shown = yield "cat", {"path": "calc.py"}; yield "edit", {"path": "calc.py", "line": shown.split()[0], "text": "x"}'
-    own_tool = (
-        'place = yield "own", {"text": "a"}; yield "edit", {"path": "calc.py", "line": place.split()[1], "text": "x"}'
-    )
+    uses_output = f'shown = yield "cat", {{"path": "calc.py"}}; {EDIT}'
+    own_tool = f'shown = yield "own", {{"text": "a"}}; {EDIT}'
     for body in (uses_output, own_tool):
         assert cli.main(["plugins", "check", f"{module(SOURCE + SHOWS.replace('{body}', body))}:Own"]) == Exit.DONE
     wrong = module(SOURCE + SHOWS.replace("{body}", 'yield "cat", {"file": "calc.py"}'))
