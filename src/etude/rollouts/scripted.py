@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from etude.capture.context import REQUEST
-from etude.errors import ContextFull
+from etude.errors import ContextFull, TaskError
 from etude.harness import (
     Call,
     ChatFormat,
@@ -90,13 +90,21 @@ def demonstrate(
 ) -> list[Message]:
     """Run a script on a machine in memory and return the conversation, for `ChatFormat.encode_conversation`.
 
-    Each tool output has at most `output_chars` characters. Works only for machines whose coroutines never suspend
-    (`etude.environments.memory`), at thousands of tasks a second. Raises `RuntimeError` for others."""
+    Each tool output has at most `output_chars` characters. Without plug-ins it works only for machines whose coroutines
+    never suspend (`etude.environments.memory`), at thousands of tasks a second; it raises `RuntimeError` for others. A
+    tool that is a plug-in may wait. Raises `TaskError` for a call that does not fit the tools."""
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
+    return _played(_converse(task, script, tools, bench), tools)
+
+
+async def _converse(task: Task, script: Script, tools: ToolSet, bench: Workbench) -> list[Message]:
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
     output: str | None = None
     while not bench.submitted and (call := _next_call(script, output)) is not None:
-        output = _at_once(tools.run(call, bench))
+        if problem := tools.misfit(call):
+            hint = "a script calls the tools of harness.tools and the standard tools, with their parameters"
+            raise TaskError(f"a demonstration of {task.source} cannot be played", problem, hint=hint)
+        output = await tools.run(call, bench)
         messages.append(assistant_message(Reply("", (call,)), turn=len(messages)))
         if not bench.submitted:
             call_id = messages[-1]["tool_calls"][0]["id"]
@@ -112,12 +120,13 @@ def demonstrate_long(
     The built-in agent program runs the script with the settings `limits`, so the conversations are like those of
     rollouts. `group_seed` decides at which length a conversation is summarised. The other arguments are those of
     `demonstrate`."""
+    tools = standard_tools(limits.tools)
     episode = Episode(
         task,
         machine,
         policy=ScriptedPolicy(script, chat),
         chat=chat,
-        tools=standard_tools(limits.tools),
+        tools=tools,
         limits=limits,
         options=RequestOptions(session_id="demonstration", seed=0, group_seed=group_seed),
     )
@@ -134,6 +143,11 @@ def _next_call(script: Script, output: str | None) -> Call | None:
     except StopIteration:
         return None
     return Call(name, {k: str(v) for k, v in arguments.items()})
+
+
+def _played(work: Coroutine[Any, Any, T], tools: ToolSet) -> T:
+    """Run a coroutine without an event loop, unless one of its tools is a plug-in, which may wait."""
+    return _at_once(work) if tools.is_standard else asyncio.run(work)
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:
