@@ -199,8 +199,8 @@ def assign_credit(
 ) -> list[tuple[Reward, float]]:
     """Return (reward, advantage) of each graded rollout of a group, in the given order.
 
-    This needs only stored terms, so credit can be computed again later: with the same settings to the same bits, or
-    with other settings."""
+    Only stored terms are needed, so credit can be computed again later with the same settings, to the same bits, or
+    with other ones."""
     rewards = composition.rewards([one.terms for one in graded])
     return list(zip(rewards, advantages(rewards, scheme), strict=True))
 

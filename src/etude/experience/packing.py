@@ -1,4 +1,4 @@
-"""Turns groups into the batch of one optimiser step, in two stages, and computes the step's metrics.
+"""Makes the batch of one optimiser step from groups of rollouts, in two stages, and computes the step's metrics.
 
 `plan_batch` composes rewards and computes advantages. It needs only terms and counts, so that the conductor reads no
 tokens. `make_batch` reads the planned rollouts and makes the samples that have a gradient. Both are deterministic: the
@@ -48,13 +48,13 @@ def paths(trace: Trace) -> Iterator[Path]:
 def trained(turn: Turn) -> bool:
     """Return whether the sampled tokens of a turn can be in the loss.
 
-    Those of a side call are not: a title is no work at the task, and the reward says nothing about it. Nor are those
-    whose sampling is not `Sampling.plain`, since the learner computes their probabilities by another formula."""
+    They cannot in a side call (such as a request for a title), since the reward says nothing about it, nor in a turn
+    whose sampling is not `Sampling.plain`, since the learner computes its probabilities by another formula."""
     return turn.sampling.plain and turn.kind is not TurnKind.SIDE
 
 
 def num_not_plain(trace: Trace) -> int:
-    """Number of sampled tokens of turns that are not `trained`."""
+    """Return the number of sampled tokens of the turns for which `trained` is False."""
     return sum(len(turn.completion.token_ids) for turn in trace.turns if not trained(turn))
 
 
@@ -65,10 +65,10 @@ def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float])
 
 
 def temperatures(trace: Trace, leaf: int, mask: Bools, *, run: float) -> F32 | None:
-    """Return [S]: the temperature that each of the S tokens with loss was sampled at; 1 for greedy sampling.
+    """Return the temperature at which each of the S tokens with loss was sampled, [S] float32; 1 for greedy sampling.
 
-    `leaf`: the last turn of the path. `mask`: [T] its tokens with loss. Returns None if all temperatures are `run`,
-    that of the run."""
+    `leaf` is the number of the path's last turn, and `mask`, [T], selects its tokens with loss. Returns None if all
+    temperatures equal `run`, the temperature of the run."""
     chain = trace.chain(leaf)
     found = _repeat_by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
     sampled = found[mask].astype(np.float32)
@@ -178,11 +178,9 @@ def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: fl
     """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
-    the advantage of its rollout or turn. Masked are tokens that are too old, which is decided for each conversation by
-    itself, and refused summaries if the advantage is positive: what came after them is not their merit. The list is
-    empty when the rollout has no advantage or no token with loss is left.
-
-    `temperature`: the sampling temperature of the run."""
+    the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
+    advantage is positive, since they did not contribute to it. The list is empty when the rollout has no advantage or
+    no token with loss is left. `temperature`: the sampling temperature of the run."""
     if not member.credited:
         return []
     given = member.turn_advantages or (member.advantage,) * len(trace.turns)

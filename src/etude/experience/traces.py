@@ -168,7 +168,9 @@ class RecordedTree:
 
 @dataclass(frozen=True)
 class Index:
-    """The part of a trace file that an audit needs. `trained`: ids of rollouts with a sample."""
+    """What an audit reads of a trace file: the step, its batch, and its rollouts.
+
+    `rollout_ids`: all rollouts. `trained`: those with a sample. `graded`: those with a grade."""
 
     path: TraceFile
     batch_id: str
@@ -180,7 +182,7 @@ class Index:
 
 @dataclass(frozen=True)
 class StoredTrace:
-    """The trace file of one step in a blob store, with those methods of a path that this module uses."""
+    """The trace file of one step in a blob store, with the methods of `pathlib.Path` that this module uses."""
 
     store: BlobStore
     name: str

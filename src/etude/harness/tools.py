@@ -103,7 +103,8 @@ class ToolLike(Protocol):
 
 
 class ToolSet:
-    """The tools of an agent, by name. `standard_tools` makes one. Raises `ConfigError` when two have the same name.
+    """The tools of an agent, by name. `standard_tools` makes one. Raises `ConfigError` when two tools have the same
+    name.
 
     >>> tools = standard_tools(("ls", "cat"))
     >>> tools.signatures["cat"].to_openai()["function"]["parameters"]["required"]

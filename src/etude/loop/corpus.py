@@ -19,11 +19,11 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from etude.capture.context import HISTORY, REQUEST, Carried, go_on, head_of
 from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
 from etude.harness import ChatFormat, HarnessConfig, chat_template, standard_tools
 from etude.harness.chat import SPECIAL_TOKENS, Message
-from etude.harness.context import HISTORY, REQUEST, Carried, go_on, head_of
 from etude.loop.config import RunConfig, open_tasks, read_config
 from etude.loop.processes import EXIT_RESTART
 from etude.records.task import Split

@@ -1,7 +1,7 @@
 """Scripts in place of a policy, for baselines and demonstrations.
 
 A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``. To
-say a text it yields ``("", {"text": text})``. Asked for a summary (`harness.context.REQUEST`, on a line after the last
+say a text it yields ``("", {"text": text})``. Asked for a summary (`capture.context.REQUEST`, on a line after the last
 output) it says one, and receives the message with which the new conversation begins.
 `ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent can run in place of a model.
 `demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, to get documents for
@@ -10,12 +10,14 @@ mid-training.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
 import numpy as np
 
+from etude.capture.context import REQUEST
 from etude.errors import ContextFull
 from etude.harness import (
     Call,
@@ -29,7 +31,6 @@ from etude.harness import (
     standard_tools,
 )
 from etude.harness.chat import Message, Reply
-from etude.harness.context import REQUEST
 from etude.harness.episode import EpisodeEnded, assistant_message
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.task import Task
@@ -43,11 +44,11 @@ _DEADLINE_S = 10.0
 
 
 class ScriptedPolicy:
-    """A `Policy` that plays one script in one rollout.
+    """A `Policy` that plays a script, once, in place of a model.
 
-    It reads the tool's last output from the prompt, as a model does. Its completions have log-probability 0 and no
-    expert routes, and they claim the policy version that was requested. It ignores `max_tokens`. If the script ends
-    without submitting, the policy submits."""
+    It reads the last tool output from the prompt, as a model does. Its completions have log-probability 0 and no expert
+    routes, and they state the policy version that was requested. It ignores `max_tokens`. If the script ends without
+    submitting, the policy submits."""
 
     def __init__(self, script: Script, chat: ChatFormat) -> None:
         self._script, self._chat = script, chat
@@ -106,10 +107,11 @@ def demonstrate(
 def demonstrate_long(
     task: Task, script: Script, chat: ChatFormat, machine: Machine, limits: HarnessConfig, *, group_seed: int
 ) -> list[I32]:
-    """Run a script that writes summaries, and return the token ids of each of its conversations, [T] int32.
+    """Run a script that also writes summaries. Return the token ids of each of its conversations, [T] int32 each.
 
-    The built-in agent program runs it, with the settings `limits`, so the conversations are like those of rollouts. The
-    length from which they are summarised follows from `group_seed`. Otherwise it is like `demonstrate`."""
+    The built-in agent program runs the script with the settings `limits`, so the conversations are like those of
+    rollouts. `group_seed` decides at which length a conversation is summarised. The other arguments are those of
+    `demonstrate`."""
     episode = Episode(
         task,
         machine,
@@ -120,7 +122,7 @@ def demonstrate_long(
         options=RequestOptions(session_id="demonstration", seed=0, group_seed=group_seed),
     )
     with contextlib.suppress(ContextFull, EpisodeEnded):
-        _at_once(run_agent(episode))
+        asyncio.run(run_agent(episode))
     trace = episode.result().trace
     return [trace.path(leaf).token_ids for leaf in trace.leaves()]
 
