@@ -252,7 +252,11 @@ def test_a_program_whose_summaries_are_all_refused_is_told_that_the_context_is_f
 def test_without_room_for_another_turn_no_summary_is_written() -> None:
     async def body() -> None:
         reader = Reader(CHAT, SOURCE.num_logs)
-        async with endpoints(reader, limits=dataclasses.replace(LIMITS, max_turns=4)) as (client, episode, _):
+        async with endpoints(reader) as (client, episode, _):
+            await work(client, episode, started())
+            acts = [turn.kind for turn in episode.result().trace.turns].index(TurnKind.SUMMARY)
+        limits = dataclasses.replace(LIMITS, max_turns=acts + 1)
+        async with endpoints(reader, limits=limits) as (client, episode, _):
             with pytest.raises((openai.PermissionDeniedError, openai.BadRequestError)):
                 await work(client, episode, started())
             assert TurnKind.SUMMARY not in {turn.kind for turn in episode.result().trace.turns}
@@ -354,15 +358,11 @@ def test_a_long_conversation_is_tokenised_in_a_thread() -> None:
 
 
 def test_a_prompt_that_was_counted_is_not_tokenised_again() -> None:
-    async def body() -> None:
-        async with endpoints(Reader(CHAT, 1)) as (_, episode, _):
-            asked: list[int] = []
-            encode = CHAT.encode_prompt
-            chat: Any = SimpleNamespace(encode_prompt=lambda *a, **k: asked.append(1) or encode(*a, **k))
-            tree, talk = TurnTree(chat, session_id="s"), started()
-            assert tree.prompt_tokens(talk, {}) == tree.prompt_tokens(talk, {}) == len(tree.prompt(talk, {}).token_ids)
-            assert len(asked) == 1
-            talk[0] = {"role": "user", "content": "else"}
-            assert tree.prompt(talk, {}).token_ids.tolist() == encode(talk, {}).tolist()
-
-    run(body)
+    asked: list[int] = []
+    encode = CHAT.encode_prompt
+    chat: Any = SimpleNamespace(encode_prompt=lambda *a, **k: asked.append(1) or encode(*a, **k))
+    tree, talk = TurnTree(chat, session_id="s"), started()
+    assert tree.prompt_tokens(talk, {}) == tree.prompt_tokens(talk, {}) == len(tree.prompt(talk, {}).token_ids)
+    assert len(asked) == 1
+    talk[0]["content"] += " else"
+    assert tree.prompt(talk, {}).token_ids.tolist() == encode(talk, {}).tolist()
