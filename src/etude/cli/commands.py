@@ -512,7 +512,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument(
         "--no-summaries",
         action="store_true",
-        help="refuse conversations beyond the context instead of summarising them",
+        help="refuse long conversations, do not summarise them",
     )
     _add_parity_command(commands)
     export = add(commands, "export", "serve:export", "write a model as a Hugging Face directory")

@@ -10,7 +10,6 @@ import torch
 
 from etude.errors import CheckpointError
 from etude.loop.checkpoints import newest_checkpoint
-from etude.loop.config import read_config
 from etude.loop.exported_settings import settings_files, summaries_of_checkpoint, summaries_of_run
 from etude.loop.locations import weights_store
 from etude.models.adapter_config import ADAPTER_CONFIG, next_base
@@ -43,7 +42,7 @@ def export_checkpoint(
     if (source / "run.json").is_file():
         run = RunFolder.open(source)
         source, start = newest_checkpoint(run), run / "checkpoints" / "mid"
-        summaries = summaries_of_run(read_config(run))
+        summaries = summaries_of_run(run)
     else:
         summaries = summaries_of_checkpoint(source)
     model = load_model(source)
@@ -76,7 +75,7 @@ def export_version(
         with torch.no_grad():
             for name, view in hf_views(model).items():
                 view.copy_(read_stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))
-    files = settings_files(summaries_of_run(read_config(run)))
+    files = settings_files(summaries_of_run(run))
     save_model(model, out, dtype=dtype, quantise=quantise, assets=start, files=files)
     return out
 

@@ -10,7 +10,7 @@ import msgspec
 from etude.capture import SummaryLimits
 from etude.errors import CheckpointError
 from etude.file_checksums import verify_files
-from etude.loop.config import RunConfig
+from etude.run import RunFolder
 
 FILE = "etude.json"
 FORMAT = 1
@@ -23,9 +23,16 @@ class ExportedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     summaries: SummaryLimits
 
 
-def summaries_of_run(config: RunConfig) -> SummaryLimits | None:
-    """Return how a run summarises its conversations; None: it does not."""
-    return config.harness.summaries(temperature=config.rl.temperature)
+def summaries_of_run(run: RunFolder) -> SummaryLimits | None:
+    """Return how a run summarises its conversations; None: it does not. Raises `RunError` for a damaged config."""
+    if run.setting("harness.summary_tokens") in ("", "0"):
+        return None
+    return SummaryLimits(
+        context_tokens=int(run.setting("harness.context_tokens")),
+        summary_tokens=int(run.setting("harness.summary_tokens")),
+        turn_tokens=int(run.setting("harness.turn_tokens")),
+        temperature=float(run.setting("rl.temperature")),
+    )
 
 
 def settings_files(summaries: SummaryLimits | None) -> dict[str, str]:

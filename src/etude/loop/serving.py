@@ -169,7 +169,7 @@ def parts_of(model: Path, name: str) -> ModelSource:
     if not isinstance(place, Path) or place.is_dir():
         require_pointer(open_store(place, readonly=True))
         store = place if has_published(run) else None
-    checkpoint, summaries = run / "checkpoints" / "mid", summaries_of_run(config)
+    checkpoint, summaries = run / "checkpoints" / "mid", summaries_of_run(run)
     return ModelSource(name, checkpoint, store, summaries, config.numerics, config.engine)
 
 
