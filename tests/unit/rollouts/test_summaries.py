@@ -17,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 from examples.long.tasks import Logs, Script, play
+from tests.unit.environments.judging import on_machines
 from tests.unit.harness.tokeniser import laptop_chat
 from tests.unit.rollouts.reader import Reader
 
@@ -24,6 +25,7 @@ from etude.capture import TurnTree
 from etude.capture.context import HISTORY
 from etude.errors import ContextFull, MachineError
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard_tools
+from etude.harness.compaction import remove_history, write_history
 from etude.loop.rollout_scheduler import siblings
 from etude.records import Completion, CompletionRequest, Rollout, Task
 from etude.records.rollout import Boundary, Ending, TurnKind
@@ -310,6 +312,35 @@ def test_a_history_that_cannot_be_written_is_left_out_of_the_prompt() -> None:
 
     run(body)
     assert re.search(r"^\[summary 1, \d+ turns left\]$", "\n".join(reader.texts), re.MULTILINE)
+
+
+@pytest.mark.parametrize("own", ["", "mine"])
+def test_the_history_is_ignored_by_git_and_gone_before_the_machine_is_graded(own: str) -> None:
+    async def body(runtime: Any) -> None:
+        [machine] = await runtime.fork(await runtime.prepare({"calc.py": b"x"}), 1)
+
+        async def sh(script: str) -> str:
+            done = await machine.exec(["sh", "-c", script], key=script, deadline_s=10)
+            return str(done.output.decode().strip())
+
+        if own:
+            await sh(f"mkdir .etude; echo 1 > .etude/{own}")
+        async with endpoints(Reader(CHAT, 1)) as (_, episode, _):
+            episode.machine = machine
+            await remove_history(episode)
+            assert await sh("ls -A; true") == ("calc.py" if not own else ".etude\ncalc.py"), (
+                "there was nothing to remove"
+            )
+            for path in (HISTORY, HISTORY.replace(".txt", "-2.txt")):
+                assert await write_history(episode, started(), path) == path
+            assert await sh("cat .etude/.gitignore") == "*"
+            assert "write the keys" in await sh(f"cat {HISTORY}")
+            await remove_history(episode)
+        left = await sh("find . -type f | sort")
+        assert left == (f"./.etude/{own}\n./calc.py" if own else "./calc.py")
+        assert await sh("find . -name .etude") == ("./.etude" if own else "")
+
+    on_machines(body)
 
 
 def test_an_engine_whose_context_is_full_at_a_summary_ends_the_rollout_with_context() -> None:
