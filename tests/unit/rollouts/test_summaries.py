@@ -7,7 +7,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -312,6 +312,32 @@ def test_a_history_that_cannot_be_written_is_left_out_of_the_prompt() -> None:
 
     run(body)
     assert re.search(r"^\[summary 1, \d+ turns left\]$", "\n".join(reader.texts), re.MULTILINE)
+
+
+def test_a_summarised_rollout_leaves_no_history_in_its_machine() -> None:
+    class Removing(MemoryMachine):
+        """A machine that has `rm`, which a memory machine lacks."""
+
+        async def exec(self, argv: Sequence[str], **options: Any) -> Any:
+            if argv[0] == "sh" and argv[2].startswith("rm -f .etude/history*.txt .etude/.gitignore;"):
+                had.append(set(self.files))
+                self.files = {path: data for path, data in self.files.items() if not path.startswith(".etude/")}
+            return await super().exec(argv, **options)
+
+    class Runtime(MemoryRuntime):
+        async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Any]:
+            made.extend(Removing(machine.files, self) for machine in await super().fork(snapshot, n))
+            return made[-n:]
+
+    made: list[Removing] = []
+    had: list[set[str]] = []
+    task = SOURCE.task(Split.HELDOUT, 0)
+    (spec,) = siblings("g000000", task, 1, seed=0, temperature=1.0)
+    policy = Reader(CHAT, SOURCE.num_logs)
+    rollout = asyncio.run(run_rollout(spec, runtime=Runtime(), policy=policy, chat=CHAT, harness=LIMITS))
+    assert rollout.invalid is None
+    assert [HISTORY in paths for paths in had] == [True]
+    assert made[0].files.keys() == task.files.keys()
 
 
 @pytest.mark.parametrize("own", ["", "mine"])
