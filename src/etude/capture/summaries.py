@@ -220,9 +220,10 @@ class _Work:
                 break
             if stop not in refused:
                 return stop, True
-        for stop in reversed(stops[:high]):
-            if stop not in refused and await self._fits(stop):
-                return stop, True
+        if high and not await self._fits(stops[high]):
+            before = stops[high - 1]
+            if before not in refused and await self._fits(before):
+                return before, True
         return None, True
 
     async def _is_due(self, stop: int) -> bool:

@@ -106,7 +106,7 @@ class Attribution:
         self._running = set[asyncio.Task[tuple[Answer, ...]]]()
         self._logged, self._closed = set[str](), False
         self._conversations: dict[bytes, int] = {}  # by their first message
-        limits = episode.limits.summaries()
+        limits = episode.limits.summaries
         trigger = trigger_tokens(episode.options.group_seed, context_tokens=episode.limits.context_tokens)
         self._summaries = Summaries(episode.tree, episode.chat, limits, trigger=trigger) if limits else None
 
