@@ -175,7 +175,7 @@ class Attribution:
         limit = min(chat.max_tokens or episode.limits.turn_tokens, episode.limits.turn_tokens)
         shortened = await self._shortened(chat) if kind is TurnKind.ACT else Shortened(chat.messages)
         messages = list(shortened.messages)
-        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False)
+        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False, stops=chat.stop)
         node = turn.node
         node.calls = tuple(
             ToolCall(name=call.name, arguments={k: plain_argument(v) for k, v in call.arguments.items()}, output="")
@@ -185,13 +185,14 @@ class Attribution:
         first = conversation_keys((), chat.messages[:1])[0]
         self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
         return make_answer(
-            node.completion,
+            turn.completion,
             chat=episode.chat,
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
             prompt_ids=node.prompt_context(),
             reply=turn.reply,
             summaries=SummaryUse.of(shortened),
+            cut=turn.cut,
         )
 
     async def _shortened(self, chat: ChatRequest) -> Shortened:
