@@ -183,7 +183,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Try:
-    """One rollout of a task, with its messages."""
+    """One rollout of a task for the report: id, reward, and its messages."""
 
     rollout_id: str
     reward: float

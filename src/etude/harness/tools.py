@@ -277,7 +277,11 @@ def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
     signature: object = tool.signature
     if not isinstance(signature, Signature):
         facts = f"it is {type(signature).__name__}, not etude.harness.commands.Signature"
-        raise PluginRefused(f"the signature of tool {plugin} cannot be used", facts, hint="make one of its parameters")
+        raise PluginRefused(
+            f"the signature of tool {plugin} cannot be used",
+            facts,
+            hint="give the tool an attribute `signature` of this class",
+        )
 
     async def run(bench: Workbench, **arguments: Any) -> str:
         limit_s = bench.deadline_s + PLUGIN_GRACE_S
@@ -288,7 +292,7 @@ def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
             if not limit.expired():
                 raise
             facts = f"run has not returned within {limit_s:g} s"
-            raise PluginError(f"tool {plugin} hangs", facts, hint="give what it waits for a deadline") from error
+            raise PluginError(f"tool {plugin} hangs", facts, hint="set a deadline for what it waits for") from error
         except Exception as error:
             with called(Kind.TOOL, plugin, "run"):
                 raise error

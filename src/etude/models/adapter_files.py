@@ -76,8 +76,8 @@ def merge_adapter(
 ) -> Adapters:
     """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
-    `tensors`: A and B by PEFT's names, all of one dtype, to which the model is rounded, too. `where`: path of the
-    adapter, for errors. `held`: keep A and B in float32, for an optimiser. Raises `CheckpointError` when the adapter
+    `tensors`: A and B by PEFT's names, all of one dtype; the model is rounded to the same dtype. `where`: path of the
+    adapter, for errors. `held`: keep A and B in float32 for an optimiser. Raises `CheckpointError` when the adapter
     does not fit."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) != 1:
@@ -92,9 +92,10 @@ def merge_adapter(
 
 @torch.no_grad()
 def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Copy tensors, by PEFT's names, into A and B. `where`: path of the adapter, for errors.
+    """Copy tensors, given by PEFT's names, into the matrices A and B of `adapters`. `where`: path of the adapter, for
+    errors.
 
-    Raises `CheckpointError` for a missing or further tensor, or another shape."""
+    Raises `CheckpointError` for a missing or surplus tensor, or a wrong shape."""
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
         facts = f"it lacks {name}" if name in views else f"it has {name}, which the base does not have"
@@ -121,7 +122,9 @@ def load_merged(
     ranks."""
     if parallel is not SINGLE_RANK:
         raise ConfigError(
-            f"{folder} on several ranks", "it is an adapter", hint="export the merged model, and use that"
+            f"{folder} cannot be loaded on several ranks",
+            "it is an adapter",
+            hint="export the merged model, and use that",
         )
     base_of(folder)  # checks that the chain of bases ends
     config, tensors = read_adapter(folder)
