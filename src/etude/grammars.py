@@ -127,6 +127,27 @@ def from_tool_calls(
     return from_lark("\n".join(lines))
 
 
+def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
+    """Return the grammar of a completion that is either a sentence of `calls` or JSON that is valid under a schema.
+
+    `calls`: a grammar of kind "lark" whose first line is its rule `start`, as `from_tool_calls` makes it. Raises
+    `GrammarError` for another one, and when no JSON is valid.
+
+    >>> print(json.loads(with_answer(from_lark('start: "now"'), {"type": "null"}))["lark"].partition(", ")[0])
+    start: called | answer
+    called: "now"
+    answer: %json {"type": "null"
+    """
+    kind, text = kind_of(calls)
+    start, _, rest = text.partition("\n") if kind == "lark" else ("", "", "")
+    if not start.startswith("start:") or schema is False:
+        facts = "no JSON is valid under the schema" if schema is False else calls[:80]
+        raise GrammarError("no grammar of calls or an answer can be made", facts, hint=_HINT_GRAMMAR)
+    answer = _json({} if schema is True else schema)
+    lines = ["start: called | answer", start.replace("start:", "called:", 1), f"answer: {answer}"]
+    return from_lark("\n".join([*lines, *filter(None, [rest])]))
+
+
 def _part(piece: str, tool: Tool, arguments: str, tokens: Mapping[str, int]) -> str:
     """Return a piece of a call's text as Lark. `arguments`: the name of the rule of the tool's arguments."""
     if piece == "NAME":
@@ -159,8 +180,12 @@ def _lark_regex(pattern: str) -> str:
 
 def _arguments(schema: Mapping[str, Any] | None) -> str:
     """Return the Lark of the JSON object of a call's arguments."""
-    found = {"type": "object"} | dict(schema or {}) | {"x-guidance": _JSON_OPTIONS}
-    return "%json " + json.dumps(found, ensure_ascii=False)
+    return _json({"type": "object", **(schema or {})})
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """Return the Lark of JSON that is valid under a schema."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 
 
 def kind_of(grammar: str) -> tuple[str, Any]:

@@ -22,6 +22,7 @@ from etude.records.image import Image
 from etude.records.reward import Reward, Score
 from etude.records.rollout import Graded, Invalid, Rollout
 from etude.records.sample import Batch, Published, StepReport
+from etude.records.summary import TurnPlace
 from etude.records.task import Answer, Split, Task
 
 
@@ -232,6 +233,21 @@ class CreditScheme(Protocol):
 
         Equal rewards must get equal advantages, a higher reward no lower advantage, and the order of the rollouts must
         not matter. The same input must give the same bits. A rollout with advantage 0.0 is not trained on."""
+        ...
+
+
+@runtime_checkable
+class TurnCreditScheme(Protocol):
+    """The optional method of a `CreditScheme` that gives each turn of a rollout its own advantage."""
+
+    def turn_advantages(
+        self, rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]]
+    ) -> Sequence[Sequence[float]]:
+        """Return one finite advantage per turn, for each rollout of the group.
+
+        `turns`: the turns of each rollout, in the order of `rewards`; parents come before their children. A rollout
+        without turns gets what `advantages` returns for it. The order of the rollouts must not matter, and the same
+        input must give the same bits."""
         ...
 
 

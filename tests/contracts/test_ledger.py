@@ -480,7 +480,7 @@ def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(place: Path
         for first in range(0, many, 500):
             ledger.finish_all([(kit.summary(i), kit.graded(float(n % 2))) for n, i in enumerate(ids[first:][:500])])
         names = ledger.open_groups()
-        assert ledger.ready_groups(names) == ledger.groups_with_signal(names) == set(names)
+        assert ledger.ready_groups(names) == set(names)
         batch = BatchRef(
             batch_id="b", step=1, rollout_ids=tuple(ids), sampled=frozenset(ids), num_trained=1, num_masked=0, digest=""
         )

@@ -21,12 +21,12 @@ from unittest import mock
 import numpy as np
 from tests.parity import chats
 
-from etude.capture import Prompt, TurnTree
 from etude.config import build
 from etude.environments import prepare
 from etude.environments.backends import open_runtime
 from etude.experience.packing import paths
 from etude.harness import Call, ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness.chat import Message
 from etude.harness.commands import Signature
 from etude.records import Completion, CompletionRequest, Task, Version, VersionSpan
 from etude.records.completion import StopReason
@@ -57,7 +57,10 @@ Answers = Callable[[int, str, Mapping[str, Signature]], str | Call]
 
 @dataclass
 class Played:
-    """What came of one rollout. `statuses`: HTTP answers of its endpoints, by path and status."""
+    """What came of one rollout.
+
+    `fixed`: the edit of `COMMANDS` is in the machine (with `TASK`). `statuses`: HTTP answers of its endpoints, by path
+    and status. `messages`: those of the last request."""
 
     ending: str
     fixed: bool
@@ -71,6 +74,7 @@ class Played:
     statuses: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
+    messages: list[Message] = field(default_factory=list)
     log: str = ""
 
     @property
@@ -120,8 +124,10 @@ class Script:
 
 class _Episode(Episode):
     starts: Counter[str]
+    last: list[Message]
 
     async def ask(self, messages: Any = None, *, tools: Any = None, **options: Any) -> Any:
+        self.last = list(messages or ())
         last = str((messages or [{}])[-1].get("content", ""))
         _asked.set((last, self.tools.signatures if tools is None else self.chat.signatures(tools)))
         turn = await super().ask(messages, tools=tools, **options)
@@ -171,8 +177,7 @@ def play(config: HarnessConfig, answers: Answers, task: Task = TASK) -> Played:
 
 
 async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatFormat) -> Played:
-    statuses, resampled, began = Counter[str](), [], asyncio.get_running_loop().time()
-    respond, prompt_of = RolloutEndpoints.__call__, TurnTree.prompt
+    statuses, began, respond = Counter[str](), asyncio.get_running_loop().time(), RolloutEndpoints.__call__
 
     async def counted(endpoints: RolloutEndpoints, scope: Any, receive: Any, send: Any) -> None:
         async def sent(message: Any) -> None:
@@ -183,13 +188,8 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
 
         await respond(endpoints, scope, receive, sent)
 
-    def prompted(tree: TurnTree, *args: Any, **options: Any) -> Prompt:
-        prompt = prompt_of(tree, *args, **options)
-        resampled.append(prompt.num_resampled)
-        return prompt
-
     runtime = open_runtime("namespace")
-    with mock.patch.object(RolloutEndpoints, "__call__", counted), mock.patch.object(TurnTree, "prompt", prompted):
+    with mock.patch.object(RolloutEndpoints, "__call__", counted):
         try:
             (machine,) = await runtime.fork(await prepare(runtime, task), 1)
             episode = _Episode(
@@ -201,9 +201,9 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
                 limits=config,
                 options=RequestOptions(session_id="g000001.0/0", seed=7),
             )
-            episode.starts = Counter()
+            episode.starts, episode.last = Counter(), []
             run = await run_program(episode)
-            fixed = FIXED in await machine.read("calc.py", max_bytes=10_000)
+            fixed = task is TASK and FIXED in await machine.read("calc.py", max_bytes=10_000)
             await machine.close()
         finally:
             await runtime.close()
@@ -216,12 +216,13 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
         num_requests=int(requests[1]) if requests else 0,
         num_turns=len(trace.turns),
         num_side=sum(turn.kind is TurnKind.SIDE for turn in trace.turns),
-        num_resampled=sum(resampled),
+        num_resampled=episode.num_resampled,
         branches=len([leaf for leaf in trace.leaves() if trace.turns[leaf].kind is not TurnKind.SIDE]),
         rows=sum(path.mask.any() for path in paths(trace)),
         wall_s=round(asyncio.get_running_loop().time() - began, 1),
         statuses=dict(statuses),
         starts=dict(episode.starts),
         prompt_tokens=len(trace.turns[0].prompt_ids) if trace.turns else 0,
+        messages=episode.last,
         log=log,
     )

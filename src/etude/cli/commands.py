@@ -205,9 +205,11 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
         "--eval", metavar="NAME", help="rollouts of evals/NAME.parquet instead: before, after, during-000010, ..."
     )
     listing.add_argument("--limit", type=positive, default=40, help="at most so many rows (default: %(default)s)")
-    show = add(rollouts, "show", "rollouts:show", "show one rollout of training or of an evaluation, turn by turn")
+    show = add(rollouts, "show", "rollouts:show", "show one rollout of training or of an evaluation as a tree of turns")
     _add_run(show)
     show.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
+    show.add_argument("--full", action="store_true", help="shorten no text")
+    show.add_argument("--json", action="store_true", help="print everything as JSON")
     ledger = _group(commands, "ledger", "check a run's record of its rollouts")
     audit = add(ledger, "audit", "reports:audit_ledger", "check that no rollout was lost or trained on twice")
     _add_run(audit)

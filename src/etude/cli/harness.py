@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from etude.capture.tree import Start
 from etude.config import read
 from etude.environments import prepare
 from etude.environments.backends import runtime_from_config
@@ -41,7 +40,7 @@ from etude.loop.limits import build_config, smallest_call
 from etude.loop.preflight import build_images
 from etude.records import Completion, CompletionRequest, Task, Version, VersionSpan
 from etude.records.completion import StopReason
-from etude.records.rollout import Ending, TurnKind
+from etude.records.rollout import Ending, Start, TurnKind
 from etude.records.task import Split
 
 _LAST = ("submit", "finish", "done", "exit", "complete", "attempt_completion", "end")  # tools that end an agent

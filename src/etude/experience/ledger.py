@@ -609,11 +609,6 @@ class Ledger:
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
         return self._among(group_ids, sql, *ENDED)
 
-    def groups_with_signal(self, group_ids: Collection[str]) -> set[str]:
-        """Return those of the groups whose graded members do not all have the same reward in their rows."""
-        sql = "SELECT group_id FROM rollouts WHERE group_id IN (*) AND state = ? GROUP BY group_id"
-        return self._among(group_ids, f"{sql} HAVING min(reward) < max(reward)", State.GRADED)
-
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Return those of the groups that a batch ever took. Batches that a restart took back count too."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"

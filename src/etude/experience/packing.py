@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from etude.experience.admission import Straggler, mask_path, mask_stale
-from etude.experience.credit import DR_GRPO, assign_credit
+from etude.experience.credit import DR_GRPO, assign_credit, turn_advantages
 from etude.experience.groups import Group
 from etude.records.reward import K1, Term
 from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace, Turn, TurnKind
@@ -117,7 +117,10 @@ def _members(
 ) -> Iterator[Member]:
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
-    credit = dict(zip(ids, assign_credit(graded, composition, scheme), strict=True))
+    given = assign_credit(graded, composition, scheme)
+    places = [rollout.places for rollout, _ in group.valid]
+    by_turn = dict(zip(ids, turn_advantages([reward for reward, _ in given], places, scheme), strict=True))
+    credit = dict(zip(ids, given, strict=True))
     judged = dict(zip(ids, graded, strict=True))
     ended = {one.rollout_id: one for one in group.finished}
     for i in group.rollout_ids:
@@ -132,6 +135,7 @@ def _members(
                 summary=one.summary,
                 reward=reward,
                 advantage=advantage,
+                turn_advantages=by_turn.get(i, ()),
                 masks_stale=straggler is Straggler.MASK or i in group.lost,
             )
 
@@ -150,7 +154,7 @@ def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batc
     `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run."""
     samples = list[Sample]()
     for member in plan.members:
-        if member.summary is not None and member.advantage:
+        if member.summary is not None and member.credited:
             trace = with_versions_of(read(member.summary), member.summary).trace
             samples += [sample for _, sample in samples_of(plan, member, trace, temperature=temperature)]
     return batch_of(plan, samples)
@@ -174,21 +178,25 @@ def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: fl
     """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
-    the rollout's advantage. Tokens that are too old are masked, and so are refused summaries if the advantage is
-    positive, since they did not contribute to it. The list is empty when the advantage is 0 or no token with loss is
-    left. `temperature`: the sampling temperature of the run."""
-    if not member.advantage:
+    the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
+    advantage is positive, since they did not contribute to it. The list is empty when the rollout has no advantage or
+    no token with loss is left. `temperature`: the sampling temperature of the run."""
+    if not member.credited:
         return []
+    given = member.turn_advantages or (member.advantage,) * len(trace.turns)
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     found = list[tuple[int, Sample]]()
     for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
         path = mask_stale(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
-        refused = [trace.turns[at].kind is TurnKind.REFUSED for at in trace.chain(leaf)]
-        if member.advantage > 0 and any(refused):
-            path = mask_path(path, ~_repeat_by_turn(trace, trace.chain(leaf), refused))
+        chain = trace.chain(leaf)
+        refused = [trace.turns[at].kind is TurnKind.REFUSED and given[at] > 0 for at in chain]
+        if any(refused):
+            path = mask_path(path, ~_repeat_by_turn(trace, chain, refused))
         if path.mask.any():
             own = temperatures(trace, leaf, path.mask, run=temperature)
-            found.append((leaf, Sample.uniform(member.rollout_id, path, member.advantage, own)))
+            each = _repeat_by_turn(trace, chain, [given[at] for at in chain])[path.mask].astype(np.float32)
+            sample = Sample(rollout_id=member.rollout_id, path=path, advantages=each, temperatures=own)
+            found.append((leaf, sample))
     return found
 
 
@@ -202,13 +210,13 @@ def has_fresh_signal(
 ) -> bool:
     """Return whether some member of the group that has an advantage also sampled a token within the lag bound.
 
-    Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked."""
-    credit = assign_credit([graded for _, graded in group.valid], composition, scheme)
+    Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. Advantages are
+    those without a KL penalty, which is measured later."""
     return any(
         learner_step - step <= max_lag
-        for (rollout, _), (_, advantage) in zip(group.valid, credit, strict=True)
-        if advantage
-        for step in rollout.oldest_steps
+        for member in _members(group, composition, scheme, Straggler.WAIT, None)
+        if member.summary is not None and member.credited
+        for step in member.summary.oldest_steps
     )
 
 

@@ -12,6 +12,7 @@ from etude.gateway.answers import Answer, num_sampled
 from etude.gateway.keys import KeyUse
 
 logger = logging.getLogger("etude.gateway")
+_TOKENS = "Tokens: prompt, cached (part of prompt), answer, summary (read and written for it)"
 _LATENCY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -27,7 +28,7 @@ class Metrics:
             return
         self._library, self.registry = library, library.CollectorRegistry()
         self._requests = self._make(library.Counter, "requests", "Requests by dialect and status", "dialect", "status")
-        self._tokens = self._make(library.Counter, "tokens", "Tokens: prompt, cached (part of prompt), answer", "kind")
+        self._tokens = self._make(library.Counter, "tokens", _TOKENS, "kind")
         self._seconds = self._make(
             library.Histogram, "request_seconds", "Time of a request", "dialect", buckets=_LATENCY_S
         )
@@ -52,6 +53,7 @@ class Metrics:
             ("prompt", record.num_prompt),
             ("cached", record.num_cached),
             ("answer", record.num_sampled),
+            ("summary", record.num_summary),
         ):
             self._tokens.labels(kind).inc(number)
 
@@ -86,6 +88,7 @@ class Record:
     num_prompt: int = 0
     num_cached: int = 0
     num_sampled: int = 0
+    num_summary: int = 0
     ended: bool = False
 
     def add(self, answers: Sequence[Answer]) -> None:
@@ -94,6 +97,7 @@ class Record:
             self.num_prompt = len(answers[0].prompt_ids)
             self.num_cached = answers[0].completion.num_cached
         self.num_sampled += num_sampled(answers)
+        self.num_summary += sum(answer.summaries.num_prompt + answer.summaries.num_sampled for answer in answers)
 
     def end(self, status: int, metrics: Metrics) -> None:
         """Log and count the request. `status` is the HTTP status of its response. Later calls have no effect."""
@@ -102,10 +106,10 @@ class Record:
         self.ended = True
         wall_s = time.perf_counter() - self.began
         if self.key is not None:
-            self.key.add_tokens(self.num_prompt + self.num_sampled)
+            self.key.add_tokens(self.num_prompt + self.num_sampled + self.num_summary)
         metrics.count(self, status, wall_s)
         logger.info(
-            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d ms=%.1f",
+            "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f",
             self.method,
             self.dialect,
             self.model,
@@ -114,5 +118,6 @@ class Record:
             self.num_prompt,
             self.num_cached,
             self.num_sampled,
+            self.num_summary,
             1000 * wall_s,
         )

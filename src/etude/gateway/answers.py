@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from etude.capture import Chat, Message, ParsedReply
+from etude.capture.summaries import Shortened
 from etude.gateway.streams import split_unfinished
 from etude.records.completion import Completion, StopReason
 from etude.records.wire import I32
@@ -22,6 +23,21 @@ class ResponseHead:
     id: str
     model: str
     created: int
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryUse:
+    """The summaries that the model's context stands for, and the tokens of those that were written for this answer."""
+
+    number: int = 0
+    num_prompt: int = 0
+    num_sampled: int = 0
+
+    @classmethod
+    def of(cls, shortened: Shortened) -> SummaryUse:
+        """Return the use of a shortened conversation."""
+        sampled = sum(len(node.completion.token_ids) for node in shortened.written)
+        return cls(shortened.number, sum(node.num_tokens for node in shortened.written) - sampled, sampled)
 
 
 class TokenLogprob(NamedTuple):
@@ -43,6 +59,7 @@ class Answer:
     - `stop_text`: which of the request's stop texts cut the answer off; None if none did.
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `completion`: what the policy returned.
+    - `summaries`: the summaries in the prompt.
     - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them."""
 
     text: str
@@ -53,6 +70,7 @@ class Answer:
     prompt_ids: I32
     completion: Completion
     logprobs: list[TokenLogprob] | None = None
+    summaries: SummaryUse = SummaryUse()
 
     @property
     def fingerprint(self) -> str | None:
@@ -88,6 +106,7 @@ def make_answer(
     prompt_ids: I32,
     reply: ParsedReply | None = None,
     logprobs: bool = False,
+    summaries: SummaryUse = SummaryUse(),
 ) -> Answer:
     """Parse a completion into text, reasoning and tool calls, and cut the text off before the first stop text.
 
@@ -120,6 +139,7 @@ def make_answer(
         stop_text=stop_text,
         prompt_ids=prompt_ids,
         completion=completion,
+        summaries=summaries,
         logprobs=_logprobs(completion, chat, text if stop_text is not None else None) if logprobs else None,
     )
 
@@ -154,6 +174,17 @@ def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     return {**one(token.text, token.logprob), "top_logprobs": [one(*top) for top in token.top]}
+
+
+def summary_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the field `summaries` of a response's usage: how many the context stands for, and the tokens that were
+    read and sampled to write new ones. Without any, there is no such field."""
+    number = answers[0].summaries.number
+    num_prompt = sum(answer.summaries.num_prompt for answer in answers)
+    if not number and not num_prompt:
+        return {}
+    sampled = sum(answer.summaries.num_sampled for answer in answers)
+    return {"summaries": {"number": number, "prompt_tokens": num_prompt, "completion_tokens": sampled}}
 
 
 def num_sampled(answers: Sequence[Answer]) -> int:

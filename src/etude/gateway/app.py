@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,13 +33,15 @@ from etude.errors import EtudeError
 from etude.gateway.access_log import Metrics, Record
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
-from etude.gateway.errors import RequestRefused, from_error
+from etude.gateway.errors import RequestRefused, from_error, invalid_request
 from etude.gateway.http import HANDLERS, error_response, host, is_loopback, run_until_disconnect
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
 from etude.gateway.requests import ChatRequest
 
+SUMMARIES = "x-etude-summaries"
+"""The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
 
 
@@ -193,6 +196,10 @@ class Gateway:
             parsed = read(body)
         else:
             parsed = await next(iter(self.models.values())).run_in_thread(partial(read, body))
+        wish = request.headers.get(SUMMARIES, "on").lower()
+        if wish not in ("on", "off"):
+            raise invalid_request(f"the header {SUMMARIES} is {wish[:100]!r}\n  hint: send on or off")
+        parsed = replace(parsed, summaries=wish == "on")
         model = self._model(parsed.model)
         record.model = model.name
         return parsed, model

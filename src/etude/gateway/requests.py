@@ -42,8 +42,10 @@ class ChatRequest:
     - `include_usage`: a stream ends with the token counts.
     - `return_token_ids`: the response also has the token ids of prompt and answer.
     - `sampling`: further parameters of `records.Sampling` by name, without those whose value has no effect.
-    - `schema`: the answer must be JSON that is valid under this JSON schema; None: any text.
+    - `schema`: the answer must be JSON that is valid under this JSON schema, or a call if there are `tools`; None: any
+      text.
     - `top_logprobs`: how many of the likeliest tokens the response has at each position; None: no log-probabilities.
+    - `summaries`: whether the model may summarise the conversation.
     - `echo`: fields of the body that the dialect repeats in its response."""
 
     model: str
@@ -64,6 +66,7 @@ class ChatRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | bool | None = None
     top_logprobs: int | None = None
+    summaries: bool = True
     echo: dict[str, Any] = field(default_factory=dict)
 
 
@@ -262,18 +265,6 @@ def chosen_tools(
         if name not in known:
             raise invalid_request(f"tool_choice names {name[:100]!r}, which is not among the tools", "tool_choice")
     return [known[name] for name in names]
-
-
-def checked_schema(
-    schema: dict[str, Any] | bool | None, tools: Sequence[Mapping[str, Any]], name: str
-) -> dict[str, Any] | bool | None:
-    """Return the JSON schema of the answer, if it may be used. Raises `RequestRefused` when tools are offered too.
-
-    `name` is the name of the request parameter with the schema."""
-    if schema is not None and tools:
-        message = "JSON under a schema is not offered together with tools\n  hint: forbid calls with tool_choice"
-        raise invalid_request(f"{name}: {message}", name)
-    return schema
 
 
 def checked_messages(messages: list[Message], where: str) -> list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from etude.capture import SummaryLimits
 from etude.config import BuiltIn, Plugin, named, ranged
 
 LAPTOP_TOOLS = ("ls", "cat", "test", "edit", "submit")
@@ -63,6 +64,17 @@ class HarnessConfig:
                 f"summary_tokens = {self.summary_tokens} is more than a quarter of "
                 f"context_tokens = {self.context_tokens}: a summary must leave room for the work"
             )
+
+    def summaries(self, *, temperature: float = 1.0) -> SummaryLimits | None:
+        """Return how conversations are summarised, with the sampling temperature; None: they are not."""
+        if not self.summary_tokens:
+            return None
+        return SummaryLimits(
+            context_tokens=self.context_tokens,
+            summary_tokens=self.summary_tokens,
+            turn_tokens=self.turn_tokens,
+            temperature=temperature,
+        )
 
     @property
     def is_command(self) -> bool:

@@ -13,7 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from etude.capture import Prompt, TurnTree
 from etude.capture.tree import Node
@@ -29,6 +30,8 @@ from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
 """The user message that answers a turn without a tool call."""
+T = TypeVar("T")
+_SHORT_CHARS = 64 << 10  # a longer conversation is tokenised in a thread
 _INT_END = 1 << 63  # integers of msgpack are below this
 
 
@@ -132,6 +135,7 @@ class Episode:
         self.ending: Ending | None = None  # the reason why the episode is over
         self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
         self.num_turns = 0  # turns that were requested
+        self.num_resampled = 0  # sampled replies that were tokenised again, since the text before them has changed
         self.log = b""  # see `AgentRun.log`
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(
@@ -141,7 +145,8 @@ class Episode:
             deadline_s=limits.tool_deadline_s,
             output_chars=limits.output_chars,
         )
-        self._tree = TurnTree(chat, session_id=options.session_id)
+        self.has_history = False  # files of `harness.compaction.write_history` are in the machine
+        self.tree = TurnTree(chat, session_id=options.session_id)
         self._num_asked: Counter[bytes] = Counter()  # requests by the key of their prompt
         self._clock = clock
 
@@ -172,14 +177,11 @@ class Episode:
           program may catch it and ask with a shorter conversation; otherwise it ends the episode.
         - `EngineError` when no engine has answered. The rollout is then invalid in any case.
         - `ChatError` for a chat template that the user must fix."""
-        if self.ending is None and self.num_turns >= self.limits.max_turns:
-            self.ending = Ending.TURNS
-        if self.ending is not None:
-            await asyncio.sleep(0)  # a program that catches the error and asks again cannot block the event loop
-            raise EpisodeEnded(self.ending)
+        await self._require_open()
         messages = self.messages if messages is None else messages
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
-        prompt = self._tree.prompt(messages, signatures, tools=tools or ())
+        prompt = await _tokenised(partial(self.tree.prompt, messages, signatures, tools=tools or ()), messages)
+        await self._require_open()  # other requests of the program may have been faster
         max_tokens = self.limits.turn_tokens if max_tokens is None else max_tokens
         if (num_tokens := len(prompt.token_ids) + max_tokens) > self.limits.context_tokens:
             facts = (
@@ -187,19 +189,27 @@ class Episode:
             )
             raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
+        self.num_resampled += prompt.num_resampled
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
         reply = self._parse(completion, signatures, strict=strict)
         message = assistant_message(reply, turn=number)
-        node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
+        node = self.tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
         return self._turn(node, messages, signatures, strict=strict)
 
-    def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+    async def _require_open(self) -> None:
+        if self.ending is None and self.num_turns >= self.limits.max_turns:
+            self.ending = Ending.TURNS
+        if self.ending is not None:
+            await asyncio.sleep(0)  # a program that catches the error and asks again cannot block the event loop
+            raise EpisodeEnded(self.ending)
+
+    async def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:
         """Return the number of tokens of the prompt of a request with these messages. `tools` is that of `ask`.
 
         Raises `ChatError` for a chat template that the user must fix."""
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
-        return self._tree.prompt_tokens(messages, signatures, tools=tools or ())
+        return await _tokenised(partial(self.tree.prompt_tokens, messages, signatures, tools=tools or ()), messages)
 
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
         reply = self.chat.parse(completion.token_ids, signatures, strict=strict)
@@ -253,7 +263,7 @@ class Episode:
 
         Without a failure or an ending, the ending is `Ending.STOPPED`: the program stopped without a submission."""
         ending = None if self.failure else self.ending or Ending.STOPPED
-        return AgentRun(self._tree.trace(), self.messages, self.tool_s, ending, self.failure, self.log)
+        return AgentRun(self.tree.trace(), self.messages, self.tool_s, ending, self.failure, self.log)
 
     async def _run_tool(self, call: Call) -> str:
         began, lost_s = self._clock(), self.bench.lost_s
@@ -300,6 +310,13 @@ class Episode:
             deadline_s=limits.turn_deadline_s,
             keep_session=turn + 1 < limits.max_turns and not last,
         )
+
+
+async def _tokenised(work: Callable[[], T], messages: Sequence[Message]) -> T:
+    """Run a function that tokenises a conversation; in a thread if the conversation is long."""
+    if sum(len(message.get("content") or "") for message in messages) <= _SHORT_CHARS:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 def turn_seed(seed: int, key: bytes, num_before: int = 0) -> int:

@@ -52,7 +52,7 @@ async def evaluate(
     """Evaluate the weights of training step `step` on the first `num_tasks` tasks of a split, `tries` rollouts each.
 
     Returns the solve rate and related numbers, and writes them as an `eval.result` event. Every rollout is written with
-    its transcript to the folder `out`: in ``<name>-<step>.parquet`` for validation tasks, ``<name>.parquet`` for
+    its turns as text to the folder `out`: in ``<name>-<step>.parquet`` for validation tasks, ``<name>.parquet`` for
     others. A repeated evaluation replaces the file. A rollout with signs of cheating counts as not solved. `each` is
     called after every rollout."""
     began = time.perf_counter()
@@ -72,7 +72,7 @@ async def evaluate(
 def _row(played: RolloutResult, outcome: Outcome, composition: Composition) -> EvalRow:
     reward = composed_reward(outcome, composition.without_weights)  # without weighted terms: 1.0 when solved
     signs = counted_signs(played, outcome, reward)
-    return make_row(played.summary, reward, transcript=played.transcript, sign=str(signs[0]) if signs else "")
+    return make_row(played.summary, reward, turns=played.turns, sign=str(signs[0]) if signs else "")
 
 
 def file_name(name: str, split: Split, step: int) -> str:

@@ -13,7 +13,8 @@ from etude.loop.checkpoints import newest_checkpoint
 from etude.loop.locations import weights_store
 from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
-from etude.models.checkpoint import atomic_directory, load_model, save_model
+from etude.models.checkpoint import load_model, save_model
+from etude.models.checkpoint_files import atomic_directory
 from etude.models.headers import report_unused_layers
 from etude.models.lora import Adapters
 from etude.models.packed_weights import read_stored

@@ -19,11 +19,17 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from etude.capture.tree import conversation_keys
+from etude.capture import Summaries
+from etude.capture.context import HISTORY, MAX_ATTEMPTS, Carried, trigger_tokens
+from etude.capture.summaries import Shortened
+from etude.capture.tree import Node, conversation_keys
 from etude.errors import ContextFull, EtudeError
 from etude.gateway import Answer, ChatRequest, ResponseHead, make_answer
-from etude.harness.chat import Message
+from etude.gateway.answers import SummaryUse
+from etude.harness.chat import Message, Reply
+from etude.harness.compaction import write_history
 from etude.harness.episode import Episode, EpisodeEnded, ModelTurn, plain_argument
 from etude.harness.tools import clip
 from etude.records.rollout import Ending, ToolCall, TurnKind
@@ -99,6 +105,10 @@ class Attribution:
         self._by_idempotency: dict[str, Asked] = {}
         self._running = set[asyncio.Task[tuple[Answer, ...]]]()
         self._logged, self._closed = set[str](), False
+        self._conversations: dict[bytes, int] = {}  # by their first message
+        limits = episode.limits.summaries()
+        trigger = trigger_tokens(episode.options.group_seed, context_tokens=episode.limits.context_tokens)
+        self._summaries = Summaries(episode.tree, episode.chat, limits, trigger=trigger) if limits else None
 
     def ask(self, asking: Asking) -> Asked:
         """Return the earlier request that this one repeats, or begin to sample its answers.
@@ -160,17 +170,18 @@ class Attribution:
         return tuple(answers)
 
     async def _turn(self, chat: ChatRequest) -> Answer:
-        episode, messages = self.episode, list(chat.messages)
+        episode = self.episode
         kind = TurnKind.SIDE if self._is_side(chat) else TurnKind.ACT
         limit = min(chat.max_tokens or episode.limits.turn_tokens, episode.limits.turn_tokens)
+        shortened = await self._shortened(chat) if kind is TurnKind.ACT else Shortened(chat.messages)
+        messages = list(shortened.messages)
         turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False)
         node = turn.node
         node.calls = tuple(
             ToolCall(name=call.name, arguments={k: plain_argument(v) for k, v in call.arguments.items()}, output="")
             for call in turn.reply.calls
         )
-        if node.parent is not None:
-            node.parent.calls = _with_outputs(node.parent.calls, chat.messages)
+        add_outputs(node, chat.messages)
         first = conversation_keys((), chat.messages[:1])[0]
         self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
         return make_answer(
@@ -180,7 +191,24 @@ class Attribution:
             stop=chat.stop,
             prompt_ids=node.prompt_context(),
             reply=turn.reply,
+            summaries=SummaryUse.of(shortened),
         )
+
+    async def _shortened(self, chat: ChatRequest) -> Shortened:
+        """Return the conversation as it goes on after its summaries. A further one is written if it is due.
+
+        Raises `ContextFull` when all attempts at one were refused, as the built-in program ends then."""
+        if self._summaries is None:
+            return Shortened(chat.messages)
+        first = conversation_keys((), chat.messages[:1])[0]
+        number = self._conversations.setdefault(first, len(self._conversations))
+        path = HISTORY if not number else f"{HISTORY.removesuffix('.txt')}-{number + 1}.txt"
+        writer = EpisodeWriter(self.episode, chat.tools, path)
+        shortened = await self._summaries.shorten(writer, chat.messages, chat.tools)
+        if shortened.fault is not None:
+            facts = f"its summary was refused: {shortened.fault}"
+            raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
+        return shortened
 
     def _is_side(self, chat: ChatRequest) -> bool:
         texts = [chat.model, *(m["content"] for m in chat.messages if m["role"] == "system")]
@@ -216,6 +244,49 @@ class Attribution:
 
 class TooManyRequests(Exception):
     """Raised when `MAX_PARALLEL` requests of one rollout are running already."""
+
+
+@dataclass(frozen=True)
+class EpisodeWriter:
+    """Samples summaries as turns of an episode (`etude.capture.summaries.Writer`).
+
+    `tools` are those of the request. `path`: the file in the machine for the messages before a summary."""
+
+    episode: Episode
+    tools: Sequence[dict[str, Any]]
+    path: str
+
+    @property
+    def max_attempts(self) -> int:
+        """How many summaries may be sampled: at least one turn is left to go on with."""
+        return min(MAX_ATTEMPTS, self._turns_left - 1)
+
+    @property
+    def _turns_left(self) -> int:
+        return self.episode.limits.max_turns - self.episode.num_turns
+
+    async def num_tokens(self, messages: list[Message]) -> int:
+        """Return the number of tokens of a prompt."""
+        return await self.episode.num_tokens(messages, tools=self.tools)
+
+    async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, Reply]:
+        """Sample a summary. Raises what `Episode.ask` raises."""
+        limit = self.episode.limits.summary_tokens
+        asked = list(messages)
+        turn = await self.episode.ask(asked, tools=self.tools, kind=TurnKind.SUMMARY, max_tokens=limit)
+        add_outputs(turn.node, messages)
+        return turn.node, turn.reply
+
+    async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
+        """Return what goes on, and write the file. Raises `MachineError`."""
+        path = await write_history(self.episode, covered, self.path)
+        return Carried(summary, number, max(0, self._turns_left), path)
+
+
+def add_outputs(node: Node, messages: Sequence[Message]) -> None:
+    """Add the outputs of tools at the end of a conversation to the turn before `node`, which called them."""
+    if node.parent is not None:
+        node.parent.calls = _with_outputs(node.parent.calls, messages)
 
 
 def _with_outputs(calls: tuple[ToolCall, ...], messages: Sequence[Message]) -> tuple[ToolCall, ...]:

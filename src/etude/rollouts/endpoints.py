@@ -110,7 +110,7 @@ class RolloutEndpoints:
             return None
         if path == "/v1/messages/count_tokens" and request.method == "POST":
             chat = await self._read(messages.read_count, request)
-            return JSONResponse({"input_tokens": self._count(chat)})
+            return JSONResponse({"input_tokens": await self._count(chat)})
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
         raise RequestRefused(404, f"{request.method} {path} is not offered to programs of a rollout", code="not_found")
@@ -204,9 +204,9 @@ class RolloutEndpoints:
                 return
         asked.delivered = True
 
-    def _count(self, chat: ChatRequest) -> int:
+    async def _count(self, chat: ChatRequest) -> int:
         try:
-            return self._episode.num_tokens(chat.messages, tools=chat.tools)
+            return await self._episode.num_tokens(chat.messages, tools=chat.tools)
         except EtudeError as error:
             raise _refusal(error, self._episode) from None
 
@@ -238,6 +238,8 @@ class RolloutEndpoints:
                 asked[refused.param] = fields.pop(refused.param)
         if chat.must_call:
             asked["tool_choice"] = fields.get("tool_choice")
+        if chat.schema is not None:
+            asked["schema"] = chat.schema
         try:
             self._episode.chat.signatures(chat.tools)
         except ValueError as error:

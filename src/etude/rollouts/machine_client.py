@@ -1,8 +1,11 @@
 """The program `etude-machine`. With it an agent program outside of the machine runs commands in it.
 
-    etude-machine [-c] COMMAND...     run a shell command; its output and exit code become those of this program
-    etude-machine --read PATH         print a file of the machine
-    etude-machine --write PATH        replace a file of the machine by standard input
+    etude-machine [-i] [-c] COMMAND...  run a shell command; its output and exit code become those of this program
+    etude-machine --read PATH           print a file of the machine
+    etude-machine --write PATH          replace a file of the machine by standard input
+
+With -i the command gets standard input, which is read to its end first. Without it the command gets an empty one: many
+agents start their shell with an input that they never close.
 
 The environment variable ETUDE_MACHINE_URL is the machine's URL with its secret. Only the standard library is used."""
 
@@ -37,6 +40,8 @@ def call(what: str, **order: object) -> dict[str, Any]:
 def main() -> None:
     """Run the program with the arguments of the command line."""
     words = sys.argv[1:]
+    if interactive := words[:1] == ["-i"]:
+        words = words[1:]
     if not words:
         sys.exit(__doc__)
     if words[0] == "--read":
@@ -45,7 +50,7 @@ def main() -> None:
         call("write", path=words[1], content=base64.b64encode(sys.stdin.buffer.read()).decode())
     else:
         command = words[1] if words[0] in ("-c", "-lc") else shlex.join(words) if len(words) > 1 else words[0]
-        done = call("exec", command=command, stdin="" if sys.stdin.isatty() else sys.stdin.read())
+        done = call("exec", command=command, stdin=sys.stdin.read() if interactive else "")
         sys.stdout.write(done["output"])
         sys.stdout.flush()
         sys.exit(done["exit_code"])

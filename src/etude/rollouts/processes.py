@@ -29,10 +29,12 @@ LOST = 137
 
 
 @functools.lru_cache(maxsize=8)
-def launcher_of(python: str, modules: tuple[str, ...]) -> Launcher:
+def launcher_of(python: str, modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> Launcher:
     """Return the launcher for programs of the interpreter `python` that need `modules` imported. Each exists once a
-    process."""
-    return Launcher(python, modules)
+    process.
+
+    `env`: environment variables, added to those of this process, that the modules have when they are imported."""
+    return Launcher(python, modules, dict(env))
 
 
 class Launcher:
@@ -40,7 +42,8 @@ class Launcher:
 
     It ends when this process ends. If it has died, it is started again."""
 
-    def __init__(self, python: str, modules: Sequence[str]) -> None:
+    def __init__(self, python: str, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self._env = env
         self._command = [python, str(Path(__file__).with_name("launcher.py"))]
         self._modules = tuple(modules)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launcher")  # starting it may take long
@@ -105,7 +108,11 @@ class Launcher:
         with theirs:
             command = [*self._command, str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **self._env},
             )
         self._sock = ours
         atexit.register(self._end)

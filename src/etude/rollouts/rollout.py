@@ -17,6 +17,7 @@ from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
 from etude.harness import ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness.compaction import remove_history
 from etude.harness.episode import AgentRun
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
@@ -94,6 +95,7 @@ async def run_on_machine(
             boundary = Boundary.MACHINE if isinstance(run.failure, MachineError) else Boundary.PROVIDER
             return _invalid(spec, boundary, run.failure, run, wall_s=clock() - began)
         try:
+            await remove_history(episode)
             exports = await take_exports(machine, spec.task, runtime, max_bytes=harness.export_bytes)
         except (MachineError, TaskError) as error:
             boundary = Boundary.TASK if isinstance(error, TaskError) else Boundary.MACHINE

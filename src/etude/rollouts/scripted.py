@@ -1,7 +1,7 @@
 """Scripts in place of a policy, for baselines and demonstrations.
 
 A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``. To
-say a text it yields ``("", {"text": text})``. Asked for a summary (`harness.context.REQUEST`, on a line after the last
+say a text it yields ``("", {"text": text})``. Asked for a summary (`capture.context.REQUEST`, on a line after the last
 output) it says one, and receives the message with which the new conversation begins.
 `ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent can run in place of a model.
 `demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, to get documents for
@@ -10,12 +10,14 @@ mid-training.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
 import numpy as np
 
+from etude.capture.context import REQUEST
 from etude.errors import ContextFull
 from etude.harness import (
     Call,
@@ -29,7 +31,6 @@ from etude.harness import (
     standard_tools,
 )
 from etude.harness.chat import Message, Reply
-from etude.harness.context import REQUEST
 from etude.harness.episode import EpisodeEnded, assistant_message
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.task import Task
@@ -121,7 +122,7 @@ def demonstrate_long(
         options=RequestOptions(session_id="demonstration", seed=0, group_seed=group_seed),
     )
     with contextlib.suppress(ContextFull, EpisodeEnded):
-        _at_once(run_agent(episode))
+        asyncio.run(run_agent(episode))
     trace = episode.result().trace
     return [trace.path(leaf).token_ids for leaf in trace.leaves()]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from etude.config import Plugin
 from etude.errors import PluginRefused
@@ -13,7 +15,7 @@ from etude.seams import TaskSource
 from etude.tasks.config import SOURCES
 
 CALL_S = 60.0
-OPTIONAL = ("demonstration", "baseline", "copy_probe")
+OPTIONAL = ("demonstration", "conversation", "baseline", "copy_probe")
 """Optional methods of a source: see `etude.tasks.scripts`."""
 T = TypeVar("T")
 
@@ -37,7 +39,11 @@ class PluginSource:
 
     def _guarded(self, method: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            return self._call(method, lambda: work(*arguments, **named))
+            returned = self._call(method, lambda: work(*arguments, **named))
+            if method == "conversation" and not is_conversation(returned):
+                facts = "conversation returned no list of messages, each with a role, a text, and calls with arguments"
+                raise unusable(Kind.SOURCE, self._plugin, facts)
+            return returned
 
         return call
 
@@ -67,3 +73,28 @@ class PluginSource:
         if not isinstance(answer, Answer):
             raise unusable(Kind.SOURCE, self._plugin, f"the {what} is {type(answer).__name__}, expected Answer")
         return answer
+
+
+def is_conversation(value: object) -> bool:
+    """Return whether a value is what `etude.tasks.scripts.Conversing` returns."""
+    try:
+        messages = msgspec.convert(value, list[_Message])
+    except msgspec.ValidationError:
+        return False
+    return bool(messages)
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: dict[str, str | int | float | bool]
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: list[_Call] = []

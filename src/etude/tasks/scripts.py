@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from etude.records.exports import covering
 from etude.records.task import Answer, Split, Task
@@ -39,6 +39,20 @@ class Demonstrating(Protocol):
         """Return a task and a script for it; the same arguments give the same demonstration.
 
         `right` is the probability, from 0 to 1, that the script's decisive edit is correct (`corpus.right_body`)."""
+        ...
+
+
+@runtime_checkable
+class Conversing(Protocol):
+    """Optional method of a `TaskSource`: demonstrations as finished conversations, used in place of scripts.
+
+    They are for agent programs with prompts and tools of their own. With `harness.summary_tokens` scripts are used."""
+
+    def conversation(self, split: Split, index: int, *, seed: int, right: float) -> list[dict[str, Any]]:
+        """Return all messages of the agent program and the model for a task, in OpenAI's format.
+
+        Every message has a text as its content, and the arguments of a call are a mapping. The arguments of this
+        method are those of `Demonstrating.demonstration`; the same arguments give the same conversation."""
         ...
 
 

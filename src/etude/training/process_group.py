@@ -21,7 +21,7 @@ import torch
 from etude.errors import CheckpointError
 from etude.file_checksums import files_in, verify_files
 from etude.models.attention import Cache
-from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
+from etude.models.checkpoint_files import atomic_directory, load_tensors, save_tensors
 from etude.models.transformer import Transformer
 from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum

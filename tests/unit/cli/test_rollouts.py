@@ -38,10 +38,11 @@ def test_a_rollout_of_an_evaluation_is_shown_as_each_evaluation_had_it(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["rollouts", "show", "heldout000001.0"]) == 0
-    said = capsys.readouterr().out
-    assert "evaluation before, arith: reward 0: because\n[user] one\n" in said
-    assert "evaluation after, arith: invalid at machine: because\n[user] [bold]two\n" in said
-    assert "during-000010.parquet is not an evaluation" in said
+    said = capsys.readouterr()
+    task = "task of heldout000001.0"
+    assert f"evaluation before · arith · task {task}\nreward 0: because\n  [user] one\n" in said.out
+    assert f"evaluation after · arith · task {task}\ninvalid at machine: because\n  [user] [bold]two\n" in said.out
+    assert "during-000010.parquet is not an evaluation" in said.err
 
 
 def test_the_rollouts_of_an_evaluation_are_listed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +55,8 @@ def test_the_rollouts_of_an_evaluation_are_listed(run: RunFolder, capsys: pytest
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("show nosuch", "runs/a has no rollout 'nosuch'\n  hint: list them"),
+        ("show nosuch", "runs/a has no rollout 'nosuch': 2 rollouts of training and evaluations\n  hint: list them"),
+        ("show heldout00001.0", "hint: did you mean 'heldout000001.0'?, or list them"),
         ("list --eval beofre", "did you mean 'before'?"),
     ],
 )

@@ -180,7 +180,7 @@ def test_the_task_that_is_shown_failed_before_and_is_solved_after(writer):
     found = pair(writer.path / "evals")
     assert found.task_id == "b"
     assert (found.before.reward, found.after.reward) == (0.0, 1.0)
-    assert [m.role for m in found.after.messages] == ["user", "call"]
+    assert [m.role for m in messages(found.after.transcript)] == ["user", "call"]
 
 
 def test_no_pair_is_shown_where_nothing_was_learned(writer):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
+from etude.models.checkpoint_files import atomic_directory, load_tensors, save_tensors
 from etude.models.headers import check_weights, hf_weight_shapes
 
 SIZES = ModelConfig(

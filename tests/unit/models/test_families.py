@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.models.components import Routing, Scores
 from etude.models.config import FAMILY_NAMES
 from etude.models.experts import choose

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from examples.long.tasks import Logs, Script, play
 from tests.unit.harness.tokeniser import laptop_chat
+from tests.unit.rollouts.reader import Reader
 
 from etude.harness import HarnessConfig
 from etude.loop.rollout_scheduler import siblings
@@ -46,6 +47,18 @@ def test_a_policy_that_summarises_well_solves_a_task_three_times_its_window() ->
     assert rollout.exports["answer.py"].decode() == SOURCE.answer(task).reference["answer.py"]
     assert num_tokens(rollout) > 3 * LIMITS.context_tokens
     assert all(len(rollout.trace.path(leaf).token_ids) <= LIMITS.context_tokens for leaf in rollout.trace.leaves())
+    assert sum(turn.kind is TurnKind.SUMMARY for turn in rollout.trace.turns) >= 3
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_what_a_policy_knows_after_a_summary_is_only_what_the_summary_carries(carries: bool) -> None:
+    task = SOURCE.task(Split.HELDOUT, 0)
+    (spec,) = siblings("g000000", task, 1, seed=0, temperature=1.0)
+    policy = Reader(CHAT, SOURCE.num_logs, carries=carries)
+    rollout = asyncio.run(run_rollout(spec, runtime=MemoryRuntime(), policy=policy, chat=CHAT, harness=LIMITS))
+    solved = rollout.exports["answer.py"].decode() == SOURCE.answer(task).reference["answer.py"]
+    assert solved == carries
+    assert rollout.ending is (Ending.SUBMITTED if carries else Ending.TURNS), "without memory it begins again"
     assert sum(turn.kind is TurnKind.SUMMARY for turn in rollout.trace.turns) >= 3
 
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from etude.errors import MachineError, TaskError
-from etude.records.exports import NO_STATE, STATE, WHOLE, covering, is_declarable, is_plain
+from etude.records.exports import NO_STATE, OWN, STATE, WHOLE, covering, is_declarable, is_plain
 from etude.records.task import Answer, Task
 from etude.seams import Machine, Portable, Runtime
 
@@ -102,7 +102,9 @@ async def _paths(machine: Machine, task: Task, runtime: Runtime) -> list[str]:
     if folders:
         listed = await _list_files(machine, folders, task, runtime)
         inside = covering(folders)
-        paths |= dict.fromkeys(path for path in sorted(listed) if is_plain(path) and inside(path))
+        paths |= dict.fromkeys(
+            path for path in sorted(listed) if is_plain(path) and inside(path) and not path.startswith(OWN)
+        )
     return [*paths][:MAX_FILES]
 
 

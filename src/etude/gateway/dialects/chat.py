@@ -17,7 +17,6 @@ from etude.gateway.requests import (
     MessageCache,
     canonical_call,
     checked_messages,
-    checked_schema,
     chosen_tools,
     decode_body,
 )
@@ -111,7 +110,7 @@ def read(data: bytes) -> ChatRequest:
         tools=tools,
         must_call=must_call,
         parallel=body.parallel_tool_calls is not False,
-        schema=checked_schema(schema, tools, "response_format"),
+        schema=schema,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **fields,
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from etude.capture import Chat, Message
-from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.answers import Answer, ResponseHead, summary_usage
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request
 from etude.gateway.requests import (
@@ -19,7 +19,6 @@ from etude.gateway.requests import (
     check_range,
     check_stops,
     checked_messages,
-    checked_schema,
     chosen_tools,
     decode_body,
     function_tool,
@@ -159,7 +158,7 @@ def read_count(data: bytes) -> ChatRequest:
     form = body.output_config.format if body.output_config is not None else None
     return ChatRequest(
         sampling=read_sampling(body),
-        schema=checked_schema(None if form is None else form.schema, tools, "output_config"),
+        schema=None if form is None else form.schema,
         model=body.model,
         messages=checked_messages(messages, "messages"),
         tools=chosen_tools(tools, choice.name if choice.type == "tool" else None, none=choice.type == "none"),
@@ -239,13 +238,14 @@ def _tool(tool: _Tool, where: str) -> dict[str, Any]:
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> dict[str, Any]:
     cached = answer.completion.num_cached
     return {
         "input_tokens": len(answer.prompt_ids) - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": len(answer.completion.token_ids),
+        **summary_usage([answer]),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from etude.capture import Chat
-from etude.gateway.answers import Answer, ResponseHead, num_sampled
+from etude.gateway.answers import Answer, ResponseHead, num_sampled, summary_usage
 from etude.gateway.dialects.dialect import EventStream, data_event
 from etude.gateway.errors import RequestRefused, openai_error
 from etude.gateway.requests import ChatRequest, check_range, check_stops, read_sampling
@@ -119,6 +119,7 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": answers[0].completion.num_cached},
+        **summary_usage(answers),
     }
 
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from etude.errors import ConfigError
 from etude.models.adapter_config import ADAPTER_CONFIG
-from etude.models.checkpoint import RowRange, read_json, read_rows
+from etude.models.checkpoint import RowRange, read_rows
+from etude.models.checkpoint_files import read_json
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights
 from etude.models.lora import local_part

@@ -17,7 +17,8 @@ from torch import distributed
 from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.file_checksums import digests, files_in, verify_files, write_sums
 from etude.models.attention import Cache
-from etude.models.checkpoint import fsync_directory, rename_into_place, verify_weights
+from etude.models.checkpoint import verify_weights
+from etude.models.checkpoint_files import fsync_directory, rename_into_place
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
 from etude.numerics.lora import LoraOperators
