@@ -83,7 +83,7 @@ def _read_answers(path: Path) -> list[str | Call]:
             answers.append(one if isinstance(one, str) else Call(str(one["name"]), dict(one["arguments"])))
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = 'write one JSON value a line: "a text", or {"name": "run", "arguments": {"command": "ls"}}'
-        raise InputError(f"{path} is no script of answers", repr(error), hint=hint) from None
+        raise InputError(f"{path} is not a file of scripted answers", repr(error), hint=hint) from None
     return answers
 
 

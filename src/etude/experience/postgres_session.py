@@ -122,7 +122,7 @@ class Session:
         self.disconnect()
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a statement with `?` as the placeholder and return its rows."""
+        """Run the statement `sql`, with `values` for its placeholders `?`, and return its rows."""
         cursor, rows = self.run(sql, values), list[tuple[Any, ...]]()
         self._guarded(lambda: rows.extend(cursor.fetchall()))
         return rows

@@ -39,8 +39,6 @@ _INT_END = 1 << 63  # integers of msgpack are below this
 class RequestOptions:
     """Settings that all completion requests of one rollout share.
 
-
-
     - `session_id`: the name of the rollout's session at the engines.
     - `seed`: the rollout's seed. `turn_seed` derives the seed of each turn from it.
     - `group_seed`: the seed of its group, for what all its rollouts share: the length from which a conversation is
@@ -79,7 +77,7 @@ class EpisodeEnded(EtudeError):
     """Raised when a model turn is requested after the end of the episode. `ending` is the reason of the end."""
 
     def __init__(self, ending: Ending) -> None:
-        hint = "ask while episode.ending is None"
+        hint = "call `ask` only while `episode.ending` is None"
         super().__init__("the episode has ended", f"its ending is {ending.value!r}", hint=hint)
         self.ending = ending
 

@@ -295,7 +295,7 @@ def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a tensor with a Hugging Face name, and the memory to read them into.
+    """A request to read rows [start, stop) of a tensor, named as in Hugging Face checkpoints, into given memory.
 
     `shape`: of the full tensor. `out`: [stop - start, *shape[1:]]."""
 

@@ -106,7 +106,7 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] The oldest version step that each token depends on: its own, or that of a key that it attended to.
+        """The oldest version step that each token depends on, [T]: its own, or that of a key that it attended to.
 
         A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
         the tokens before it, back to the last token of epoch 0."""

@@ -91,7 +91,7 @@ class CommandProgram:
         elif self.warm and len(self.argv) < 2:
             wrong = "warm needs argv = [python, script], [python, '-m', module] or [python, '-c', code]"
         if wrong:
-            raise ConfigError("[harness.program]", wrong, hint="change the settings that the error names")
+            raise ConfigError("[harness.program] is invalid", wrong, hint="change the settings that the error names")
 
     async def run(self, episode: Episode) -> None:
         """Run the program on an episode until it ends. Sets the episode's ending or failure, and its log.
@@ -164,7 +164,11 @@ class CommandProgram:
         note(f"exit code {code}")
         if code in _NOT_RUN and not attribution.num_requests and self.where is Where.INSIDE:
             facts = f"{self.argv[0]!r} ended with exit code {code} before it asked anything"
-            raise ConfigError("harness.program.argv cannot be executed in the machine", facts, hint="see its image")
+            raise ConfigError(
+                "harness.program.argv cannot be executed in the machine",
+                facts,
+                hint="check that the machine's image has this program",
+            )
         if attribution.context_full:
             episode.ending = episode.ending or Ending.CONTEXT
         elif code == 0 and self.submits is Submits.EXIT:

@@ -60,9 +60,10 @@ class Launcher:
     async def launch(
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, fork: bool, log_bytes: int
     ) -> Program:
-        """Start a program. With `fork` it runs in a fork of the launcher's interpreter, and ``argv[0]`` is ignored.
+        """Start a program in the folder `cwd` with the environment `env`.
 
-        Its output is kept up to `log_bytes`. Raises what `start` raises."""
+        With `fork` it runs in a fork of the launcher's interpreter, and ``argv[0]`` is ignored. Its output is kept up
+        to `log_bytes`. Raises what `start` raises."""
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
@@ -120,7 +121,11 @@ class Launcher:
         if "error" in said:
             self._end()
             facts = f"{self._command[0]} cannot import {', '.join(self._modules)}: {said['error']}"
-            raise ConfigError("harness.program.warm", facts, hint="install the modules there, or leave them out")
+            raise ConfigError(
+                "the modules of harness.program.warm cannot be imported",
+                facts,
+                hint="install the modules there, or leave them out",
+            )
         if said.get("threads"):
             self.notes = f"the warm modules started {said['threads']} threads, which forked programs do not have"
         return ours
@@ -169,7 +174,9 @@ class Program:
                     await asyncio.shield(self._ended)
         except TimeoutError:
             facts = f"{END_S:g} s after SIGKILL"
-            raise MachineError("an agent program does not end", facts, hint="see dmesg") from None
+            raise MachineError(
+                "an agent program does not end", facts, hint="it probably hangs in the kernel: see dmesg"
+            ) from None
         finally:
             self._ended.cancel()
             self._read(until_empty=True)

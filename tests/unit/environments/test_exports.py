@@ -94,7 +94,7 @@ def test_a_state_needs_a_runtime_that_gives_it_away():
             self.info, self.prepare, self.fork, self.close = inner.info, inner.prepare, inner.fork, inner.close
 
     task = msgspec.structs.replace(TASK, state=True)
-    with pytest.raises(MachineError, match="snapshots of memory machines cannot be packed"):
+    with pytest.raises(MachineError, match="snapshots of memory machines cannot be exported"):
         asyncio.run(simulate_exports(Stays(), task))
 
 
