@@ -185,9 +185,8 @@ class _Work:
     ) -> None:
         self.writer, self.messages = writer, messages
         self._summaries, self._room, self._context_tokens = summaries, room, context_tokens
-        self._start: int
         self._kept: Kept | None
-        self._start, self._kept = known or (0, None)
+        self._start, self._kept = known if known is not None else (0, None)
         self.number = self._kept.number if self._kept else 0
         has_user = any(message["role"] == "user" for message in messages)
         self.stops = stops_of(messages, self._start) if has_user else []

@@ -84,6 +84,7 @@ class Call:
     tools: bool
     first: bytes  # key of the first message
     turn: ModelTurn
+    shortened: Shortened
 
 
 class Attribution:
@@ -183,7 +184,7 @@ class Attribution:
         )
         add_outputs(node, chat.messages)
         first = conversation_keys((), chat.messages[:1])[0]
-        self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
+        self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn, shortened))
         return make_answer(
             turn.completion,
             chat=episode.chat,
@@ -223,9 +224,10 @@ class Attribution:
         tools only the patterns decide."""
         working = {call.first for call in self.calls if call.tools}
         parents = {call.turn.node.parent for call in self.calls}
+        parents |= {node.parent for call in self.calls for node in call.shortened.written}
         for call in self.calls:
             node, short = call.turn.node, call.max_tokens is not None and call.max_tokens <= SIDE_TOKENS
-            alone = node.parent is None and node not in parents
+            alone = node.parent is None and node not in parents and not call.shortened.number
             if working and short and alone and not call.tools and call.first not in working:
                 node.kind = TurnKind.SIDE
 
