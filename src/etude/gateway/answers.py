@@ -1,4 +1,4 @@
-"""The model's answer to a request, before a dialect writes it as a body or as events."""
+"""The model's answer to a request, before it is written in the format of a vendor's API."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from etude.capture import Chat, Cut, Message, ParsedReply, cut_at_stop
+from etude.capture.summaries import Shortened
 from etude.gateway.streams import split_unfinished
 from etude.records.completion import Completion, StopReason
 from etude.records.wire import I32
@@ -15,11 +16,27 @@ from etude.records.wire import I32
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What identifies one response: 32 hex characters, the model's name for clients, and the Unix time in seconds."""
+    """The identity of one response: `id` (32 hex characters), `model` (its name for clients), `created` (Unix time in
+    s)."""
 
     id: str
     model: str
     created: int
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryUse:
+    """The summaries that the model's context stands for, and the tokens of those that were written for this answer."""
+
+    number: int = 0
+    num_prompt: int = 0
+    num_sampled: int = 0
+
+    @classmethod
+    def of(cls, shortened: Shortened) -> SummaryUse:
+        """Return the use of a shortened conversation."""
+        sampled = sum(len(node.completion.token_ids) for node in shortened.written)
+        return cls(shortened.number, sum(node.num_tokens for node in shortened.written) - sampled, sampled)
 
 
 class TokenLogprob(NamedTuple):
@@ -40,6 +57,7 @@ class Answer:
     - `finish`: "stop", "length" or "tool_calls".
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `completion`: what the policy returned.
+    - `summaries`: the summaries in the prompt.
     - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them.
     - `cut`: the completion as a stop text of the request cuts it off; None if none does."""
 
@@ -50,6 +68,7 @@ class Answer:
     prompt_ids: I32
     completion: Completion
     logprobs: list[TokenLogprob] | None = None
+    summaries: SummaryUse = SummaryUse()
     cut: Cut | None = None
 
     @property
@@ -73,7 +92,8 @@ class Answer:
     def calls_with_ids(self, prefix: str, head: ResponseHead, index: int = 0) -> list[tuple[str, str, str]]:
         """Return (id, name, arguments as JSON text) of each tool call.
 
-        An id consists of `prefix`, the end of the response's id, and the numbers of the answer and the call."""
+        An id is made of `prefix`, the end of the response's id, `index` (the number of the answer) and the number of
+        the call."""
         before = f"{prefix}{head.id[-12:]}" + (f"{index}_" if index else "")
         return [
             (f"{before}{number}", call["name"], json.dumps(call["arguments"], ensure_ascii=False))
@@ -91,12 +111,18 @@ def make_answer(
     reply: ParsedReply | None = None,
     cut: Cut | None = None,
     logprobs: bool = False,
+    summaries: SummaryUse = SummaryUse(),
 ) -> Answer:
-    """Parse a completion and cut its text off before the first stop text.
+    """Parse a completion into text, reasoning and tool calls, and cut the text off before the first stop text.
 
-    `signatures` are the tools, as returned by `chat.signatures`. If None, the completion is taken as plain text. A
-    malformed tool call is returned as text. `stop` are the stop texts. `reply` is the parsed completion, if
-    known, and `cut` where a stop text cuts it off. With `logprobs` the answer has log-probabilities."""
+    - `signatures`: the tools, as returned by `chat.signatures`; None: the completion is taken as plain text.
+    - `stop`: the stop texts.
+    - `prompt_ids`: the token ids that the model read, [P] int32.
+    - `reply`: the parsed completion; None: `chat` parses it.
+    - `cut`: where a stop text cuts the completion off, if known.
+    - `logprobs`: whether the answer has log-probabilities.
+
+    A malformed tool call is returned as text."""
     if reply is None and signatures is not None:
         reply = chat.parse(completion.token_ids, signatures, strict=False)
     calls: tuple[dict[str, Any], ...] = ()
@@ -119,6 +145,7 @@ def make_answer(
         finish="tool_calls" if calls else "length" if length else "stop",
         prompt_ids=prompt_ids,
         completion=completion,
+        summaries=summaries,
         logprobs=_logprobs(completion, chat, cut) if logprobs else None,
         cut=cut,
     )
@@ -146,12 +173,25 @@ def _logprobs(completion: Completion, chat: Chat, cut: Cut | None) -> list[Token
 
 
 def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
-    """Return a token as chat completions and Responses write it. Half a character has no bytes."""
+    """Return a token in the format in which OpenAI's APIs list log-probabilities.
+
+    Its field `bytes` is None for a token that is only a part of a character."""
 
     def one(text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     return {**one(token.text, token.logprob), "top_logprobs": [one(*top) for top in token.top]}
+
+
+def summary_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the field `summaries` of a response's usage: how many the context stands for, and the tokens that were
+    read and sampled to write new ones. Without any, there is no such field."""
+    number = answers[0].summaries.number
+    num_prompt = sum(answer.summaries.num_prompt for answer in answers)
+    if not number and not num_prompt:
+        return {}
+    sampled = sum(answer.summaries.num_sampled for answer in answers)
+    return {"summaries": {"number": number, "prompt_tokens": num_prompt, "completion_tokens": sampled}}
 
 
 def num_sampled(answers: Sequence[Answer]) -> int:

@@ -1,4 +1,4 @@
-"""Runs a command in the machine of a rollout, from a program beside it. Runs alone: standard library only.
+"""The program `etude-machine`. With it an agent program outside of the machine runs commands in it.
 
     etude-machine [-i] [-c] COMMAND...  run a shell command; its output and exit code become those of this program
     etude-machine --read PATH           print a file of the machine
@@ -7,7 +7,7 @@
 With -i the command gets standard input, which is read to its end first. Without it the command gets an empty one: many
 agents start their shell with an input that they never close.
 
-The variable ETUDE_MACHINE_URL says which machine, and has the secret."""
+The environment variable ETUDE_MACHINE_URL is the machine's URL with its secret. Only the standard library is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from typing import Any
 
 
 def call(what: str, **order: object) -> dict[str, Any]:
-    """Send an order to the machine and return the answer. Exits with 125 if it is refused."""
+    """Send an order to the machine, and return its JSON answer. Exits with code 125 if the order is refused.
+
+    `what` is "exec", "read" or "write", and `order` are the fields of its JSON body."""
     body = json.dumps(order).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{os.environ['ETUDE_MACHINE_URL']}/{what}", body, headers)
@@ -36,7 +38,7 @@ def call(what: str, **order: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the program with the arguments of the command line."""
     words = sys.argv[1:]
     if interactive := words[:1] == ["-i"]:
         words = words[1:]

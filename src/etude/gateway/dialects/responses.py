@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's Responses, without state on the server: each request has the whole conversation."""
+"""The dialect of OpenAI's Responses API. The server keeps no state: each request has the whole conversation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from etude.capture import Chat, Message
-from etude.gateway.answers import Answer, ResponseHead, logprob_entry
+from etude.gateway.answers import Answer, ResponseHead, logprob_entry, summary_usage
 from etude.gateway.dialects.declared_tools import DeclaredTool, ToolName, function_name, functions, names_of
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request, openai_error
@@ -124,7 +124,7 @@ ECHOED = (
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a request for a response. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a request of the Responses API. Raises `RequestRefused` (HTTP status 400)."""
     body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
     check_range("max_output_tokens", body.max_output_tokens, 1)
     items = [_Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -292,7 +292,7 @@ def _response(request: ChatRequest, head: ResponseHead, status: str) -> dict[str
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a response."""
+    """Return the JSON body of a response, made from the first answer."""
     answer = answers[0]
     prompt, sampled, cut = len(answer.prompt_ids), len(answer.completion.token_ids), answer.finish == "length"
     response = _response(request, head, "incomplete" if cut else "completed")
@@ -304,6 +304,7 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + sampled,
+        **summary_usage(answers),
     }
     if request.return_token_ids:
         response |= {"token_ids": answer.completion.token_ids.tolist(), "prompt_token_ids": answer.prompt_ids.tolist()}
