@@ -86,7 +86,8 @@ def names_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
     """Return for each function that the model sees what a response calls it. `tools`: as in a body that was read."""
     found: dict[str, ToolName] = {}
     for tool in tools:
-        namespace, inner = (tool["name"], tool["tools"]) if tool["type"] == "namespace" else ("", [tool])
+        within = tool["type"] == "namespace"
+        namespace, inner = (tool.get("name", ""), tool.get("tools", ())) if within else ("", [tool])
         for one in inner:
             name = one.get("name", "")
             found[function_name(namespace, name)] = ToolName(namespace, name, one["type"] == "custom")
