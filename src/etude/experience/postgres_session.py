@@ -152,7 +152,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            with suppress(psycopg.Error):
+            with suppress(psycopg.Error), self._watch:
                 pipeline.__exit__(type(error), error, error.__traceback__)
             raise
         self._guarded(lambda: pipeline.__exit__(None, None, None))

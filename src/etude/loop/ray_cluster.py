@@ -35,6 +35,7 @@ CHECK_S = 60.0  # deadline of a node's check
 PROVE_S = 600.0  # deadline for a node to validate the first tasks
 _OBJECTS_BYTES = 100 << 20  # object store of a local cluster: no data goes through Ray
 LOCAL_CAPACITY = 64.0  # resources per role in a local cluster
+_PLUGIN_HINT = "install its package on every node, or put its module where you start etude, in a folder of all nodes"
 _SHARED_HINT = "mount one file system on every node at the same path, for runs/ and for what the config names"
 
 
@@ -128,7 +129,8 @@ def check(config: RunConfig, runs: Path) -> None:
         mark.unlink()
     used = [(place, plugin) for place, plugin in plugins_in(config) if kind_at(place) is not Kind.TRACKER]
     if plugins := used:  # trackers run beside the conductor only
-        _check_nodes(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _plugin_problem, plugins, os.getcwd())
+        users, limit_s = ("learner", "worker", "grader"), CHECK_S + PLUGINS_S
+        _check_nodes(users, limit_s, _plugin_problem, plugins, os.getcwd(), hint=_PLUGIN_HINT)
     _check_devices(config)
     _check_nodes(("worker", "grader"), PROVE_S, _task_problem, config, os.getcwd())
     _enough_gpus(config)
@@ -157,7 +159,9 @@ def _check_devices(config: RunConfig) -> None:
             raise ConfigError(f"{role}.device = {device!r}", f"no node that offers {role} has a GPU", hint=hint)
 
 
-def _check_nodes(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
+def _check_nodes(
+    roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object, hint: str = _SHARED_HINT
+) -> None:
     """Run `work` on every node that offers one of the roles; it returns what is wrong with the node, or "". A node that
     is lost meanwhile does not count. Raises `ConfigError`."""
     task, pending = ray.remote(num_cpus=0)(work), {}
@@ -174,7 +178,7 @@ def _check_nodes(roles: Sequence[str], deadline_s: float, work: Callable[..., st
     wrong = [f"{name} {results[node]}" for node, name in there.items() if results.get(node)]
     if wrong:
         what = f"{len(wrong)} of {len(there)} nodes cannot take part"
-        raise ConfigError(what, "; ".join(wrong), hint=_SHARED_HINT)
+        raise ConfigError(what, "; ".join(wrong), hint=hint)
 
 
 def _result(ref: Any, deadline_s: float) -> str:
