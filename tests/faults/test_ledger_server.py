@@ -225,6 +225,17 @@ def test_a_session_that_hangs_is_given_up_and_ended_and_the_work_done_once(place
     ledger.close()
 
 
+def test_a_connection_that_is_found_closed_is_opened_again(place, kit):
+    said: list[str] = []
+    ledger = Ledger(place, capacity=8, log=said.append)
+    for number, use in enumerate([lambda: ledger.admit(kit.spec("g000000.0")), ledger.states], 1):
+        ledger._db.session.connection.close()
+        use()
+        assert len(said) == number
+    assert ledger.states() == {"admitted": 1}
+    ledger.close()
+
+
 def test_a_failed_transaction_does_not_wait_for_a_server_that_hangs(place, kit, monkeypatch):
     said: list[str] = []
     ledger = Ledger(place, capacity=8, log=said.append)
