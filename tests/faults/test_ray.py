@@ -6,7 +6,9 @@ What must hold is what holds on one machine: it ends, its audit is sound, no pro
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +172,7 @@ def test_a_cluster_that_offers_nothing_or_does_not_answer_is_told(running: Runni
 
 MINE = """
 from etude.harness.commands import Signature
+from etude.models.families.qwen3_moe import Qwen3Moe
 from etude.records.reward import Score
 
 
@@ -193,6 +196,10 @@ class Turns:
         return Score(value=-float(rollout.num_turns), evidence="by " + __file__)
 
 
+class Family(Qwen3Moe):
+    model_type, hf_class = "mine_moe", "MineForCausalLM"
+
+
 class Spread:
     name, version = "spread", "1"
 
@@ -209,10 +216,16 @@ PARTS = (
 
 
 def test_a_users_module_where_the_run_is_started_is_used_on_all_nodes(
-    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+    running: Running, game: Any, nodes: Nodes, whole: tuple[Node, Node]
 ) -> None:
     (running.cli.cwd / "mine.py").write_text(MINE)
-    running.begin("rl.steps=2", *PARTS, *TWO, on=nodes.address)
+    start = running.cli.cwd / "start"
+    shutil.copytree(game.start, start)
+    config = json.loads((start / "config.json").read_text())
+    config |= {"model_type": "mine_moe", "architectures": ["MineForCausalLM"]}
+    (start / "config.json").write_text(json.dumps(config))
+    running.cli.env["ETUDE_MODEL_FAMILIES"] = "mine:Family"
+    running.begin("rl.steps=2", f"start={start}", *PARTS, *TWO, on=nodes.address)
     assert running.end() == 0, running.said
     running.assert_sound()
     shown = running.cli("rollouts", "show", running.path, "g000000.0").stdout

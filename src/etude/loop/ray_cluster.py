@@ -27,6 +27,7 @@ from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
 from etude.loop.preflight import validate_tasks
+from etude.models.config import own_family_names
 from etude.plugins import CHECK_S as PLUGINS_S
 from etude.plugins import Kind, check_all, kind_at
 
@@ -127,9 +128,10 @@ def check(config: RunConfig, runs: Path) -> None:
         _check_nodes(ROLES, CHECK_S, _missing_on_node, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
+    families = [("model.family", Plugin(name)) for name in own_family_names()]  # also those of `model.family`
     used = [(place, plugin) for place, plugin in plugins_in(config) if kind_at(place) is not Kind.TRACKER]
-    if plugins := used:  # trackers run beside the conductor only
-        users, limit_s = ("learner", "worker", "grader"), CHECK_S + PLUGINS_S
+    if plugins := list(dict.fromkeys([*used, *families])):  # trackers run beside the conductor only
+        users, limit_s = ROLES if families else ("learner", "worker", "grader"), CHECK_S + PLUGINS_S
         _check_nodes(users, limit_s, _plugin_problem, plugins, os.getcwd(), hint=_PLUGIN_HINT)
     _check_devices(config)
     _check_nodes(("worker", "grader"), PROVE_S, _task_problem, config, os.getcwd())
