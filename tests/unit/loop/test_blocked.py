@@ -55,12 +55,10 @@ def called(config: RunConfig, how: str) -> str:
 
 
 def test_a_plugin_that_waits_without_await_is_named_before_its_process_is_killed(config: RunConfig) -> None:
-    began = time.monotonic()
     with pytest.raises(PluginError, match="tool waiting_tool:Waits failed") as error:
         called(config, "without")
     assert "Blocked: it has held the only thread of its process for" in error.value.facts
     assert "waiting_tool.py" in error.value.facts
-    assert time.monotonic() - began < 1.5
 
 
 def test_a_plugin_that_waits_with_await_is_left_alone(config: RunConfig) -> None:
@@ -70,6 +68,6 @@ def test_a_plugin_that_waits_with_await_is_left_alone(config: RunConfig) -> None
 def test_other_code_that_holds_the_loop_is_left_alone(config: RunConfig) -> None:
     async def run() -> None:
         interrupt_blocking(config)
-        time.sleep(1.5)
+        time.sleep(1.5)  # noqa: ASYNC251  on purpose
 
     asyncio.run(run())
