@@ -10,6 +10,7 @@ import asyncio
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 from etude.config import plugins_in
@@ -46,7 +47,8 @@ def interrupt_blocking(config: RunConfig) -> None:
             found_at, found_in = now, beat
         while now - found_at > limit_s / 2 and frame is not None:
             if frame.f_globals.get("__name__") in modules:
-                raise Blocked(f"it has held the only thread of its process for {now - beat:.0f} s without `await`")
+                place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+                raise Blocked(f"{place} has held the only thread of its process for {now - beat:.0f} s without `await`")
             frame = frame.f_back
 
     def watch() -> None:
