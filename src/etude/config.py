@@ -79,7 +79,7 @@ def ranged(default: Any, *, low: float | None = None, high: float | None = None)
 
 
 def like(example: str, default: str = "") -> Any:
-    """Return a dataclass field for a string. The error for a value of another type shows `example`."""
+    """Return a dataclass field for a string. `example` is shown in the error for a value of another type."""
     return dataclasses.field(default=default, metadata={"example": f'"{example}"'})
 
 
@@ -146,7 +146,11 @@ def _override(raw: dict[str, Any], override: str) -> None:
     for name in parents:
         at = at.setdefault(name, {})
         if not isinstance(at, dict):
-            raise ConfigError(f"--set {override!r}", f"{name} is a value, not a section", hint="check the dots")
+            raise ConfigError(
+                f"--set {override!r}",
+                f"{name} is a value, not a section",
+                hint="a dot leads into a section; check the name before it",
+            )
     at[last] = value
 
 

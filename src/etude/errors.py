@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Exit(enum.IntEnum):
-    """The exit codes of the command `etude`, as in docs/guides/getting-started.md."""
+    """The exit codes of the command `etude`. `EXITS` has their meanings."""
 
     DONE = 0
     FAILED = 1  # an `EtudeError` of no other kind
@@ -23,10 +23,10 @@ class Exit(enum.IntEnum):
 
 EXITS = {
     Exit.DONE: "done",
-    Exit.FAILED: "the command failed; see its error",
-    Exit.BAD_INPUT: "invalid input: an argument names something that does not exist, or a setting is invalid",
+    Exit.FAILED: "the command failed (see its error)",
+    Exit.BAD_INPUT: "invalid input (an argument names something that does not exist, or a setting is invalid)",
     Exit.OTHER_RUN: "the run is in use, or was made with other settings or another version of etude",
-    Exit.INTERRUPTED: "interrupted; a run can be resumed",
+    Exit.INTERRUPTED: "interrupted (a run can be resumed)",
 }
 """The meaning of each exit code, as `etude --help` prints it."""
 

@@ -190,9 +190,9 @@ def import_path(kind: Kind, path: str) -> str:
 
 @functools.cache
 def found(path: str) -> Any:
-    """Import and return the object at an import path, "module:Name". Raises `PluginRefused`.
+    """Import and return the object at an import path, "module:Name". Raises `PluginRefused` if that fails.
 
-    If the module is missing, the error names the host."""
+    The error for a missing module names the host on which it is missing."""
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
         facts = 'an import path has the form "my_package.module:Name"'
@@ -345,7 +345,7 @@ def described(error: BaseException) -> str:
 def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
     """Turn an exception raised in the block into a `PluginError` that names the plug-in.
 
-    An `EtudeError` passes unchanged. `doing` says in the error what was called, such as "its method score"."""
+    An `EtudeError` is raised unchanged. `doing` says in the error what was called, such as "its method score"."""
     try:
         yield
     except EtudeError:
@@ -356,10 +356,10 @@ def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
 
 
 def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T], *, deadline_s: float) -> T:
-    """Call `work`, a function of a plug-in, in a separate thread, and return its result within `deadline_s` seconds.
+    """Call `work`, a function of a plug-in, in a separate thread, and return its result.
 
-    Raises `PluginError` if it raises an exception or does not return in time; in the latter case its thread keeps
-    running. `doing` says in the error what was called."""
+    Raises `PluginError` if it raises an exception, or has not returned after `deadline_s` seconds; its thread then
+    keeps running. `doing` says in the error what was called, such as "its method score"."""
     done = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
 
     def call() -> None:
@@ -383,7 +383,7 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
 
 
 def unusable(kind: Kind, plugin: Plugin | str, facts: str) -> PluginError:
-    """Return the error for an invalid result of a plug-in. `facts` says what is wrong with it."""
+    """Return the error for a plug-in that returned an invalid result. `facts` says what is wrong with the result."""
     return PluginError(f"{kind.noun} {plugin} returned an invalid result", facts, hint="fix it; the run can be resumed")
 
 

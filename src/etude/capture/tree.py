@@ -17,40 +17,39 @@ recently used turn first, and children always before their parent."""
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import json
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from etude.capture.chat import Chat, Message
+from etude.capture.context import SummaryFault
+from etude.capture.stops import Cut
 from etude.records.completion import Completion, Sampling, StopReason
-from etude.records.rollout import ToolCall, Trace, Turn, TurnKind
+from etude.records.rollout import Start, ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
 
-
-class Start(enum.StrEnum):
-    """Why a turn does or does not continue the engine session of the turn before it."""
-
-    FIRST = "first"  # the first turn of the tree
-    NEXT = "next"  # it continues its parent
-    FORK = "fork"  # its parent has another continuation already
-    TOOLS = "tools"  # a new root: the tools are others than in all requests before
-    SYSTEM = "system"  # a new root: the first message is another one
-    HISTORY = "history"  # a new root: the first message is known, but no turn of the model is repeated
+_MAX_RENDERED = 16  # prompts whose tokens are kept until they are asked
+_NONE: I32 = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A recorded turn and its position in the tree. `TurnTree.record` makes one.
 
-    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`: as in `records.rollout.Turn`, with a node as
-      parent."""
+    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`, `start`: as in `records.rollout.Turn`, with a
+      node as parent.
+    - `key`: a digest of the tools and all messages, this turn's included. `reply_digest`: one of the model's message.
+    - `number`: the place in the order of recording. `num_tokens`: tokens of the context, this turn's completion
+      included.
+    - `continued`: whether a request has continued its session.
+    - `tail`: the sampled tokens of the stop text that cut off the turn, which are in no context; None if none did.
+    - `rest_ids`: tokens of the characters that the client got of the first token of `tail`, [R] int32."""
 
     parent: Node | None
     prompt_ids: I32
@@ -64,7 +63,10 @@ class Node:
     number: int  # number of turns that the tree recorded before
     num_tokens: int  # tokens of the context, including this turn
     start: Start
+    tail: Completion | None = None
+    rest_ids: I32 = field(default_factory=lambda: _NONE)
     continued: bool = False  # whether a request has taken over its session
+    stands_for: bytes = b""  # of a summary: key of the conversation in whose place it is, as `TurnTree.keep_summary`
 
     @property
     def num_added(self) -> int:
@@ -113,12 +115,24 @@ class Prompt:
 
     @property
     def routes_from(self) -> int:
-        """The first position whose routes (experts chosen by the MoE routers) no earlier turn has.
+        """The position of the first token whose routes (experts chosen by the MoE routers) no earlier turn has.
 
-        This is the value for `CompletionRequest.routes_from`."""
+        It is the value for `CompletionRequest.routes_from`."""
         if self.parent is None:
             return 0
         return self.parent.completion.routes_start + len(self.parent.completion.routes)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A summary that the conversations with a common beginning go on with.
+
+    `messages` are in the place of the beginning. `number`: how many summaries there were, with this one. `exchange`:
+    tokens of the longest exchange before it."""
+
+    messages: list[Message]
+    number: int
+    exchange: int
 
 
 class TurnTree:
@@ -135,6 +149,8 @@ class TurnTree:
         self._by_key: dict[bytes, list[Node]] = {}
         self._tools: set[bytes] = set()  # digests of the tools of all requests
         self._first_messages: set[bytes] = set()  # keys of the tools and the first message of all requests
+        self._summaries: dict[bytes, tuple[Node, Kept | SummaryFault]] = {}  # by `Node.stands_for`
+        self._rendered: deque[tuple[Node | None, list[Message], Mapping[str, Any], I32]] = deque(maxlen=_MAX_RENDERED)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -162,12 +178,8 @@ class TurnTree:
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
             recorded = {node.reply_digest for node in self._nodes} if replies else set()
         num_resampled = sum(reply in recorded for reply in replies)
-        if parent is None:
-            new_ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
-            return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
-        remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
-        new_ids = self._continuation(parent, messages, known, signatures, max_tokens=remaining)
-        token_ids = np.concatenate([parent.context(), new_ids])
+        new_ids = self._new_ids(parent, messages, known, signatures, max_tokens)
+        token_ids = new_ids if parent is None else np.concatenate([parent.context(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
 
     def prompt_tokens(
@@ -184,11 +196,9 @@ class TurnTree:
         keys = conversation_keys(tools, messages)
         with self._lock:
             parent = self._deepest(keys[:-1])
-        if parent is None:
-            return len(self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens))
-        remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
-        known = keys.index(parent.key) + 1
-        return parent.num_tokens + len(self._continuation(parent, messages, known, signatures, max_tokens=remaining))
+        known = 0 if parent is None else keys.index(parent.key) + 1
+        num_before = 0 if parent is None else parent.num_tokens
+        return num_before + len(self._new_ids(parent, messages, known, signatures, max_tokens))
 
     def record(
         self,
@@ -199,12 +209,16 @@ class TurnTree:
         sampling: Sampling,
         calls: tuple[ToolCall, ...] = (),
         kind: TurnKind = TurnKind.ACT,
+        cut: Cut | None = None,
     ) -> Node:
         """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
+        `message`: the model's message, as later requests will repeat it. `cut`: the completion as a stop text cuts it
+        off; only what it keeps is in the context of later turns. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
+        completion = completion if cut is None else cut.kept
+        rest = "" if cut is None else cut.rest.rstrip()  # blanks at the end of a reply do not count
         key = _extend_key(prompt.key, digest)
         with self._lock:
             for node in self._by_key.get(key, ()):
@@ -223,6 +237,8 @@ class TurnTree:
                 number=self._num_recorded,
                 num_tokens=num_before + len(prompt.new_ids) + len(completion.token_ids),
                 start=prompt.start,
+                tail=None if cut is None else cut.tail,
+                rest_ids=self._chat.encode(rest) if rest else _NONE,
             )
             self._num_recorded += 1
             self._touch(node)
@@ -231,37 +247,89 @@ class TurnTree:
         return node
 
     def trace(self) -> Trace:
-        """Return all turns that are in the tree, in the order in which they were recorded."""
+        """Return all turns that are in the tree, in the order in which they were recorded.
+
+        After them come the stop texts that cut off turns: each a turn without a prompt, which nothing continues."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
-        return Trace(
-            tuple(
-                Turn(
-                    parent=None if node.parent is None else index[node.parent],
-                    prompt_ids=node.prompt_ids,
-                    completion=node.completion,
-                    sampling=node.sampling,
-                    calls=node.calls,
-                    kind=node.kind,
-                )
-                for node in nodes
+        turns = [
+            Turn(
+                parent=None if node.parent is None else index[node.parent],
+                prompt_ids=node.prompt_ids,
+                completion=node.completion,
+                sampling=node.sampling,
+                calls=node.calls,
+                kind=node.kind,
+                start=node.start,
             )
-        )
+            for node in nodes
+        ]
+        tails = [
+            Turn(
+                parent=index[node],
+                prompt_ids=_NONE,
+                completion=node.tail,
+                sampling=node.sampling,
+                calls=(),
+                kind=node.kind,
+            )
+            for node in nodes
+            if node.tail is not None
+        ]
+        return Trace((*turns, *tails))
 
-    def _continuation(
+    def keep_summary(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
+        """Keep what a conversation goes on with, or why its summary was refused, as long as the turn `node` is kept.
+
+        `key` is that of the conversation up to the summary, as its clients send it (`conversation_keys`)."""
+        with self._lock:
+            if node in self._nodes:
+                node.stands_for = key
+                self._summaries[key] = node, kept
+
+    def find_summary(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
+        """Return the summary of the longest beginning of a conversation, and how many messages that has, or None."""
+        with self._lock:
+            for i in range(len(keys) - 1, -1, -1):
+                node, kept = self._summaries.get(keys[i], (None, None))
+                if node is not None and isinstance(kept, Kept):
+                    self._touch(node)
+                    return i + 1, kept
+        return None
+
+    def refused_summary(self, key: bytes) -> SummaryFault | None:
+        """Return why the summary of a conversation was refused; None if none was."""
+        with self._lock:
+            _, kept = self._summaries.get(key, (None, None))
+        return kept if isinstance(kept, SummaryFault) else None
+
+    def _new_ids(
         self,
-        parent: Node,
+        parent: Node | None,
         messages: Sequence[Message],
         known: int,
         signatures: Mapping[str, Any],
-        max_tokens: int | None = None,
+        max_tokens: int | None,
     ) -> I32:
-        """Encode the messages after the first `known` ones, which are the context of `parent`."""
-        ended = parent.completion.stop_reason is StopReason.STOP
-        return self._chat.continuation(
-            messages[:known], messages[known:], signatures, ended=ended, max_tokens=max_tokens
-        )
+        """Encode the messages after the first `known` ones, which are the context of `parent`.
+
+        The last few results are kept, since a prompt is usually counted before it is asked."""
+        new = list(messages[known:])
+        with self._lock:
+            for before, same, tools, ids in self._rendered:
+                if before is parent and same == new and tools == signatures:
+                    return ids
+        if parent is None:
+            ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
+        else:
+            remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
+            ended = parent.completion.stop_reason is StopReason.STOP
+            ids = self._chat.continuation(messages[:known], new, signatures, ended=ended, max_tokens=remaining)
+            ids = np.concatenate([parent.rest_ids, ids]) if len(parent.rest_ids) else ids
+        with self._lock:
+            self._rendered.append((parent, [dict(message) for message in new], signatures, ids))
+        return ids
 
     # The caller of these methods holds the lock.
 
@@ -312,6 +380,7 @@ class TurnTree:
 
     def _evict(self, node: Node) -> None:
         del self._nodes[node]
+        self._summaries.pop(node.stands_for, None)
         self.num_tokens -= node.num_added
         same = self._by_key[node.key]
         same.remove(node)
@@ -320,7 +389,7 @@ class TurnTree:
 
 
 class KeptMessage(dict[str, Any]):
-    """A message that never changes. It keeps its digest (`message_digest`) once it was computed; "" before."""
+    """A message that never changes, so that its digest (`message_digest`) is computed only once."""
 
     __slots__ = ("digest",)
 
@@ -348,10 +417,10 @@ def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mes
 
 
 def message_digest(message: Message) -> bytes:
-    """A digest of the content of a message, by which messages are compared.
+    """Return a digest of the content of a message. Messages with equal digests count as the same message.
 
-    Reasoning, ids and names do not count, and of the model's messages neither blanks around the text nor the order of a
-    call's arguments, since clients change all of these when they repeat a conversation.
+    Clients change details when they repeat a conversation. So the digest ignores reasoning, ids and names, and in the
+    model's messages also whitespace around the text and the order of a call's arguments.
 
     >>> call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
     >>> same = {"function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}

@@ -38,7 +38,7 @@ class ConnectionBroken(Exception):
 
 
 class Session:
-    """A connection to one schema of a ledger's server, which can be opened again after it broke.
+    """A connection to one schema of a ledger's PostgreSQL server. It can be opened again after it broke.
 
     `url`: for libpq. `where`: the server, as messages name it. It starts a watchdog thread, so call `close` at the end.
     """
@@ -123,7 +123,7 @@ class Session:
         self.disconnect()
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a statement with `?` as the placeholder and return its rows."""
+        """Run the statement `sql`, with `values` for its placeholders `?`, and return its rows."""
         return self._guarded(self.run(sql, values).fetchall)
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
@@ -138,7 +138,7 @@ class Session:
 
     @contextmanager
     def pipelined(self) -> Iterator[None]:
-        """Send the statements inside the `with` block in a pipeline, about four round trips per transaction.
+        """Send the statements of the `with` block in a pipeline, so that a transaction takes about four round trips.
 
         Statements without a result are sent together with the next one that has a result. At the exit all have been
         answered."""

@@ -1,4 +1,4 @@
-"""The one request of all dialects, and the checks that they share. Raises only `RequestRefused`.
+"""The request into which all dialects parse their bodies, and the checks that they share. Raises only `RequestRefused`.
 
 An unknown parameter is refused by name. So is a known one that is not supported and would change the answer, unless it
 has a value that changes nothing. Parameters that never change the answer are ignored. Unknown fields of messages are
@@ -26,7 +26,8 @@ NEUTRAL_SAMPLING = {"top_p": 1, "repetition_penalty": 1}  # of the others it is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for the next message of a conversation, checked and with defaults filled in. A dialect reads one.
+    """A request for the next message of a conversation, checked and with defaults filled in. A dialect's `read` returns
+    one.
 
     - `messages`: OpenAI's messages with `content` as a text and the arguments of tool calls as a dict. Results of tools
       follow in the order of their calls.
@@ -40,9 +41,11 @@ class ChatRequest:
     - `stop`: the answer is cut off before the first of these texts.
     - `include_usage`: a stream ends with the token counts.
     - `return_token_ids`: the response also has the token ids of prompt and answer.
-    - `sampling`: further parameters of `records.Sampling` by name, those that are not neutral.
-    - `schema`: the answer must be JSON that is valid under this JSON schema; None: any text.
+    - `sampling`: further parameters of `records.Sampling` by name, without those whose value has no effect.
+    - `schema`: the answer must be JSON that is valid under this JSON schema, or a call if there are `tools`; None: any
+      text.
     - `top_logprobs`: how many of the likeliest tokens the response has at each position; None: no log-probabilities.
+    - `summaries`: whether the model may summarise the conversation.
     - `echo`: fields of the body that the dialect repeats in its response."""
 
     model: str
@@ -63,6 +66,7 @@ class ChatRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | bool | None = None
     top_logprobs: int | None = None
+    summaries: bool = True
     echo: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,10 +82,13 @@ def decode_body(
     neutral: Mapping[str, Collection[Any]],
     harmless: Collection[str],
 ) -> B:
-    """Parse a JSON body. Raises `RequestRefused` with status 400, which names the field.
+    """Parse a JSON body with `decoder`. Raises `RequestRefused` (HTTP status 400), which names the invalid field.
 
-    `neutral`: known parameters that are not supported, with the values that change nothing. `harmless`: parameters that
-    are ignored. Any other one that the decoder does not know is refused."""
+    - `neutral`: known parameters that are not supported, each with the values that are accepted, as they have no
+      effect.
+    - `harmless`: parameters that are ignored.
+
+    Any other parameter that the decoder does not know is refused."""
     try:
         body = decoder.decode(data)
         fields = _names_decoder.decode(data)
@@ -114,7 +121,8 @@ SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", 
 
 
 def read_sampling(body: msgspec.Struct) -> dict[str, Any]:
-    """Check the sampling parameters among the fields of a body, and return those that are not neutral."""
+    """Check the sampling parameters of a body, and return by name those whose value has an effect. Raises
+    `RequestRefused`."""
     for name, (low, high) in RANGES.items():
         check_range(name, getattr(body, name, None), low, high)
     found: dict[str, Any] = {}
@@ -154,10 +162,11 @@ def _decode_value(raw: msgspec.Raw) -> Any:
 
 
 class MessageCache(Generic[B]):
-    """Keeps parsed messages by their JSON, since each request of a conversation repeats all earlier ones. Thread-safe.
+    """A thread-safe cache of parsed messages by their JSON text, since each request repeats all earlier messages.
 
-    `decoder` parses one message. `convert` returns its canonical messages; its second argument is the place that an
-    error names. The least recently used ones are dropped when their JSON has more than `max_bytes`."""
+    `decoder` parses one message, and `convert` turns it into canonical messages (`ChatRequest.messages`). The second
+    argument of `convert` is the place in the body, for errors. The least recently used messages are dropped when the
+    JSON texts have more than `max_bytes` in total."""
 
     def __init__(
         self,
@@ -172,7 +181,7 @@ class MessageCache(Generic[B]):
         self._lock = threading.Lock()
 
     def read(self, parts: Sequence[msgspec.Raw], where: str) -> list[Message]:
-        """Parse the messages of a conversation. `where` is the name of the field that they are in."""
+        """Parse the messages of a conversation. `where` is the name of the request field that has them."""
         found: list[Message] = []
         for i, part in enumerate(parts):
             raw = bytes(part)
@@ -201,14 +210,14 @@ class MessageCache(Generic[B]):
 
 
 def check_range(name: str, value: float | None, low: float, high: float = float("inf")) -> None:
-    """Check that a parameter is within a range, bounds included. None is accepted."""
+    """Check that a request parameter lies within [low, high]. None is accepted. Raises `RequestRefused`."""
     if value is not None and not low <= value <= high:
         bounds = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
         raise invalid_request(f"{name} = {value} must be {bounds}", name)
 
 
 def check_stops(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
-    """Return the stop texts of a request as a tuple. `name` is the name of the parameter."""
+    """Return the stop texts of a request as a tuple. `name` is the name of the parameter. Raises `RequestRefused`."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid_request(f"{name} must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", name)
@@ -216,9 +225,9 @@ def check_stops(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[s
 
 
 def canonical_call(name: str, arguments: Any, call_id: str, where: str) -> dict[str, Any]:
-    """Return a tool call in the form of `ChatRequest.messages`.
+    """Return a tool call in the format of `ChatRequest.messages`. Raises `RequestRefused` for invalid arguments.
 
-    `arguments` is a dict or JSON text. `where` is the place in the body that an error names."""
+    `arguments` is a dict or JSON text. `where` is the place in the body, for errors."""
     try:
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         json.dumps(parsed, ensure_ascii=False).encode()
@@ -258,22 +267,11 @@ def chosen_tools(
     return [known[name] for name in names]
 
 
-def checked_schema(
-    schema: dict[str, Any] | bool | None, tools: Sequence[Mapping[str, Any]], name: str
-) -> dict[str, Any] | bool | None:
-    """Return the schema of the answer. Raises `RequestRefused` when tools are offered too.
-
-    `name` is the name of the parameter."""
-    if schema is not None and tools:
-        message = "JSON under a schema is not offered together with tools\n  hint: forbid calls with tool_choice"
-        raise invalid_request(f"{name}: {message}", name)
-    return schema
-
-
 def checked_messages(messages: list[Message], where: str) -> list[Message]:
-    """Put the results of tools in the order of their calls, and check that the model's turn is next.
+    """Return the messages with the results of tools in the order of their calls.
 
-    `where` is the name of the parameter."""
+    Raises `RequestRefused` unless the model's turn is next. `where` is the name of the request parameter with the
+    messages."""
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid_request(f"{where} must end with a system, user or tool message", where)
     at = 0

@@ -105,7 +105,8 @@ class ToolLike(Protocol):
 
 
 class ToolSet:
-    """The tools of an agent, by name. `standard_tools` makes one. Raises `ConfigError` when two have the same name.
+    """The tools of an agent, by name. `standard_tools` makes one. Raises `ConfigError` when two tools have the same
+    name.
 
     >>> tools = standard_tools(("ls", "cat"))
     >>> tools.signatures["cat"].to_openai()["function"]["parameters"]["required"]
@@ -298,7 +299,11 @@ def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
     signature: object = tool.signature
     if not isinstance(signature, Signature):
         facts = f"it is {type(signature).__name__}, not etude.harness.commands.Signature"
-        raise PluginRefused(f"the signature of tool {plugin} cannot be used", facts, hint="make one of its parameters")
+        raise PluginRefused(
+            f"the signature of tool {plugin} cannot be used",
+            facts,
+            hint="give the tool an attribute `signature` of this class",
+        )
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", signature.name):
         facts = f"its name is {signature.name!r}, and a call begins with the name"
         hint = "use 1 to 64 letters, digits, '_' and '-'"
@@ -320,7 +325,7 @@ def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
             if not limit.expired():
                 raise
             facts = f"run has not returned within {limit_s:g} s"
-            raise PluginError(f"tool {plugin} hangs", facts, hint="give what it waits for a deadline") from error
+            raise PluginError(f"tool {plugin} hangs", facts, hint="set a deadline for what it waits for") from error
         except Exception as error:
             with called(Kind.TOOL, plugin, "run"):
                 raise error

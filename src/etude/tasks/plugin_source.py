@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from etude.config import Plugin
 from etude.errors import PluginRefused
@@ -14,7 +16,12 @@ from etude.tasks.config import SOURCES
 from etude.tasks.scripts import Demonstration, Script
 
 CALL_S = 60.0
-OPTIONAL: Mapping[str, type] = {"demonstration": Demonstration, "baseline": Generator, "copy_probe": tuple}
+OPTIONAL: Mapping[str, type] = {
+    "demonstration": Demonstration,
+    "conversation": list,
+    "baseline": Generator,
+    "copy_probe": tuple,
+}
 """Optional methods of a source and the types of their results: see `etude.tasks.scripts`."""
 T = TypeVar("T")
 
@@ -39,6 +46,13 @@ class PluginSource:
     def _guarded(self, method: str, work: Callable[..., Any], kind: type) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             made = self._call(method, lambda: work(*arguments, **named))
+            if method == "conversation":
+                if not is_conversation(made):
+                    facts = (
+                        "conversation returned no list of messages, each with a role, a text, and calls with arguments"
+                    )
+                    raise unusable(Kind.SOURCE, self._plugin, facts)
+                return made
             if not isinstance(made, kind):
                 facts = f"{method} returned {type(made).__name__}, expected {kind.__name__}"
                 raise unusable(Kind.SOURCE, self._plugin, facts)
@@ -50,7 +64,7 @@ class PluginSource:
 
         return call
 
-    def _steps(self, method: str, script: Script) -> Script:
+    def _steps(self, method: str, script: object) -> Script:
         """The steps of a script, with the deadline and the errors of a call."""
         if not isinstance(script, Generator):
             facts = f"the script of its {method} is {type(script).__name__}, expected a generator"
@@ -95,3 +109,28 @@ class PluginSource:
         if not isinstance(answer, Answer):
             raise unusable(Kind.SOURCE, self._plugin, f"the {what} is {type(answer).__name__}, expected Answer")
         return answer
+
+
+def is_conversation(value: object) -> bool:
+    """Return whether a value is what `etude.tasks.scripts.Conversing` returns."""
+    try:
+        messages = msgspec.convert(value, list[_Message])
+    except msgspec.ValidationError:
+        return False
+    return bool(messages)
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: dict[str, str | int | float | bool]
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: list[_Call] = []

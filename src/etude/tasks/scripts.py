@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from etude.errors import TaskError
 from etude.records.exports import covering
@@ -44,6 +44,20 @@ class Demonstrating(TaskSource, Protocol):
         `index` is below the size of the split. A task is demonstrated several times with different seeds if there are
         fewer tasks than demonstrations. `right` is the probability, from 0 to 1, that the script's decisive edit is
         correct (`corpus.right_body`)."""
+        ...
+
+
+@runtime_checkable
+class Conversing(TaskSource, Protocol):
+    """Optional method of a `TaskSource`: demonstrations as finished conversations, used in place of scripts.
+
+    They are for agent programs with prompts and tools of their own. With `harness.summary_tokens` scripts are used."""
+
+    def conversation(self, split: Split, index: int, *, seed: int, right: float) -> list[dict[str, Any]]:
+        """Return all messages of the agent program and the model for a task, in OpenAI's format.
+
+        Every message has a text as its content, and the arguments of a call are a mapping. The arguments of this
+        method are those of `Demonstrating.demonstration`; the same arguments give the same conversation."""
         ...
 
 

@@ -33,7 +33,8 @@ from etude.records.rollout import Ending
 from etude.records.task import Answer, Split, Task, Trust
 from etude.records.wire import pack, unpack
 from etude.seams import TaskSource, TrackedRun
-from etude.tasks.scripts import Demonstrating, Demonstration, Script
+from etude.tasks.plugin_source import is_conversation
+from etude.tasks.scripts import Conversing, Demonstrating, Demonstration, Script
 
 if TYPE_CHECKING:
     import torch
@@ -435,6 +436,17 @@ class TaskSourceContract(Contract):
             calls = self.calls(first)
             assert calls == self.calls(again), f"demonstration {index} is another one the second time"
             assert calls, f"demonstration {index} makes no call"
+
+    def test_conversations_repeat_and_show_their_task(self) -> None:
+        source = self.make()
+        if not isinstance(source, Conversing):
+            return
+        for index, task in enumerate(self.some(source, Split.TRAIN)[:4]):
+            first, again = (source.conversation(Split.TRAIN, index, seed=1, right=0.5) for _ in range(2))
+            assert is_conversation(first), f"conversation {index} is no list of messages with roles, texts and calls"
+            assert first == again, f"conversation {index} is another one the second time"
+            shown = any(task.instruction in message["content"] for message in first)
+            assert shown, f"conversation {index} does not show the instruction of its task"
 
     def calls(self, demonstration: Demonstration) -> list[Any]:
         """Play a demonstration on a machine in memory with the standard tools, and return its calls.

@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's chat completions."""
+"""The dialect of OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from etude.gateway.requests import (
     MessageCache,
     canonical_call,
     checked_messages,
-    checked_schema,
     chosen_tools,
     decode_body,
 )
@@ -95,7 +94,7 @@ _decoder = msgspec.json.Decoder(_ChatBody)
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` (HTTP status 400)."""
     body = decode_body(data, _decoder, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
     fields = common(body)
     messages = _cache.read(body.messages, "messages")
@@ -111,7 +110,7 @@ def read(data: bytes) -> ChatRequest:
         tools=tools,
         must_call=must_call,
         parallel=body.parallel_tool_calls is not False,
-        schema=checked_schema(schema, tools, "response_format"),
+        schema=schema,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **fields,
     )
@@ -173,7 +172,7 @@ def _logprobs(answer: Answer) -> dict[str, Any] | None:
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a chat completion (`chat.completion`)."""
+    """Return the JSON body of a response, an object `chat.completion` with one choice for each answer."""
     messages = []
     for index, answer in enumerate(answers):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
