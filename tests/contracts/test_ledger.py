@@ -96,13 +96,13 @@ def test_every_terminal_state_releases_its_slot(ledger, kit, finish_group):
 def test_a_full_ledger_admits_nobody(ledger, kit):
     for i in range(8):
         ledger.admit(kit.spec(f"g000000.{i}"))
-    with pytest.raises(LedgerError, match="all 8 are held"):
+    with pytest.raises(LedgerError, match="all 8 are in use"):
         ledger.admit(kit.spec("g000001.0"))
     assert ledger.states() == {"admitted": 8}
 
 
 def test_rollouts_that_do_not_all_fit_are_all_refused(ledger, kit):
-    with pytest.raises(LedgerError, match="all 8 are held"):
+    with pytest.raises(LedgerError, match="all 8 are in use"):
         ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(9)])
     with pytest.raises(LedgerError, match=re.escape("g000001.0 was admitted before")):
         ledger.admit(*[kit.spec(f"g00000{i}.0") for i in (0, 1, 1)])

@@ -205,7 +205,7 @@ def mask_stale(path: Path, *, learner_step: int, max_lag: int, straggler: Stragg
         oldest = int(path.oldest_steps[path.mask].min())
         raise LedgerError(
             f"a token of step {oldest} would be trained at step {learner_step}",
-            f"the bound is {max_lag}",
-            hint="this is a defect of the window: keep the run folder and report it, or set straggler = 'mask'",
+            f"a token may be at most {max_lag} steps old (experience.max_lag)",
+            hint="this is a defect of etude: keep the run folder and report it; straggler = 'mask' avoids it",
         )
     return mask_path(path, ~stale)

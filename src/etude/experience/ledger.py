@@ -79,8 +79,6 @@ class _Move(NamedTuple):
 class Reconciled:
     """The result of `Ledger.reconcile` after a restart: numbers of rollouts by correction.
 
-
-
     - `trained`: they were in a batch, and a step of the current weights had consumed them.
     - `freed`: they were in a batch or trained, but in no step of the current weights. They are graded again.
     - `requeued`: they were running, and will be run again.
@@ -462,7 +460,7 @@ class Ledger:
         if beyond and not grow:
             raise LedgerError(
                 f"no slot is free for rollout {beyond[0]}",
-                f"all {self._capacity} are held",
+                f"all {self._capacity} are in use",
                 hint="admit only as many groups as the window allows",
             )
         if beyond:
@@ -722,7 +720,11 @@ def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
 
 def _spec(row: Row, data: bytes | None) -> RolloutSpec:
     if data is None:
-        raise LedgerError(f"rollout {row.rollout_id} has no spec", "it was pruned", hint="it has ended: skip it")
+        raise LedgerError(
+            f"rollout {row.rollout_id} has no spec",
+            "the run has deleted it, since no restart needs its step",
+            hint="it has ended: skip it",
+        )
     return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)
 
 

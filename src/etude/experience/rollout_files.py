@@ -41,7 +41,7 @@ class RolloutFiles:
         self.folder = folder
 
     def path(self, rollout_id: str, attempt: int) -> Path:
-        """Return the path of a rollout's file."""
+        """Return the path of the file of one attempt at a rollout."""
         return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
 
     def write(self, rollout: Rollout, *, durable: bool = True) -> StoredFile:

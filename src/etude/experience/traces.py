@@ -633,7 +633,7 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
 
 def _damaged(path: TraceFile, error: Exception) -> LedgerError:
     return LedgerError(
-        f"{path} is not a sound trace",
+        f"{path} is not a valid trace",
         f"{type(error).__name__}: {error}",
         hint="restore it from a copy; training continues without it, only a replay of that step needs it",
     )

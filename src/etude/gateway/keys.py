@@ -81,7 +81,9 @@ class Keys:
                 hint = 'printf %s "$KEY" | sha256sum prints it'
                 raise ConfigError(f"{name}.sha256 is no SHA-256", f"{len(key.sha256)} characters", hint=hint)
             if min(key.requests_per_minute, key.tokens_per_day) < 0:
-                raise ConfigError(f"a limit of the key {name!r} is below 0", hint="0 is no limit")
+                raise ConfigError(
+                    f"a limit of the key {name!r} is below 0", hint="give a positive number, or 0 for no limit"
+                )
         if len({key.sha256.lower() for key in limits.values()}) < len(limits):
             raise ConfigError("two names have the same key", hint="give each name a key of its own")
         self._by_digest = {key.sha256.lower(): KeyUse(name, key, clock=clock) for name, key in limits.items()}

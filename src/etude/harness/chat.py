@@ -241,8 +241,8 @@ class ChatFormat:
         end = before.rfind(END)
         if end < 0 or not after.startswith(before):
             raise ChatError(
-                "the chat template does not only append",
-                "a new message changes how earlier ones are rendered",
+                "the chat template changes earlier messages",
+                "it renders them differently when a new message follows",
                 hint="use a template whose rendering of n messages is a prefix of that of n + 1",
             )
         return after[end + len(END) if ended else end :]

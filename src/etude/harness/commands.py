@@ -40,7 +40,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a tool. `kind` is its JSON schema type: string, integer, number, boolean, array or object."""
+    """One parameter of a tool, as the model sees it. `kind` is its JSON schema type, such as "string" or "integer"."""
 
     name: str
     description: str = ""

@@ -209,7 +209,7 @@ def wait_message(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s
     if engine.version != NO_VERSION:
         return ""
     if waited_s > wait_s:
-        facts = f"{engine.trouble or 'no version of policy'}; waited {wait_s:g} s"
+        facts = f"{engine.trouble or 'no version in the channel policy'}; waited {wait_s:g} s"
         hint = "give the run's own store, as this machine reaches it; --wait-s sets the longest wait"
         raise DeadlineExceeded(f"{engine.name} has no weights from {place}", facts, hint=hint)
     return f"{engine.name} waits for a first version in {place}" + (f": {engine.trouble}" if engine.trouble else "")

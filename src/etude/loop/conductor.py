@@ -135,7 +135,7 @@ class Conductor:
         await self._prune(self.step)
 
     async def resume(self) -> None:
-        """Have the learner load and publish the newest checkpoint, and bring the ledger to that state."""
+        """Make the learner load and publish the newest checkpoint, and set the ledger back to that step."""
         await self._with_learner(_nothing)
 
     async def _with_learner(self, work: Callable[[], Awaitable[T]]) -> T:

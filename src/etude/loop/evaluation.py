@@ -154,9 +154,10 @@ def without_remote_engines(config: RunConfig) -> RunConfig:
 async def evaluate_checkpoint(
     checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None, each: Each
 ) -> EvalResult:
-    """Evaluate a checkpoint with the rollout code of a run, but without a learner. Returns what `evaluate` returns.
+    """Evaluate a checkpoint on the first `num_tasks` tasks of a split, without a run and its learner.
 
-    `out` is the folder for the rollouts; None: they are not kept. `each` is called after every rollout."""
+    There are `tries` rollouts per task. Returns what `evaluate` returns. `out` is the folder for the rollouts; None:
+    they are not kept. `each` is called after every rollout."""
     version, config = checkpoint_version(checkpoint), without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)

@@ -27,7 +27,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A `RolloutResult` without its task: what a worker sends to the conductor, which has the task."""
+    """What a worker sends to the conductor (the main process of a run): a `RolloutResult` without its task."""
 
     summary: RolloutSummary
     signs: CheatIndicators

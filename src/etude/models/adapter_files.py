@@ -72,8 +72,8 @@ def merge_adapter(
 ) -> Adapters:
     """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
-    `tensors`: A and B by PEFT's names, all of one dtype, to which the model is rounded, too. `where`: path of the
-    adapter, for errors. `held`: keep A and B in float32, for an optimiser. Raises `CheckpointError` when the adapter
+    `tensors`: A and B by PEFT's names, all of one dtype; the model is rounded to the same dtype. `where`: path of the
+    adapter, for errors. `held`: keep A and B in float32 for an optimiser. Raises `CheckpointError` when the adapter
     does not fit."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) != 1:
@@ -88,9 +88,10 @@ def merge_adapter(
 
 @torch.no_grad()
 def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Copy tensors, by PEFT's names, into A and B. `where`: path of the adapter, for errors.
+    """Copy tensors, given by PEFT's names, into the matrices A and B of `adapters`. `where`: path of the adapter, for
+    errors.
 
-    Raises `CheckpointError` for a missing or further tensor, or another shape."""
+    Raises `CheckpointError` for a missing or surplus tensor, or a wrong shape."""
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
         facts = f"it lacks {name}" if name in views else f"it has {name}, which the base does not have"

@@ -67,7 +67,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the index of the parent in `Trace.turns`; None for
     a root. `prompt_ids`: the tokens of the new messages and of the generation prompt. `sampling`: the parameters that
     the engine used. `calls`: tool calls in the order of the completion; empty for text only. `start`: None if it is
-    not known."""
+    not known.
+
+    The sampled tokens of a stop text with which a client cut off a turn are a turn of their own, without `prompt_ids`
+    and a continuation: they are trained, and in no context."""
 
     parent: int | None
     prompt_ids: I32
@@ -103,7 +106,7 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] The oldest version step that each token depends on: its own, or that of a key that it attended to.
+        """The oldest version step that each token depends on, [T]: its own, or that of a key that it attended to.
 
         A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
         the tokens before it, back to the last token of epoch 0."""
@@ -337,8 +340,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """Number of model calls."""
-        return len(self.trace.turns)
+        """Number of model calls. A stop text that cut off a turn is a turn of the trace, but no call of its own."""
+        return sum(turn.parent is None or len(turn.prompt_ids) > 0 for turn in self.trace.turns)
 
     @property
     def num_sampled(self) -> int:

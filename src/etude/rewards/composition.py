@@ -75,7 +75,7 @@ class Composition:
         value = raw - self.kl * _value(k1) if self.kl and k1 is not None else raw
         if not math.isfinite(value):
             facts = ", ".join(f"{term.name} = {term.value}" for term in terms.values())
-            raise EtudeError(f"a reward is {value}", facts, hint="find the term that is not finite")
+            raise EtudeError(f"a reward is {value}", facts, hint="fix the reward term that is not finite")
         return Reward(value=value, raw=raw, reason=reason, gates=tuple(gates), missing=missing)
 
 

@@ -64,7 +64,8 @@ class CommandProgram:
     - `where`: "outside" runs it on the worker's host in a new folder, "inside" in the working directory of the machine.
     - `env`: environment variables to add.
     - `warm`: Python modules to import once for all rollouts. Each rollout then starts as a fork of an interpreter that
-      has them. Needs `where` "outside" and a Python interpreter as the first word of `argv`.
+      has them. They are imported with the variables of `env`, except for those with {instruction}, {base_url} or
+      {workdir}. Needs `where` "outside" and a Python interpreter as the first word of `argv`.
     - `model`: the text for {model}. The endpoints accept any model name.
     - `submits`: "exit": exit code 0 counts as a submission; "never": the exit code does not.
     - `side`: patterns (as in `fnmatch`). A request whose model name or system message matches one is not trained on.
@@ -90,7 +91,7 @@ class CommandProgram:
         elif self.warm and len(self.argv) < 2:
             wrong = "warm needs argv = [python, script], [python, '-m', module] or [python, '-c', code]"
         if wrong:
-            raise ConfigError("[harness.program]", wrong, hint="change the settings that the error names")
+            raise ConfigError("[harness.program] is invalid", wrong, hint="change the settings that the error names")
 
     async def run(self, episode: Episode) -> None:
         """Run the program on an episode until it ends. Sets the episode's ending or failure, and its log.
@@ -112,16 +113,23 @@ class CommandProgram:
             attribution.finish()
             note(
                 f"{len(attribution.calls)} turns of {attribution.num_requests} requests, "
-                f"{attribution.num_joined} repeated"
+                f"{attribution.num_joined} repeated, {episode.num_resampled} replies tokenised again"
             )
             episode.log = log.value()
 
     def launcher(self) -> Launcher:
-        """Return the launcher that starts the program on the worker's host. It has imported the modules `warm`."""
+        """Return the launcher that starts the program on the worker's host. Its warm modules see the variables of
+        `env` that are the same in all rollouts."""
         if not self.warm:
-            return launcher_of(sys.executable, ())
-        python = self.argv[0].replace("{python}", sys.executable).replace("{cwd}", os.getcwd())
-        return launcher_of(shutil.which(python) or python, self.warm)
+            return launcher_of(sys.executable, (), ())
+        fixed = self._fixed()
+        python = _filled(self.argv[0], fixed)
+        same = {name: text for name, text in self.env.items() if not any(f"{{{word}}}" in text for word in _VARYING)}
+        env = tuple((name, _filled(text, fixed)) for name, text in same.items())
+        return launcher_of(shutil.which(python) or python, self.warm, env)
+
+    def _fixed(self) -> dict[str, str]:
+        return {"model": self.model, "cwd": os.getcwd(), "python": sys.executable}
 
     async def _watch(
         self,
@@ -156,7 +164,11 @@ class CommandProgram:
         note(f"exit code {code}")
         if code in _NOT_RUN and not attribution.num_requests and self.where is Where.INSIDE:
             facts = f"{self.argv[0]!r} ended with exit code {code} before it asked anything"
-            raise ConfigError("harness.program.argv cannot be executed in the machine", facts, hint="see its image")
+            raise ConfigError(
+                "harness.program.argv cannot be executed in the machine",
+                facts,
+                hint="check that the machine's image has this program",
+            )
         if attribution.context_full:
             episode.ending = episode.ending or Ending.CONTEXT
         elif code == 0 and self.submits is Submits.EXIT:
@@ -198,21 +210,24 @@ class CommandProgram:
         values = {
             "instruction": _without_nul(episode.task.instruction),
             "base_url": variables["OPENAI_BASE_URL"],
-            "model": self.model,
             "workdir": workdir,
-            "cwd": os.getcwd(),
-            "python": sys.executable,
+            **self._fixed(),
         }
+        added = {name: _filled(value, values) for name, value in self.env.items()}
+        return [_filled(word, values) for word in self.argv], {**variables, **added}
 
-        def filled(text: str) -> str:
-            parts = text.split("{")
-            for i, part in enumerate(parts[1:], start=1):
-                name, brace, rest = part.partition("}")
-                parts[i] = values[name] + rest if brace and name in values else "{" + part
-            return "".join(parts)
 
-        added = {name: filled(value) for name, value in self.env.items()}
-        return [filled(word) for word in self.argv], {**variables, **added}
+_VARYING = {"instruction", "base_url", "workdir"}
+"""Placeholders that have another value in each rollout."""
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """Replace the placeholders that have a value."""
+    parts = text.split("{")
+    for i, part in enumerate(parts[1:], start=1):
+        name, brace, rest = part.partition("}")
+        parts[i] = values[name] + rest if brace and name in values else "{" + part
+    return "".join(parts)
 
 
 class Starter(Protocol):

@@ -48,7 +48,7 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    signal.signal(signal.SIGCHLD, reap)
     sock.send(json.dumps({"threads": threading.active_count() - 1}).encode())
     while True:
         data, fds, _, _ = socket.recv_fds(sock, 1, 2)
@@ -62,6 +62,13 @@ def main() -> None:
                 os._exit(1)
         for fd in fds:
             os.close(fd)
+
+
+def reap(*_: object) -> None:
+    """Wait for the supervisors that have ended, so that their CPU time is added to that of this process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def supervise(stream: socket.socket, output: int) -> None:

@@ -29,10 +29,12 @@ LOST = 137
 
 
 @functools.lru_cache(maxsize=8)
-def launcher_of(python: str, modules: tuple[str, ...]) -> Launcher:
+def launcher_of(python: str, modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> Launcher:
     """Return the launcher for programs of the interpreter `python` that need `modules` imported. Each exists once a
-    process."""
-    return Launcher(python, modules)
+    process.
+
+    `env`: environment variables, added to those of this process, that the modules have when they are imported."""
+    return Launcher(python, modules, dict(env))
 
 
 class Launcher:
@@ -40,7 +42,8 @@ class Launcher:
 
     It ends when this process ends. If it has died, it is started again."""
 
-    def __init__(self, python: str, modules: Sequence[str]) -> None:
+    def __init__(self, python: str, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self._env = env
         self._command = [python, str(Path(__file__).with_name("launcher.py"))]
         self._modules = tuple(modules)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launcher")  # starting it may take long
@@ -57,9 +60,10 @@ class Launcher:
     async def launch(
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, fork: bool, log_bytes: int
     ) -> Program:
-        """Start a program. With `fork` it runs in a fork of the launcher's interpreter, and ``argv[0]`` is ignored.
+        """Start a program in the folder `cwd` with the environment `env`.
 
-        Its output is kept up to `log_bytes`. Raises what `start` raises."""
+        With `fork` it runs in a fork of the launcher's interpreter, and ``argv[0]`` is ignored. Its output is kept up
+        to `log_bytes`. Raises what `start` raises."""
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
@@ -104,7 +108,11 @@ class Launcher:
         with theirs:
             command = [*self._command, str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **self._env},
             )
         self._sock = ours
         atexit.register(self._end)
@@ -113,7 +121,11 @@ class Launcher:
         if "error" in said:
             self._end()
             facts = f"{self._command[0]} cannot import {', '.join(self._modules)}: {said['error']}"
-            raise ConfigError("harness.program.warm", facts, hint="install the modules there, or leave them out")
+            raise ConfigError(
+                "the modules of harness.program.warm cannot be imported",
+                facts,
+                hint="install the modules there, or leave them out",
+            )
         if said.get("threads"):
             self.notes = f"the warm modules started {said['threads']} threads, which forked programs do not have"
         return ours
@@ -162,7 +174,9 @@ class Program:
                     await asyncio.shield(self._ended)
         except TimeoutError:
             facts = f"{END_S:g} s after SIGKILL"
-            raise MachineError("an agent program does not end", facts, hint="see dmesg") from None
+            raise MachineError(
+                "an agent program does not end", facts, hint="it probably hangs in the kernel: see dmesg"
+            ) from None
         finally:
             self._ended.cancel()
             self._read(until_empty=True)

@@ -41,7 +41,9 @@ async def run_rollout(
 ) -> Rollout:
     """Run one rollout to its end, and return its record.
 
-    - `chat`: converts messages to token ids and back.
+    - `spec`: the task, the seed and the versions of the weights that may sample.
+    - `runtime`: makes the machine. `policy`: samples the model's turns.
+    - `chat`: converts messages to token ids and back. `harness`: agent program, tools and limits.
     - `clock`: returns the time in seconds.
     - `logs`: the folder for the output of an agent program that is a process; None keeps no logs.
 

@@ -277,7 +277,7 @@ def test_biases_of_choosing_stay_float32(tmp_path: Path) -> None:
         ({"n_group": 4}, "6 experts cannot be divided into 4 groups"),
         ({"topk_group": 9}, "top_groups = 9"),
         ({"num_key_value_heads": 1}, "num_kv_heads = 1"),
-        ({"scoring_func": "softmax"}, "deepseek_v3 variant with scoring_func = 'softmax'"),
+        ({"scoring_func": "softmax"}, "deepseek_v3 model with scoring_func = 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ({"n_shared_experts": None}, "n_shared_experts = None"),

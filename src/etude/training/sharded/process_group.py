@@ -51,7 +51,7 @@ class RankMissing(RankLost):
 class ShardedProcessGroup:
     """One rank of a sharded learner: the `ProcessGroup` over the ranks of a `Mesh`.
 
-    Of a model it stores only how it is sharded."""
+    About the model it stores only how it is sharded."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
@@ -95,7 +95,9 @@ class ShardedProcessGroup:
             distributed.all_reduce(any_error, distributed.ReduceOp.MAX, group=self.mesh.control)
         if any_error:
             if own_error is not None and not isinstance(own_error, EtudeError):
-                own_error = EtudeError(f"rank {self.rank} failed: {what}", repr(own_error), hint="report this")
+                own_error = EtudeError(
+                    f"rank {self.rank} failed: {what}", repr(own_error), hint="this is a defect of etude: report it"
+                )
             raise next(error for error in self.all_gather(own_error) if error is not None)
 
     @contextlib.contextmanager
@@ -247,7 +249,8 @@ class ShardedProcessGroup:
 
 
 class PublishExchange:
-    """Communication of the ranks for publishing. It runs in its own thread, so it has its own process group."""
+    """The communication of the ranks while they publish. It has its own process group, since it runs in its own
+    thread."""
 
     def __init__(self, group: ShardedProcessGroup) -> None:
         self._group, self._mesh, self.rank = group, group.mesh, group.rank
