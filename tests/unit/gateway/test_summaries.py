@@ -335,6 +335,19 @@ def test_what_the_user_said_last_does_not_depend_on_the_summary() -> None:
     )
 
 
+def test_a_summary_is_used_when_the_answer_to_it_was_dropped() -> None:
+    engine = ScriptedEngine([text("nothing"), text("ok"), text("ok")])
+
+    async def body() -> None:
+        async with served(StreamingPolicy(engine)) as (client, _, _):
+            await client.chat.completions.create(model="long", messages=TALK)
+            await client.chat.completions.create(model="long", messages=[*TALK, *ask("hurry")])
+
+    run(body)
+    after = CHAT.readable(engine.requests[2].prompt_ids)
+    assert after.startswith("[user] one\nthree\n[summary 1]\nnothing\nhurry\n[assistant]")
+
+
 def test_a_very_long_message_is_left_for_after_the_summary() -> None:
     """It does not fit beside the request for a summary, so what comes before it is summarised."""
     talk = [*ask("one"), *say(40), *ask("two"), *say(2), *ask("z " * 100)]
