@@ -20,6 +20,7 @@ from tests.unit.rollouts.reader import Reader
 from etude.capture import SummaryLimits
 from etude.capture.context import REQUEST, longest_exchange, stops_of
 from etude.environments.memory import MemoryMachine
+from etude.errors import ContextFull
 from etude.gateway import GatewayConfig, ServedModel, create_app, serving
 from etude.harness import Call, Workbench, standard_tools
 from etude.records import Completion, CompletionRequest
@@ -385,3 +386,19 @@ def test_the_longest_exchange_is_a_share_of_the_tokens() -> None:
     talk = [*ask("a" * 84), *say(0), *ask("b" * 184), *say(0), *ask("c" * 68)]
     assert longest_exchange(talk, 416) == 216
     assert longest_exchange(talk[:1], 400) == 0
+
+
+def test_an_engine_whose_context_is_full_at_a_summary_is_a_context_error() -> None:
+    class Full:
+        async def complete(self, request: CompletionRequest) -> Completion:
+            raise ContextFull("the engine is full", "it has 9 tokens", hint="none")
+
+    async def body() -> None:
+        async with served(Full()) as (client, of_anthropic, _):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model="long", messages=TALK)
+            assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                await of_anthropic.messages.create(model="long", max_tokens=9, messages=TALK)
+
+    run(body)
