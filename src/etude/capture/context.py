@@ -220,6 +220,18 @@ def go_on(head: Sequence[Message], carried: Carried) -> list[Message]:
     return [*head[:-1], _extended(head[-1], f"[{', '.join(facts)}]\n{carried.summary.strip()}")]
 
 
+def joined(before: Sequence[Message], after: Sequence[Message]) -> list[Message]:
+    """Return two parts of a conversation as one. Two messages of the user in a row become one message, since many
+    templates refuse two.
+
+    >>> joined([{"role": "user", "content": "fix"}], [{"role": "user", "content": "now"}])
+    [{'role': 'user', 'content': 'fix\\nnow'}]
+    """
+    if before and after and before[-1]["role"] == after[0]["role"] == "user":
+        return [*before[:-1], _extended(before[-1], _text(after[0].get("content"))), *after[1:]]
+    return [*before, *after]
+
+
 def history_text(messages: Sequence[Message]) -> str:
     """Return messages as one text that an agent can search. Each message begins with its role in brackets.
 

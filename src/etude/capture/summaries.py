@@ -22,6 +22,7 @@ from etude.capture.context import (
     go_on,
     instructions_of,
     is_due,
+    joined,
     longest_exchange,
     stops_of,
     summary_fault,
@@ -95,7 +96,8 @@ class Summaries:
         of the limits). Raises what the writer raises. Requests with the same beginning wait for one summary; when all
         of them are cancelled, it is, too."""
         keys = conversation_keys(tools, messages)
-        known = self._tree.find_summary(keys)
+        inside = [i + 1 < len(messages) and messages[i + 1]["role"] == "tool" for i in range(len(messages))]
+        known = self._tree.find_summary([b"" if more else key for key, more in zip(keys, inside, strict=True)])
         written: tuple[Node, ...] = ()
         refused: dict[int, SummaryFault] = {}
         context_tokens = self.limits.context_tokens if context_tokens is None else context_tokens
@@ -193,7 +195,7 @@ class _Work:
 
     def talk(self, stop: int) -> list[Message]:
         """Return the first `stop` messages of the client as the model gets them."""
-        return [*(self._kept.messages if self._kept else ()), *self.messages[self._start : stop]]
+        return joined(self._kept.messages if self._kept else (), self.messages[self._start : stop])
 
     async def exchange(self, stop: int, num_tokens: int | None = None) -> int:
         """Return the tokens of the longest exchange before a place, in this conversation and before its summaries."""
