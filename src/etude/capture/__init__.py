@@ -11,6 +11,6 @@ gateway both use this package, so the same messages give the same tokens:
 """
 
 from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
-from etude.capture.tree import KeptMessage, Node, Prompt, TurnTree
+from etude.capture.tree import KeptMessage, KeptTools, Node, Prompt, TurnTree
 
-__all__ = ["Chat", "KeptMessage", "Message", "Node", "ParsedCall", "ParsedReply", "Prompt", "TurnTree"]
+__all__ = ["Chat", "KeptMessage", "KeptTools", "Message", "Node", "ParsedCall", "ParsedReply", "Prompt", "TurnTree"]
