@@ -139,7 +139,9 @@ def main() -> None:
     parser.add_argument("--talks", type=int, default=3, help="conversations of each client, one after the other")
     args = parser.parse_args()
     if args.serve:
-        asyncio.run(serve())
+        from etude.loop import event_loop
+
+        event_loop.run(serve())
         return
     report("gateway", asyncio.run(measure(args.clients, args.talks)))
 

@@ -165,7 +165,7 @@ class CheckpointChatFormat(ChatFormat):
 
     def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
         lists = "tools" in self._template.variables | self._with_tools.variables
-        return [self._escape_all(s.to_openai()) for s in signatures.values()] if lists else []
+        return self._escaped_tools(signatures) if lists else []
 
     def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
         escape = self._escape_special if message.get("role") == "assistant" else self._escape_all
