@@ -1,7 +1,7 @@
 """The quick benchmarks, one after another: ``python -m benchmarks``. Each is a process of its own.
 
-The first one trains for some minutes, once, what it measures. The long ones (delta over all its pairs, weights_stall,
-weights_follow, laptop, controls, asynchrony, trl, engine in full, …) are run by name.
+The first one trains for some minutes, once, what it measures. The long ones (delta over all its pairs, those of whole
+runs, engine in full, …) are run by name.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import subprocess
 import sys
 
 QUICK = (
-    ["delta", "--pairs", "*/adamw-1e-6/1", "--repeats", "5"],
-    ["engine", "--models", "laptop", "--batches", "16", "--repeats", "1", "--fresh"],
-    ["machines"],
-    ["swap_client"],
+    ["weights.delta", "--pairs", "*/adamw-1e-6/1", "--repeats", "5"],
+    ["inference.engine", "--models", "laptop", "--batches", "16", "--repeats", "1", "--fresh"],
+    ["machines.isolation"],
+    ["weights.swap_client"],
 )
 
 

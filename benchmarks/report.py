@@ -20,10 +20,12 @@ MEASURED = ("src", "benchmarks", "examples")
 
 
 def report(name: str, numbers: Mapping[str, Any]) -> None:
-    """Print the result as JSON and keep it as ``results/<name>.json``."""
+    """Print the result as JSON and keep it as ``results/<name>.json``. The command is the program that is running."""
+    spec = sys.modules["__main__"].__spec__
+    program = f"-m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     result = {
         "benchmark": name,
-        "command": " ".join([f"python -m benchmarks.{name}", *map(_placeless, sys.argv[1:])]),
+        "command": " ".join(["python", program, *map(_placeless, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "host": host_info(),

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.regions_network import Namespace
+from benchmarks.weights.regions_network import Namespace
 
 HOME, AWAY = "10.88.0.1", "10.88.0.2"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from etude.capture.context import head_of, is_due, with_request
 from etude.harness import Episode, run_agent
 from etude.harness.chat import Message
 from etude.harness.compaction import Compactor
-from etude.harness.context import head_of, is_due, with_request
 from etude.harness.episode import turn_seed
 from etude.records.completion import CompletionRequest, Sampling
 from etude.records.rollout import Ending
@@ -20,20 +20,20 @@ class Forgetting:
         self._exchange, self._num_tokens = episode.limits.turn_tokens, 0
 
     async def make_room(self, episode: Episode) -> None:
-        num_tokens = episode.num_tokens(episode.messages)
+        num_tokens = await episode.num_tokens(episode.messages)
         if self._num_tokens:
             self._exchange = max(self._exchange, num_tokens - self._num_tokens)
-        while self._is_full(episode):
+        while await self._is_full(episode):
             shorter = self.shorter(episode.messages)
             if shorter is None:
                 episode.ending = Ending.CONTEXT
                 return
             episode.messages = shorter
-        self._num_tokens = episode.num_tokens(episode.messages)
+        self._num_tokens = await episode.num_tokens(episode.messages)
 
-    def _is_full(self, episode: Episode) -> bool:
+    async def _is_full(self, episode: Episode) -> bool:
         context = episode.limits.context_tokens
-        num_tokens = episode.num_tokens(episode.messages)
+        num_tokens = await episode.num_tokens(episode.messages)
         return is_due(num_tokens, trigger=context, exchange=self._exchange, reserved=0, context_tokens=context)
 
     def shorter(self, messages: list[Message]) -> list[Message] | None:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
+from etude.capture.context import REQUEST
 from etude.errors import TaskError
-from etude.harness.context import REQUEST
 from etude.records.task import Answer, Case, Split, Task
 from etude.tasks.scripts import Demonstration
 from etude.tasks.splits import split_of

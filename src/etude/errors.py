@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Exit(enum.IntEnum):
-    """The exit codes of the command `etude`, as in docs/guides/getting-started.md."""
+    """The exit codes of the command `etude`. `EXITS` has their meanings."""
 
     DONE = 0
     FAILED = 1  # an `EtudeError` of no other kind
@@ -23,10 +23,10 @@ class Exit(enum.IntEnum):
 
 EXITS = {
     Exit.DONE: "done",
-    Exit.FAILED: "the command failed; see its error",
-    Exit.BAD_INPUT: "invalid input: an argument names something that does not exist, or a setting is invalid",
+    Exit.FAILED: "the command failed (see its error)",
+    Exit.BAD_INPUT: "invalid input (an argument names something that does not exist, or a setting is invalid)",
     Exit.OTHER_RUN: "the run is in use, or was made with other settings or another version of etude",
-    Exit.INTERRUPTED: "interrupted; a run can be resumed",
+    Exit.INTERRUPTED: "interrupted (a run can be resumed)",
 }
 """The meaning of each exit code, as `etude --help` prints it."""
 
@@ -66,6 +66,15 @@ class InputError(EtudeError):
 
 class ConfigError(InputError):
     """A config has an unknown key, a value of a wrong type or out of range, or names a file that does not exist."""
+
+
+class ConfigErrors(ConfigError):
+    """Several independent errors of a config, in `errors`. `raise_all` raises it."""
+
+    errors: tuple[EtudeError, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what}:{self.facts}\n  hint: {self.hint}"
 
 
 class ConfigUnreadable(ConfigError):
@@ -158,6 +167,18 @@ class PluginRefused(PluginError, InputError):
 
 class DeadlineExceeded(EtudeError):
     """A wait reached its deadline; `what` names what it waited for."""
+
+
+def raise_all(errors: Sequence[EtudeError]) -> None:
+    """Raise the errors of a config, if there are any: one as it is, several as `ConfigErrors` with their number."""
+    flat = [one for error in errors for one in (error.errors if isinstance(error, ConfigErrors) else [error])]
+    if len(flat) == 1:
+        raise flat[0] from None
+    if flat:
+        facts = "".join(f"\n  {i}. " + str(error).replace("\n", "\n   ") for i, error in enumerate(flat, 1))
+        found = ConfigErrors(f"the config has {len(flat)} errors", facts, hint="correct all of them")
+        found.errors = tuple(flat)
+        raise found from None
 
 
 def nearest(word: str, known: Iterable[str], section: str = "") -> str:

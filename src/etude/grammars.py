@@ -44,8 +44,8 @@ class GrammarError(EtudeError):
 class Tool:
     """A tool that a model may call.
 
-    `schema` is the JSON schema of its arguments; None allows any object. `pattern` replaces it in formats whose
-    arguments are not JSON: a regular expression of all text after the name.
+    `schema` is the JSON schema of its arguments; None allows any object. `pattern` is used in its place if the
+    tool-call format is not JSON: a regular expression for the text after the tool's name.
     """
 
     name: str
@@ -68,12 +68,12 @@ def any_json_object() -> str:
 
 
 def from_regex(pattern: str) -> str:
-    """Return the grammar of the texts that a regular expression matches as a whole."""
+    """Return the grammar of all texts that a regular expression matches from beginning to end."""
     return json.dumps({"regex": pattern}, ensure_ascii=False)
 
 
 def from_lark(text: str) -> str:
-    """Return the grammar of a Lark text, whose first rule is `start`."""
+    """Return the grammar of a text in llguidance's Lark syntax. Its first rule must be `start`."""
     return json.dumps({"lark": text}, ensure_ascii=False)
 
 
@@ -88,7 +88,7 @@ def from_tool_calls(
     max_calls: int = 1,
     lead: str = "",
 ) -> str:
-    """Return the grammar of a completion that calls one of `tools`, or several up to `max_calls`.
+    """Return the grammar of a completion that consists of one to `max_calls` calls of `tools`.
 
     `call` is the text of one call, in which NAME stands for the tool's name, ARGUMENTS for its arguments, and BOTH for
     the JSON object ``{"name": NAME, "arguments": ARGUMENTS}``. `opening` stands before the first call, `between`
@@ -127,6 +127,27 @@ def from_tool_calls(
     return from_lark("\n".join(lines))
 
 
+def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
+    """Return the grammar of a completion that is either a sentence of `calls` or JSON that is valid under a schema.
+
+    `calls`: a grammar of kind "lark" whose first line is its rule `start`, as `from_tool_calls` makes it. Raises
+    `GrammarError` for another one, and when no JSON is valid.
+
+    >>> print(json.loads(with_answer(from_lark('start: "now"'), {"type": "null"}))["lark"].partition(", ")[0])
+    start: called | answer
+    called: "now"
+    answer: %json {"type": "null"
+    """
+    kind, text = kind_of(calls)
+    start, _, rest = text.partition("\n") if kind == "lark" else ("", "", "")
+    if not start.startswith("start:") or schema is False:
+        facts = "no JSON is valid under the schema" if schema is False else calls[:80]
+        raise GrammarError("no grammar of calls or an answer can be made", facts, hint=_HINT_GRAMMAR)
+    answer = _json({} if schema is True else schema)
+    lines = ["start: called | answer", start.replace("start:", "called:", 1), f"answer: {answer}"]
+    return from_lark("\n".join([*lines, *filter(None, [rest])]))
+
+
 def _part(piece: str, tool: Tool, arguments: str, tokens: Mapping[str, int]) -> str:
     """Return a piece of a call's text as Lark. `arguments`: the name of the rule of the tool's arguments."""
     if piece == "NAME":
@@ -159,13 +180,19 @@ def _lark_regex(pattern: str) -> str:
 
 def _arguments(schema: Mapping[str, Any] | None) -> str:
     """Return the Lark of the JSON object of a call's arguments."""
-    found = {"type": "object"} | dict(schema or {}) | {"x-guidance": _JSON_OPTIONS}
-    return "%json " + json.dumps(found, ensure_ascii=False)
+    return _json({"type": "object", **(schema or {})})
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """Return the Lark of JSON that is valid under a schema."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 
 
 def kind_of(grammar: str) -> tuple[str, Any]:
-    """Return a grammar's kind, one of `KINDS`, and its schema (a mapping or bool), pattern or Lark text. Raises
-    `GrammarError` for any other text and for one that is larger than `MAX_BYTES`."""
+    """Return (kind, content) of a grammar: one of `KINDS`, and the schema (a mapping or bool), the pattern or the Lark
+    text.
+
+    Raises `GrammarError` for any other text, and for one larger than `MAX_BYTES`."""
     size = len(grammar.encode(errors="replace"))
     if size > MAX_BYTES:
         raise GrammarError("the grammar is too large", f"{size} bytes, at most {MAX_BYTES}", hint=_HINT)
@@ -198,7 +225,7 @@ def check(grammar: str, tokenizer: Path | None = None) -> None:
 class Compiler:
     """Compiles grammars for one tokeniser. Not thread-safe.
 
-    `tokenizer`: a tokenizer.json. `vocab_size`: that of the model, which may have more ids than the tokeniser. Raises
+    `tokenizer`: a tokenizer.json. `vocab_size`: the model's, which may be larger than the tokeniser's. Raises
     `GrammarError` when the file cannot be read, or llguidance is not installed.
     """
 
@@ -237,7 +264,7 @@ class Compiler:
 
 
 class Matcher:
-    """A grammar and the tokens that were matched so far. Made by `Compiler.compile`."""
+    """A compiled grammar with the tokens that were matched so far. `Compiler.compile` makes one."""
 
     def __init__(self, native: Any, end: int, vocab_size: int) -> None:
         """`native`: llguidance's matcher. `end`: the id of the token that stands for the end of a sentence."""
@@ -248,8 +275,9 @@ class Matcher:
         return Matcher(self._native.deep_copy(), self._end, self._vocab_size)
 
     def mask(self) -> tuple[npt.NDArray[np.bool_], bool]:
-        """Return which tokens may follow, [V] bool, and whether the text may end here. Raises `GrammarError` when the
-        grammar has become too complex."""
+        """Return which tokens may come next, [V] bool, and whether the text may end here.
+
+        Raises `GrammarError` when the grammar has become too complex."""
         with _guarded():
             packed = np.frombuffer(self._native.compute_bitmask(), np.uint8)
             self._check()
@@ -259,7 +287,7 @@ class Matcher:
         return allowed[: self._vocab_size], may_end
 
     def consume(self, token: int) -> None:
-        """Match one more token. Raises `GrammarError` when it may not follow."""
+        """Add one token to the matched text. Raises `GrammarError` when it may not come next."""
         with _guarded():
             self._native.consume_token(token)
             self._check()

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.config import Plugin, arguments
-from etude.errors import ConfigError, EtudeError, PluginError, PluginRefused, nearest
+from etude.errors import ConfigError, ConfigErrors, EtudeError, PluginError, PluginRefused, nearest, raise_all
 
 T = TypeVar("T")
 CHECK_S = 120.0
@@ -190,9 +190,9 @@ def import_path(kind: Kind, path: str) -> str:
 
 @functools.cache
 def found(path: str) -> Any:
-    """Import and return the object at an import path, "module:Name". Raises `PluginRefused`.
+    """Import and return the object at an import path, "module:Name". Raises `PluginRefused` if that fails.
 
-    If the module is missing, the error names the host."""
+    The error for a missing module names the host on which it is missing."""
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
         facts = 'an import path has the form "my_package.module:Name"'
@@ -345,7 +345,7 @@ def described(error: BaseException) -> str:
 def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
     """Turn an exception raised in the block into a `PluginError` that names the plug-in.
 
-    An `EtudeError` passes unchanged. `doing` says in the error what was called, such as "its method score"."""
+    An `EtudeError` is raised unchanged. `doing` says in the error what was called, such as "its method score"."""
     try:
         yield
     except EtudeError:
@@ -356,10 +356,10 @@ def called(kind: Kind, plugin: Plugin | str, doing: str) -> Iterator[None]:
 
 
 def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T], *, deadline_s: float) -> T:
-    """Call `work`, a function of a plug-in, in a separate thread, and return its result within `deadline_s` seconds.
+    """Call `work`, a function of a plug-in, in a separate thread, and return its result.
 
-    Raises `PluginError` if it raises an exception or does not return in time; in the latter case its thread keeps
-    running. `doing` says in the error what was called."""
+    Raises `PluginError` if it raises an exception, or has not returned after `deadline_s` seconds; its thread then
+    keeps running. `doing` says in the error what was called, such as "its method score"."""
     done = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
 
     def call() -> None:
@@ -383,7 +383,7 @@ def bounded(kind: Kind, plugin: Plugin | str, doing: str, work: Callable[[], T],
 
 
 def unusable(kind: Kind, plugin: Plugin | str, facts: str) -> PluginError:
-    """Return the error for an invalid result of a plug-in. `facts` says what is wrong with it."""
+    """Return the error for a plug-in that returned an invalid result. `facts` says what is wrong with the result."""
     return PluginError(f"{kind.noun} {plugin} returned an invalid result", facts, hint="fix it; the run can be resumed")
 
 
@@ -419,7 +419,8 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
     """Import and construct plug-ins in a separate process, and return their identities without the built-in ones.
 
     `uses` are (setting, plug-in) pairs from `config.plugins_in`. Raises `PluginRefused` for a plug-in that cannot be
-    used or takes longer than `deadline_s` seconds, and `ConfigError` for settings that it does not accept."""
+    used or takes longer than `deadline_s` seconds, `ConfigError` for settings that it does not accept, and
+    `ConfigErrors` for several errors. After a plug-in that ends its process or hangs no other one is checked."""
     if not uses:
         return []
     requests = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]
@@ -431,20 +432,21 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
         output, stderr, ending = done.stdout, done.stderr, _ending(done.returncode)
     except subprocess.TimeoutExpired as late:
         output, stderr, ending = late.stdout or b"", late.stderr or b"", f"did not end within {deadline_s:g} s"
-    identities = []
-    for line in output.splitlines():
-        answer = json.loads(line)
-        if "what" in answer:
-            refused = ConfigError if answer["is_config"] else PluginRefused
-            raise refused(answer["what"], answer["facts"], hint=answer["hint"])
-        identities.append(msgspec.convert(answer, Identity))
-    if len(identities) < len(uses):
-        place, plugin = uses[len(identities)]
+    answers = [json.loads(line) for line in output.splitlines()]
+    identities, errors = list[Identity](), list[EtudeError]()
+    for answer in answers:
+        if isinstance(answer, dict):
+            identities.append(msgspec.convert(answer, Identity))
+            continue
+        for is_config, what, facts, hint in answer:
+            errors.append((ConfigError if is_config else PluginRefused)(what, facts, hint=hint))
+    if len(answers) < len(uses):
+        place, plugin = uses[len(answers)]
         last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         facts = f"importing and constructing it {ending}{f': {last}' if last else ''}"
-        raise PluginRefused(
-            f"{kind_at(place).noun} {plugin.path} cannot be constructed", facts, hint="fix the module"
-        ) from None
+        what = f"{kind_at(place).noun} {plugin.path} cannot be constructed"
+        errors.append(PluginRefused(what, facts, hint="fix the module"))
+    raise_all(errors)
     return [one for one in identities if ":" in one.path]
 
 
@@ -452,16 +454,16 @@ def _ending(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
 
 
-def _answers(requests: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The identity of each plug-in, or its error, as the checking process prints them."""
+def _answers(requests: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[dict[str, Any] | list[Any]]:
+    """The identity of each plug-in, or the list of its errors, as the checking process prints them."""
     for place, path, settings in requests:
         try:
             kind = kind_at(place)
             make(kind, Plugin(path, settings), where=place)
             yield msgspec.to_builtins(identity(kind, path))
         except EtudeError as error:
-            is_config = isinstance(error, ConfigError)
-            yield {"what": error.what, "facts": error.facts, "hint": error.hint, "is_config": is_config}
+            every = error.errors if isinstance(error, ConfigErrors) else [error]
+            yield [(isinstance(one, ConfigError), one.what, one.facts, one.hint) for one in every]
 
 
 def _main() -> None:

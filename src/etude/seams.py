@@ -22,12 +22,13 @@ from etude.records.image import Image
 from etude.records.reward import Reward, Score
 from etude.records.rollout import Graded, Invalid, Rollout
 from etude.records.sample import Batch, Published, StepReport
+from etude.records.summary import TurnPlace
 from etude.records.task import Answer, Split, Task
 
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """A source of tasks to learn from. A task is found by its split and index.
+    """A source of tasks to learn from. A task is identified by its split and index.
 
     So a run resumes from one integer per split. `name` is the name of the source. Several processes open the same
     source, and each must get the same tasks. A method may take up to 60 s."""
@@ -45,7 +46,7 @@ class TaskSource(Protocol):
         ...
 
     def answer(self, task: Task) -> Answer:
-        """Return the hidden answer of a task. Only called in grader processes."""
+        """Return the hidden answer of a task, by which it is graded. Only grader processes call this."""
         ...
 
 
@@ -114,7 +115,8 @@ class RuntimeInfo(msgspec.Struct, frozen=True, kw_only=True):
     - `users`: the users that commands can run as; the first is the default of an image that names none.
     - `images`: whether a machine can have a root filesystem other than the runtime's own.
     - `forks_memory`: whether a snapshot also has the running processes of the machine.
-    - `whole_snapshots`: whether a snapshot of an image's machine has more than its working directory.
+    - `whole_snapshots`: whether a snapshot of a machine with an image has all its files, not only the working
+      directory.
     - `notes`: what is weaker on this host than it could be, and why."""
 
     name: str
@@ -157,11 +159,11 @@ class Runtime(Protocol):
 
 @runtime_checkable
 class Portable(Protocol):
-    """Optional methods of a `Runtime` whose snapshots can be sent to a runtime of the same kind in another process."""
+    """An optional interface of a `Runtime` whose snapshots can be sent to a runtime of the same kind in another
+    process."""
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """Serialise a snapshot for a runtime in another process: its content, or a reference that the other can
-        resolve.
+        """Serialise a snapshot for a runtime in another process. The bytes are its content, or a reference to it.
 
         Raises `ValueError` when the result would exceed `max_bytes`, and `MachineError` for a snapshot that this
         runtime does not have."""
@@ -175,7 +177,7 @@ class Portable(Protocol):
 
 @runtime_checkable
 class Holding(Protocol):
-    """Optional methods of a `Runtime` that deletes unused snapshots: a reference count that keeps a snapshot."""
+    """An optional interface of a `Runtime` that deletes unused snapshots: a snapshot with references is kept."""
 
     def hold(self, snapshot: str) -> int:
         """Add a reference to a snapshot, and return the snapshot's size in bytes. It is kept while it has references.
@@ -235,6 +237,21 @@ class CreditScheme(Protocol):
 
 
 @runtime_checkable
+class TurnCreditScheme(Protocol):
+    """The optional method of a `CreditScheme` that gives each turn of a rollout its own advantage."""
+
+    def turn_advantages(
+        self, rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]]
+    ) -> Sequence[Sequence[float]]:
+        """Return one finite advantage per turn, for each rollout of the group.
+
+        `turns`: the turns of each rollout, in the order of `rewards`; parents come before their children. A rollout
+        without turns gets what `advantages` returns for it. The order of the rollouts must not matter, and the same
+        input must give the same bits."""
+        ...
+
+
+@runtime_checkable
 class Policy(Protocol):
     """Samples completions from the current model. Rollouts, evaluations and the gateway all use this one method."""
 
@@ -250,7 +267,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Streaming(Protocol):
-    """The optional method of a `Policy` or an `Engine` that returns tokens while they are sampled."""
+    """An optional interface of a `Policy` or an `Engine` that can return tokens while they are sampled."""
 
     def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """Yield lists of newly sampled token ids, and at the end one `Completion` with all of these tokens.
@@ -319,7 +336,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     - `num_running`, `num_waiting`: the requests being decoded and in the queue.
     - `kv_tokens_free`: how many more tokens the KV cache can hold.
     - `capabilities`: "routes" (it returns the chosen experts), "spans" (and the version of each token), "stream",
-      "adopt", "verify" (the methods), "pause-keep" (a pause keeps the KV cache), "exact" (it has the learner's bits).
+      "adopt", "verify" (it has these methods), "pause-keep" (a pause keeps the KV cache), "exact" (it has the learner's
+      bits).
     - `parity`: processes with an equal value compute the same bits from the same weights; "" if unknown.
     - `trouble`: why loading the newest weights failed; "" if it did not fail."""
 
@@ -478,5 +496,6 @@ class Tracker(Protocol):
     def finish(self, outcome: str) -> None:
         """Write everything that is buffered. Called last. `outcome` is "finished", "stopped" or "failed".
 
-        Afterwards the process ends without its exit handlers; it is killed when this takes longer than 30 s."""
+        Afterwards the process ends without running its exit handlers. It is killed if this method takes longer than 30
+        s."""
         ...

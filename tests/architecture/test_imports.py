@@ -131,8 +131,8 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_on_load(path: Path, modules: Collection[str]) -> set[str]:
-    """The modules of ours that a file imports when it is loaded: not within functions, not for type checkers."""
+def imported_to_run(path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of ours that a file imports, on load or within functions: not those for type checkers only."""
     found, nodes = set[str](), list[ast.AST](ast.parse(path.read_text()).body)
     while nodes:
         node = nodes.pop()
@@ -145,14 +145,14 @@ def imported_on_load(path: Path, modules: Collection[str]) -> set[str]:
             above = above[: len(above) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             found |= {full if (full := f"{base}.{alias.name}") in modules else base for alias in node.names}
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        else:
             nodes += ast.iter_child_nodes(node)
     return found & set(modules)
 
 
 def test_no_modules_import_each_other_in_a_circle():
     files = {module_name(path): path for path in ROOT.rglob("*.py")}
-    graph = {name: imported_on_load(path, files) - {name} for name, path in files.items()}
+    graph = {name: imported_to_run(path, files) - {name} for name, path in files.items()}
     assert len(graph["etude.loop.conductor"]) > 10
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 

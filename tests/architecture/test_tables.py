@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import delta_table, fleet, laptop_table, machines_table, numerics_table, plan, scale_table
+from benchmarks.fleet import placement as fleet
+from benchmarks.learning import laptop_table
+from benchmarks.machines import table as machines_table
+from benchmarks.numerics import table as numerics_table
 from benchmarks.report import RESULTS
+from benchmarks.run import plan, scale_table
+from benchmarks.weights import delta_table
 
 
 def test_the_page_of_deltas_has_the_tables_of_the_committed_results():

@@ -96,13 +96,13 @@ def test_every_terminal_state_releases_its_slot(ledger, kit, finish_group):
 def test_a_full_ledger_admits_nobody(ledger, kit):
     for i in range(8):
         ledger.admit(kit.spec(f"g000000.{i}"))
-    with pytest.raises(LedgerError, match="all 8 are held"):
+    with pytest.raises(LedgerError, match="all 8 are in use"):
         ledger.admit(kit.spec("g000001.0"))
     assert ledger.states() == {"admitted": 8}
 
 
 def test_rollouts_that_do_not_all_fit_are_all_refused(ledger, kit):
-    with pytest.raises(LedgerError, match="all 8 are held"):
+    with pytest.raises(LedgerError, match="all 8 are in use"):
         ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(9)])
     with pytest.raises(LedgerError, match=re.escape("g000001.0 was admitted before")):
         ledger.admit(*[kit.spec(f"g00000{i}.0") for i in (0, 1, 1)])
@@ -480,7 +480,7 @@ def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(place: Path
         for first in range(0, many, 500):
             ledger.finish_all([(kit.summary(i), kit.graded(float(n % 2))) for n, i in enumerate(ids[first:][:500])])
         names = ledger.open_groups()
-        assert ledger.ready_groups(names) == ledger.groups_with_signal(names) == set(names)
+        assert ledger.ready_groups(names) == set(names)
         batch = BatchRef(
             batch_id="b", step=1, rollout_ids=tuple(ids), sampled=frozenset(ids), num_trained=1, num_masked=0, digest=""
         )

@@ -1,11 +1,11 @@
-"""The fifty kills of `benchmarks.kills_long_steps`, in small: real processes, a learner that takes its time."""
+"""The fifty kills of `benchmarks.run.kills_long_steps`, in small: real processes, a learner that takes its time."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from benchmarks.kills_long_steps import played
+from benchmarks.run.kills_long_steps import played
 
 
 @pytest.mark.slow

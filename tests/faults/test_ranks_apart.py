@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import sharded_ranks as ranked
-from benchmarks.regions_network import module_env
+from benchmarks.learner import sharded_ranks as ranked
+from benchmarks.weights.regions_network import module_env
 from tests.ray_nodes import ray_nodes
 from tests.running import Running, event_of
 from tests.two_hosts import AWAY, HOME, Hosts, two_hosts
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RANK = """
 import os, pickle, sys
 import torch
-from benchmarks import sharded_ranks
+from benchmarks.learner import sharded_ranks
 from etude.training.data_parallel import SingleProcess
 
 torch.set_num_threads(1)

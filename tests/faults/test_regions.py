@@ -1,4 +1,4 @@
-"""Regions behind limited links, one slow, one killed, one cut off, one late: `benchmarks.regions`, made small."""
+"""Regions behind limited links, one slow, one killed, one cut off, one late: a small `benchmarks.weights.regions`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import four_regions, regions
-from benchmarks.regions_network import Link, Network, module_env
+from benchmarks.weights import four_regions, regions
+from benchmarks.weights.regions_network import Link, Network, module_env
 
 CAN = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nsenter", "unshare")))
 pytestmark = [
@@ -45,7 +45,7 @@ def test_a_run_over_four_regions_loses_nothing_to_their_faults(game: Any, tmp_pa
 def test_nothing_is_left_of_a_network_whose_maker_was_killed(tmp_path: Path) -> None:
     make = (
         "import os, signal\n"
-        "from benchmarks.regions_network import Link, Network, module_env\n"
+        "from benchmarks.weights.regions_network import Link, Network, module_env\n"
         "network = Network({'a': Link(1, 0.01)}, 9, module_env())\n"
         "print(network.home.pid, network.regions['a'].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

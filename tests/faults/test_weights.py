@@ -373,12 +373,12 @@ def test_a_pointer_or_manifest_of_another_format_names_the_cure() -> None:
         del item["header_bytes"], item["header_sha256"]  # format 1 had no such fields: it is no damage
     with pytest.raises(WeightsError, match="manifest has format 1") as caught:
         read_manifest(json.dumps(manifest).encode())
-    assert "the etude that wrote it" in caught.value.hint
+    assert "the version of etude that wrote it" in caught.value.hint
     pointer["format"] = 3
     replace(store, "pointers/policy", json.dumps(pointer).encode())
     with pytest.raises(WeightsError, match="format 3") as caught:
         Follower(store).advance()
-    assert "the etude that wrote it" in caught.value.hint
+    assert "the version of etude that wrote it" in caught.value.hint
 
 
 class Killed(BaseException):

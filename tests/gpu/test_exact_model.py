@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'etude[gpu]')")
 
-from benchmarks.exact_gpu import Shape, Size, measure
+from benchmarks.gpu.exact import Shape, Size, measure
 from tests.unit.models.families import FAMILIES
 
 from etude.models import Transformer

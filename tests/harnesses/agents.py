@@ -69,8 +69,8 @@ def install(names: Sequence[str] = ()) -> dict[str, str]:
     """Install the agents that are not there yet, all or those named. Returns why some could not be had, by name."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     examples = FOLDER / "examples"
-    if not examples.exists():
-        examples.symlink_to(HERE.parents[1] / "examples")
+    examples.unlink(missing_ok=True)  # it may be that of another checkout
+    examples.symlink_to(HERE.parents[1] / "examples")
     failed = {}
     for agent in AGENTS.values():
         if (names and agent.section not in names) or not agent.why_not():

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import shuffled_learner, slow_worker
-from benchmarks.reinforcing import reinforce
+from benchmarks.learning import shuffled_learner, slow_worker
+from benchmarks.learning.reinforcing import reinforce
 
 from etude.config import load
 from etude.dashboard.run_view import RunView

@@ -165,8 +165,8 @@ def test_rollouts_are_listed_and_shown(say: Callable[..., str]) -> None:
 def test_rollouts_of_evaluations_are_listed_and_shown(say: Callable[..., str]) -> None:
     assert "heldout000003.0" in say("rollouts", "list", "--eval", "after")
     shown = say("rollouts", "show", "heldout000003.0")
-    assert "evaluation before, " in shown
-    assert "evaluation after, " in shown
+    assert "evaluation before · " in shown
+    assert "evaluation after · " in shown
     assert shown.count("[user]") >= 2
     assert "list them" in say("rollouts", "show", "heldout000099.0", code=2)
     assert "did you mean 'after'" in say("rollouts", "list", "--eval", "aftre", code=2)

@@ -82,5 +82,5 @@ def test_a_run_that_only_reports_goes_on_and_one_that_stops_ends_by_name(game: G
     alarms = [(e["engine"], e["defence"]) for e in read_events(run.folder / "events") if e["kind"] == "parity.alarm"]
     assert alarms == [("engine-0", ""), ("fresh rollouts", ""), ("engine-0", "")]
     run.assert_sound(steps=1)
-    with pytest.raises(ParityError, match="engine-0 and the learner disagree about v000000"):
+    with pytest.raises(ParityError, match="engine-0 and the learner compute different probabilities with v000000"):
         played(tmp_path / "s", game, [(Mode.NATIVE, BF16, 1)])

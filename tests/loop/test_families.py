@@ -27,7 +27,7 @@ from etude.loop.config import RunConfig
 from etude.loop.export import export_checkpoint
 from etude.loop.preflight import check_start
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.models.components import Latent, Routing, Scores
 from etude.records import Version
 from etude.run import RunFolder

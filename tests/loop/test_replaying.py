@@ -119,7 +119,7 @@ def test_a_changed_record_is_told_by_its_digest(copied: RunFolder) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
-    with pytest.raises(LedgerError, match="not a sound trace"):
+    with pytest.raises(LedgerError, match="not a valid trace"):
         replay_step(copied, 2)
 
 
@@ -275,7 +275,7 @@ def without_a_manifest(run: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("damage", "step", "start", "kind", "what"),
     [
-        (None, 0, None, InputError, "has no step 0: its current lineage has steps 1 to 5"),
+        (None, 0, None, InputError, "has no step 0: its current weights come from steps 1 to 5"),
         (None, 6, None, InputError, "has no step 6"),
         (None, 3, "step-000004", InputError, "is not before step 3: it is of step 4\n.*one of mid, step-000002$"),
         (None, 3, "final", InputError, "is not before step 3: it is of step 5"),

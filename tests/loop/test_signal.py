@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from etude.experience import Ledger
 from etude.loop.replay import replay_step
 from etude.loop.rollout_result import RolloutResult
 from etude.records import Graded, Rollout, RolloutSpec
+from etude.records.reward import Reward, Term
+from etude.records.task import Trust
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 from etude.weights import lineage
@@ -95,6 +97,38 @@ def test_beside_training_no_token_is_staler_than_the_bound_and_every_slot_comes_
     assert found["states"]["trained"] == 3 * 2 * SIZE
     held = sum(found["states"].get(state, 0) for state in ("admitted", "running", "graded", "batched", "requeued"))
     assert found["slots"][0] == held
+
+
+class Absolute:
+    """A credit scheme without a baseline: equal rewards have advantages, too."""
+
+    name, version = "absolute", "1"
+
+    def advantages(self, rewards: Sequence[Reward]) -> list[float]:
+        return [reward.value for reward in rewards]
+
+
+def test_a_scheme_that_gives_advantages_to_equal_rewards_has_its_signal(run: Callable[..., PlayedRun]) -> None:
+    found = played(run("r", "experience.max_lag=0", f"experience.credit={__name__}:Absolute"))
+    assert found["groups"] == [GROUPS] * STEPS, "every group has a signal: no further ones are taken"
+    assert found["states"]["trained"] > 3 * 3 * SIZE
+
+
+def test_rewards_that_differ_once_a_term_is_left_out_are_a_signal(run: Callable[..., PlayedRun]) -> None:
+    """The rows of the siblings have equal rewards; composed together, the term that one lacks counts for none."""
+
+    class Unknown(Players):
+        async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
+            number = int(rollout.summary.rollout_id[-1])
+            value = None if number == SIZE - 1 else 1.0 - graded.grade
+            return graded.with_terms(Term(name="even", value=value, version="1", evidence="as its number says"))
+
+        async def grade(self, rollout: RolloutResult) -> Graded:
+            return Graded.of(float(int(rollout.summary.rollout_id[-1]) % 2), trust=Trust.DATA, reason="")
+
+    terms = 'rewards.terms=[{name = "even", weight = 1.0, kind = "examples.plugins.rewards:FewTurns"}]'
+    found = played(run("r", "experience.max_lag=0", terms, players=Unknown))
+    assert found["groups"] == [GROUPS] * STEPS
 
 
 def test_where_no_group_has_a_signal_a_step_ends_at_four_times_its_groups_and_moves_no_weight(

@@ -11,6 +11,7 @@ import hashlib
 import json
 import threading
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.mutants.table import FOLDER, ROOT, Mutant, promises
@@ -44,6 +45,7 @@ def inputs_of(mutant: Mutant, root: Path) -> str:
     return _digest(key_of(mutant), *(text for name in files for text in (name, _code((root / name).read_text(), name))))
 
 
+@cache
 def _code(text: str, name: str) -> str:
     """A file without what computes nothing: of Python comments, docstrings and layout are left out."""
     if not name.endswith(".py"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.exact_ranks import served
+from benchmarks.numerics.exact_ranks import served
 from tests.parity.same_bits import asked, learned, prompts, sharp
 from torch import distributed
 

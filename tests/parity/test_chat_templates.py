@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.parity import chats
 
 from etude.harness import Call, ChatFormat, standard_tools
-from etude.harness.chat import Reply
-from etude.harness.checkpoint_chat import CheckpointChatFormat
+from etude.harness.chat import CheckpointChatFormat, Reply
 from etude.harness.episode import assistant_message
 
 with warnings.catch_warnings():

@@ -330,7 +330,7 @@ def test_a_checkpoint_of_other_adapters_is_refused_by_what_differs(
             LiveWeights.F32,
             torch.bfloat16,
             Quantise.NONE,
-            "in f32 is published: .* holds weights in bfloat16",
+            "cannot load an adapter in f32: its own weights are in bfloat16",
         ),
         (
             LiveWeights.BF16,
@@ -370,7 +370,9 @@ def test_settings_that_change_under_an_engine_are_refused_and_undone(tmp_path: P
             await asyncio.to_thread(following.step)
             held = {name: view.clone() for name, view in hf_views(engine._runner.model).items()}
             learners[1].publish([])
-            with pytest.raises(WeightsError, match="was not adopted: the published adapter has other settings"):
+            with pytest.raises(
+                WeightsError, match="was not adopted: the settings of the published adapter have changed"
+            ):
                 await asyncio.to_thread(following.step)
             assert all(torch.equal(view, held[name]) for name, view in hf_views(engine._runner.model).items())
 

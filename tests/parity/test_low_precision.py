@@ -15,7 +15,7 @@ from etude.inference.engine import ReferenceEngine
 from etude.inference.server import live_weights
 from etude.inference.weight_sync import WeightSync
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.models.checkpoint import load_tensors
+from etude.models.checkpoint_files import load_tensors
 from etude.models.components import Latent, Routing, Scores
 from etude.numerics import NumericsConfig, Quantise
 from etude.numerics.factory import operators_for

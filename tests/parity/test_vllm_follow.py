@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.vllm_follow import measure
+from benchmarks.weights.vllm_follow import measure
 from tests import vllm_server
 
 from etude.inference.external.environment import environment

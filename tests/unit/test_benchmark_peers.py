@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import asynchrony, controls, delta, journal, rewards, seeds, trl
-from benchmarks.delta_peers import peers, side
+from benchmarks import journal, report
+from benchmarks.learning import asynchrony, controls, rewards, seeds, trl
 from benchmarks.report import HOME, code
+from benchmarks.weights import delta
+from benchmarks.weights.delta_peers import peers, side
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +88,22 @@ class TestJournal:
         first = journal.digest(tmp_path)
         (tmp_path / "model.safetensors").write_bytes(b"2")
         assert journal.digest(tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("benchmarks.weights.delta", "python -m benchmarks.weights.delta --repeats 1 model"),
+        ("benchmarks.gpu.__main__", "python -m benchmarks.gpu --repeats 1 model"),
+    ],
+)
+def test_a_result_names_the_module_that_was_run(tmp_path, monkeypatch, module, command):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(module, None))
+    monkeypatch.setattr(sys, "argv", ["…", "--repeats", "1", "/somewhere/model"])
+    report.report("delta", {"ratio": 2})
+    result = json.loads((tmp_path / "delta.json").read_text())
+    assert (result["benchmark"], result["command"], result["ratio"]) == ("delta", command, 2)
 
 
 class TestSeeds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks import engine
+from benchmarks.inference import engine
 
 from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model

@@ -1,11 +1,11 @@
-"""What `benchmarks.four_regions` says a region cost, on times that are made up."""
+"""What `benchmarks.weights.four_regions` says a region cost, on times that are made up."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from benchmarks.four_regions import held_up_s, uncovered_s
+from benchmarks.weights.four_regions import held_up_s, uncovered_s
 
 
 def rollout(begin: float, end: float, engine: str) -> dict[str, Any]:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_engine, gpu_learner, gpu_parity, gpu_swap
-from benchmarks.gpu_model import TINY, Peaks, Work, qwen, random_model
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import engine as gpu_engine
+from benchmarks.gpu import learner as gpu_learner
+from benchmarks.gpu import parity as gpu_parity
+from benchmarks.gpu import swap as gpu_swap
+from benchmarks.gpu.model import TINY, Peaks, Work, qwen, random_model
 from benchmarks.report import commit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

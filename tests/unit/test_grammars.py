@@ -77,6 +77,19 @@ def test_tool_calls_in_published_formats(tokenizer):
     assert not matches(compiler, own, [*spelt(tokenizer, "<|call|>f"), 5])
 
 
+def test_a_call_or_an_answer_under_a_schema_matches_either_and_no_other_text(tokenizer):
+    compiler = grammars.Compiler(tokenizer)
+    calls = grammars.from_tool_calls([Tool("f"), Tool("g")], "NAME ARGUMENTS", tokens={}, lead="[ab/]*!")
+    grammar = grammars.with_answer(calls, {"$ref": "#/$defs/one", "$defs": {"one": {"enum": ["x", 1]}}})
+    grammars.check(grammar)
+    for text, good in {'"x"': True, "1": True, "!g {}": True, "ab!f {}": True, "2": False, '!"x"': False}.items():
+        assert matches(compiler, grammar, spelt(tokenizer, text)) is good, text
+    assert matches(compiler, grammars.with_answer(calls, True), spelt(tokenizer, "[1]"))
+    for wrong in ((grammars.from_regex("a"), True), (grammars.from_lark('other: "a"'), True), (calls, False)):
+        with pytest.raises(GrammarError, match="calls or an answer"):
+            grammars.with_answer(*wrong)
+
+
 @pytest.mark.parametrize("tools", [[], [Tool("a"), Tool("a")]])
 def test_tools_without_a_name_of_their_own_are_refused(tools):
     with pytest.raises(GrammarError, match="cannot be made"):

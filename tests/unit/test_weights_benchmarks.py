@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks import delta, delta_pairs, weights_follow, weights_stall
-from benchmarks.delta_peers import peers
+from benchmarks.weights import delta, delta_pairs
+from benchmarks.weights import follow as weights_follow
+from benchmarks.weights import stall as weights_stall
+from benchmarks.weights.delta_peers import peers
 
 from etude.weights.delta import native
 from etude.weights.delta.bound import bound_bytes

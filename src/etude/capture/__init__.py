@@ -11,6 +11,23 @@ gateway both use this package, so the same messages give the same tokens:
 """
 
 from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
+from etude.capture.context import SummaryLimits
+from etude.capture.stops import Cut, cut_at_stop
+from etude.capture.summaries import Summaries
 from etude.capture.tree import KeptMessage, KeptTools, Node, Prompt, TurnTree
 
-__all__ = ["Chat", "KeptMessage", "KeptTools", "Message", "Node", "ParsedCall", "ParsedReply", "Prompt", "TurnTree"]
+__all__ = [
+    "Chat",
+    "Cut",
+    "KeptMessage",
+    "KeptTools",
+    "Message",
+    "Node",
+    "ParsedCall",
+    "ParsedReply",
+    "Prompt",
+    "Summaries",
+    "SummaryLimits",
+    "TurnTree",
+    "cut_at_stop",
+]

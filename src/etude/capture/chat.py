@@ -93,15 +93,16 @@ class Chat(Protocol):
         ...
 
     def call_grammar(self, signatures: Any, *, max_calls: int) -> str:
-        """Return the grammar (`etude.grammars`) of a completion with one call of the tools, or several.
+        """Return the grammar (`etude.grammars`) of a completion that is one call of the tools, or up to `max_calls`
+        calls.
 
         Raises `ValueError` when this format cannot call tools."""
         ...
 
     def num_text_tokens(self, ids: Sequence[int]) -> int:
-        """Return the number of leading tokens of a completion that come before its first tool call.
+        """Return how many leading tokens of a completion come before its first tool call.
 
-        They are text whatever is sampled later. `ids` may be the beginning of a completion."""
+        These tokens are text, whatever is sampled later. `ids` may be only the beginning of a completion."""
         ...
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:

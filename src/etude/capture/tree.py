@@ -19,13 +19,12 @@ A request costs time for its new messages. Of the messages before them only the 
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import json
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -33,30 +32,29 @@ from typing import Any
 import numpy as np
 
 from etude.capture.chat import Chat, Message
+from etude.capture.context import SummaryFault
+from etude.capture.stops import Cut
 from etude.records.completion import Completion, Sampling, StopReason
-from etude.records.rollout import ToolCall, Trace, Turn, TurnKind
+from etude.records.rollout import Start, ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
 
+_MAX_RENDERED = 16  # prompts whose tokens are kept until they are asked
 _KEPT_CONTEXTS = 64  # conversations whose context is in memory as one array; that of others is joined from their turns
-
-
-class Start(enum.StrEnum):
-    """Why a turn does or does not continue the engine session of the turn before it."""
-
-    FIRST = "first"  # the first turn of the tree
-    NEXT = "next"  # it continues its parent
-    FORK = "fork"  # its parent has another continuation already
-    TOOLS = "tools"  # a new root: the tools are others than in all requests before
-    SYSTEM = "system"  # a new root: the first message is another one
-    HISTORY = "history"  # a new root: the first message is known, but no turn of the model is repeated
+_NONE: I32 = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A recorded turn and its position in the tree. `TurnTree.record` makes one.
 
-    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`: as in `records.rollout.Turn`, with a node as
-      parent."""
+    - `parent`, `prompt_ids`, `completion`, `sampling`, `calls`, `kind`, `start`: as in `records.rollout.Turn`, with a
+      node as parent.
+    - `key`: a digest of the tools and all messages, this turn's included. `reply_digest`: one of the model's message.
+    - `number`: the place in the order of recording. `num_tokens`: tokens of the context, this turn's completion
+      included.
+    - `continued`: whether a request has continued its session.
+    - `tail`: the sampled tokens of the stop text that cut off the turn, which are in no context; None if none did.
+    - `rest_ids`: tokens of the characters that the client got of the first token of `tail`, [R] int32."""
 
     parent: Node | None
     prompt_ids: I32
@@ -70,9 +68,12 @@ class Node:
     number: int  # number of turns that the tree recorded before
     num_tokens: int  # tokens of the context, including this turn
     start: Start
+    tail: Completion | None = None
+    rest_ids: I32 = field(default_factory=lambda: _NONE)
     continued: bool = False  # whether a request has taken over its session
     num_children: int = 0  # turns in the tree that continue it
     kept_context: I32 | None = None  # the result of `context` while it is in memory
+    stands_for: bytes = b""  # of a summary: key of the conversation in whose place it is, as `TurnTree.keep_summary`
 
     @property
     def num_added(self) -> int:
@@ -130,12 +131,24 @@ class Prompt:
 
     @property
     def routes_from(self) -> int:
-        """The first position whose routes (experts chosen by the MoE routers) no earlier turn has.
+        """The position of the first token whose routes (experts chosen by the MoE routers) no earlier turn has.
 
-        This is the value for `CompletionRequest.routes_from`."""
+        It is the value for `CompletionRequest.routes_from`."""
         if self.parent is None:
             return 0
         return self.parent.completion.routes_start + len(self.parent.completion.routes)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A summary that the conversations with a common beginning go on with.
+
+    `messages` are in the place of the beginning. `number`: how many summaries there were, with this one. `exchange`:
+    tokens of the longest exchange before it."""
+
+    messages: list[Message]
+    number: int
+    exchange: int
 
 
 class TurnTree:
@@ -155,6 +168,8 @@ class TurnTree:
         self._replies = Counter[bytes]()  # turns by `Node.reply_digest`
         self._tools: set[bytes] = set()  # digests of the tools of all requests
         self._first_messages: set[bytes] = set()  # keys of the tools and the first message of all requests
+        self._summaries: dict[bytes, tuple[Node, Kept | SummaryFault]] = {}  # by `Node.stands_for`
+        self._rendered: deque[tuple[Node | None, list[Message], Mapping[str, Any], I32]] = deque(maxlen=_MAX_RENDERED)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -198,12 +213,8 @@ class TurnTree:
             session_id, fork_from = self._session(parent)
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
             num_resampled = sum(reply in self._replies for reply in replies)
-        if parent is None:
-            new_ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
-            return Prompt(None, new_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
-        remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
-        new_ids = self._continuation(parent, messages, known, signatures, max_tokens=remaining)
-        token_ids = np.concatenate([*parent.context_parts(), new_ids])
+        new_ids = self._new_ids(parent, messages, known, signatures, max_tokens)
+        token_ids = new_ids if parent is None else np.concatenate([*parent.context_parts(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
 
     def prompt_tokens(
@@ -220,10 +231,8 @@ class TurnTree:
         keys = conversation_keys(tools, messages)
         with self._lock:
             parent, known = self._deepest(keys)
-        if parent is None:
-            return len(self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens))
-        remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
-        return parent.num_tokens + len(self._continuation(parent, messages, known, signatures, max_tokens=remaining))
+        num_before = 0 if parent is None else parent.num_tokens
+        return num_before + len(self._new_ids(parent, messages, known, signatures, max_tokens))
 
     def record(
         self,
@@ -234,12 +243,16 @@ class TurnTree:
         sampling: Sampling,
         calls: tuple[ToolCall, ...] = (),
         kind: TurnKind = TurnKind.ACT,
+        cut: Cut | None = None,
     ) -> Node:
         """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
+        `message`: the model's message, as later requests will repeat it. `cut`: the completion as a stop text cuts it
+        off; only what it keeps is in the context of later turns. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
+        completion = completion if cut is None else cut.kept
+        rest = "" if cut is None else cut.rest.rstrip()  # blanks at the end of a reply do not count
         key = _extend_key(prompt.key, digest)
         with self._lock:
             for node in self._by_key.get(key, ()):
@@ -258,6 +271,8 @@ class TurnTree:
                 number=self._num_recorded,
                 num_tokens=num_before + len(prompt.new_ids) + len(completion.token_ids),
                 start=prompt.start,
+                tail=None if cut is None else cut.tail,
+                rest_ids=self._chat.encode(rest) if rest else _NONE,
             )
             self._num_recorded += 1
             self._add(node)
@@ -267,37 +282,89 @@ class TurnTree:
         return node
 
     def trace(self) -> Trace:
-        """Return all turns that are in the tree, in the order in which they were recorded."""
+        """Return all turns that are in the tree, in the order in which they were recorded.
+
+        After them come the stop texts that cut off turns: each a turn without a prompt, which nothing continues."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
-        return Trace(
-            tuple(
-                Turn(
-                    parent=None if node.parent is None else index[node.parent],
-                    prompt_ids=node.prompt_ids,
-                    completion=node.completion,
-                    sampling=node.sampling,
-                    calls=node.calls,
-                    kind=node.kind,
-                )
-                for node in nodes
+        turns = [
+            Turn(
+                parent=None if node.parent is None else index[node.parent],
+                prompt_ids=node.prompt_ids,
+                completion=node.completion,
+                sampling=node.sampling,
+                calls=node.calls,
+                kind=node.kind,
+                start=node.start,
             )
-        )
+            for node in nodes
+        ]
+        tails = [
+            Turn(
+                parent=index[node],
+                prompt_ids=_NONE,
+                completion=node.tail,
+                sampling=node.sampling,
+                calls=(),
+                kind=node.kind,
+            )
+            for node in nodes
+            if node.tail is not None
+        ]
+        return Trace((*turns, *tails))
 
-    def _continuation(
+    def keep_summary(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
+        """Keep what a conversation goes on with, or why its summary was refused, as long as the turn `node` is kept.
+
+        `key` is that of the conversation up to the summary, as its clients send it (`conversation_keys`)."""
+        with self._lock:
+            if node in self._nodes:
+                node.stands_for = key
+                self._summaries[key] = node, kept
+
+    def find_summary(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
+        """Return the summary of the longest beginning of a conversation, and how many messages that has, or None."""
+        with self._lock:
+            for i in range(len(keys) - 1, -1, -1):
+                node, kept = self._summaries.get(keys[i], (None, None))
+                if node is not None and isinstance(kept, Kept):
+                    self._touch(node)
+                    return i + 1, kept
+        return None
+
+    def refused_summary(self, key: bytes) -> SummaryFault | None:
+        """Return why the summary of a conversation was refused; None if none was."""
+        with self._lock:
+            _, kept = self._summaries.get(key, (None, None))
+        return kept if isinstance(kept, SummaryFault) else None
+
+    def _new_ids(
         self,
-        parent: Node,
+        parent: Node | None,
         messages: Sequence[Message],
         known: int,
         signatures: Mapping[str, Any],
-        max_tokens: int | None = None,
+        max_tokens: int | None,
     ) -> I32:
-        """Encode the messages after the first `known` ones, which are the context of `parent`."""
-        ended = parent.completion.stop_reason is StopReason.STOP
-        return self._chat.continuation(
-            messages[:known], messages[known:], signatures, ended=ended, max_tokens=max_tokens
-        )
+        """Encode the messages after the first `known` ones, which are the context of `parent`.
+
+        The last few results are kept, since a prompt is usually counted before it is asked."""
+        new = list(messages[known:])
+        with self._lock:
+            for before, same, tools, ids in self._rendered:
+                if before is parent and same == new and tools == signatures:
+                    return ids
+        if parent is None:
+            ids = self._chat.encode_prompt(messages, signatures, max_tokens=max_tokens)
+        else:
+            remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
+            ended = parent.completion.stop_reason is StopReason.STOP
+            ids = self._chat.continuation(messages[:known], new, signatures, ended=ended, max_tokens=remaining)
+            ids = np.concatenate([parent.rest_ids, ids]) if len(parent.rest_ids) else ids
+        with self._lock:
+            self._rendered.append((parent, [dict(message) for message in new], signatures, ids))
+        return ids
 
     # The caller of these methods holds the lock.
 
@@ -308,8 +375,7 @@ class TurnTree:
         for known in range(len(keys) - 1, 0, -1):
             if (same := self._by_key.get(keys[known - 1])) is not None:
                 node = next((node for node in reversed(same) if not node.continued), same[-1])
-                if node in self._leaves:
-                    self._leaves.move_to_end(node)
+                self._touch(node)
                 return node, known
         return None, 0
 
@@ -336,6 +402,11 @@ class TurnTree:
         session_id = f"{self._session_id}+{number}" if number else self._session_id
         return session_id, parent.session_id if parent else None
 
+    def _touch(self, node: Node) -> None:
+        """Mark a turn as recently used. One with children is kept as long as they are."""
+        if node in self._leaves:
+            self._leaves.move_to_end(node)
+
     def _add(self, node: Node) -> None:
         """Add a turn, and those of its ancestors that were evicted."""
         self._leaves[node] = None
@@ -354,6 +425,7 @@ class TurnTree:
         """Remove a turn without children. Its parent is as old as its last child was."""
         del self._leaves[node]
         self._nodes.remove(node)
+        self._summaries.pop(node.stands_for, None)
         self.num_tokens -= node.num_added
         self._drop_context(node)
         same = self._by_key[node.key]
@@ -419,10 +491,10 @@ def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mes
 
 
 def message_digest(message: Message) -> bytes:
-    """A digest of the content of a message, by which messages are compared.
+    """Return a digest of the content of a message. Messages with equal digests count as the same message.
 
-    Reasoning, ids and names do not count, and of the model's messages neither blanks around the text nor the order of a
-    call's arguments, since clients change all of these when they repeat a conversation.
+    Clients change details when they repeat a conversation. So the digest ignores reasoning, ids and names, and in the
+    model's messages also whitespace around the text and the order of a call's arguments.
 
     >>> call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
     >>> same = {"function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}

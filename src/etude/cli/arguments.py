@@ -140,7 +140,7 @@ def place(text: str) -> str:
                 open_store(text)
             elif scheme.lower() not in PROVIDERS:
                 known = nearest(scheme.lower(), [*PROVIDERS, "file", "http", "https", "memory"])
-                raise InputError(f"no store supports {scheme[:20]!r}", hint=known)
+                raise InputError(f"no kind of store has URLs that begin with {scheme[:20]!r}", hint=known)
             else:
                 parse_bucket_url(text)
         except StoreError as error:

@@ -125,9 +125,14 @@ def _add_run_commands(commands: Commands[Parser]) -> None:
     )
     evaluate.add_argument("--config", type=Path, help="config with tasks and harness (default: the config of the run)")
     evaluate.add_argument(
-        "--split", choices=["validation", "heldout", "transfer"], default="validation", help="(default: %(default)s)"
+        "--split",
+        choices=["validation", "heldout", "transfer"],
+        default="validation",
+        help="split of the tasks (default: %(default)s)",
     )
-    evaluate.add_argument("--tasks", type=positive, default=128, metavar="N", help="tasks (default: %(default)s)")
+    evaluate.add_argument(
+        "--tasks", type=positive, default=128, metavar="N", help="number of tasks (default: %(default)s)"
+    )
     evaluate.add_argument("--tries", type=positive, default=1, metavar="K", help="rollouts per task, for best-of-k")
     _add_set(evaluate)
 
@@ -157,7 +162,7 @@ def _add_plan_command(commands: Commands[Parser]) -> None:
         action="append",
         default=[],
         metavar=region,
-        help="a region: engines, bandwidth, latency (repeatable)",
+        help="engines in another region: name, number, Gbit/s, round trip in ms",
     )
     plan.add_argument("--engine-ranks", type=positive, metavar="N", help="devices per engine (default: the config's)")
     fraction, tokens = within(0, 1), within(0, 1e9)
@@ -200,10 +205,12 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
         "--eval", metavar="NAME", help="rollouts of evals/NAME.parquet instead: before, after, during-000010, ..."
     )
     listing.add_argument("--limit", type=positive, default=40, help="at most so many rows (default: %(default)s)")
-    show = add(rollouts, "show", "rollouts:show", "show one rollout of training or of an evaluation, turn by turn")
+    show = add(rollouts, "show", "rollouts:show", "show one rollout of training or of an evaluation as a tree of turns")
     _add_run(show)
     show.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
-    ledger = _group(commands, "ledger", "the durable record of the state of every rollout")
+    show.add_argument("--full", action="store_true", help="shorten no text")
+    show.add_argument("--json", action="store_true", help="print everything as JSON")
+    ledger = _group(commands, "ledger", "check a run's record of its rollouts")
     audit = add(ledger, "audit", "reports:audit_ledger", "check that no rollout was lost or trained on twice")
     _add_run(audit)
     audit.add_argument("--new", action="store_true", help="only what came after the last successful audit")
@@ -217,7 +224,9 @@ def _add_task_commands(commands: Commands[Parser]) -> None:
     for parser in (check, show):
         parser.add_argument("source", metavar="SOURCE", help=source)
         parser.add_argument("--seed", type=int, default=0, help="seed of generated tasks (default: %(default)s)")
-    check.add_argument("--split", choices=[*_SPLITS, "all"], default="train", help="(default: %(default)s)")
+    check.add_argument(
+        "--split", choices=[*_SPLITS, "all"], default="train", help="split of the tasks (default: %(default)s)"
+    )
     check.add_argument("--num", type=positive, metavar="N", help="tasks per split (default: all, or 100)")
     check.add_argument("--mutants", type=positive, default=0, metavar="N", help="wrong patches to try on each task")
     check.add_argument("--within", type=positive, metavar="S", help="start no new mutants after so many seconds")
@@ -231,12 +240,18 @@ def _add_task_commands(commands: Commands[Parser]) -> None:
     check.add_argument("--images", type=Path, metavar="STORE", help="store of task images; missing ones are built")
     _add_backend_and_jobs(check)
     _add_unbounded_memory(check)
-    show.add_argument("--split", choices=_SPLITS, default="train", help="(default: %(default)s)")
+    show.add_argument("--split", choices=_SPLITS, default="train", help="split of the task (default: %(default)s)")
     show.add_argument("--index", type=int, default=0, help="index in the split, from 0 (default: %(default)s)")
     show.add_argument("--answer", action="store_true", help="also show the hidden answer")
     mine = add(tasks, "mine", "tasks:mine", "make tasks from the history and tests of a repository")
     mine.add_argument("repository", type=Path, metavar="REPO", help="a Git repository; with --deletions any folder")
-    mine.add_argument("--out", type=Path, default=Path("tasks-mined"), metavar="DIR", help="(default: %(default)s)")
+    mine.add_argument(
+        "--out",
+        type=Path,
+        default=Path("tasks-mined"),
+        metavar="DIR",
+        help="folder for the tasks (default: %(default)s)",
+    )
     mine.add_argument(
         "--num", type=positive, default=200, metavar="N", help="commits or functions to try (default: %(default)s)"
     )
@@ -263,11 +278,17 @@ def _add_machine_commands(commands: Commands[Parser]) -> None:
         parser.add_argument("--user", default="", help="user in the machine (default: the first user it has)")
         _add_unbounded_memory(parser)
     run.add_argument(
-        "--deadline", type=duration, default="10m", metavar="TIME", help="kill it then (default: %(default)s)"
+        "--deadline",
+        type=duration,
+        default="10m",
+        metavar="TIME",
+        help="kill the command after this time (default: %(default)s)",
     )
     run.add_argument("argv", nargs="+", metavar="WORD", help="the command and its arguments, after --")
     bench = add(machines, "bench", "machines:bench", "measure how long machines take to fork and to run commands")
-    bench.add_argument("--num", type=positive, default=100, metavar="N", help="machines (default: %(default)s)")
+    bench.add_argument(
+        "--num", type=positive, default=100, metavar="N", help="number of machines (default: %(default)s)"
+    )
     bench.add_argument("--json", action="store_true", help="print JSON")
     for parser in (run, shell, bench):
         _add_backend(parser)
@@ -300,7 +321,9 @@ def _add_machine_commands(commands: Commands[Parser]) -> None:
         "a", metavar="A", help="a backend; plain: processes of this host; booted: microVMs that were never forked"
     )
     parity.add_argument("b", metavar="B", help="another one: the kind that your product uses")
-    parity.add_argument("--machines", type=positive, default=20, metavar="N", help="of each (default: %(default)s)")
+    parity.add_argument(
+        "--machines", type=positive, default=20, metavar="N", help="machines of each kind (default: %(default)s)"
+    )
     parity.add_argument("--out", type=output_file, metavar="FILE.json", help="write the result")
     _add_image_commands(machines)
 
@@ -365,7 +388,9 @@ def _add_image_commands(machines: Commands[Parser]) -> None:
 def _add_engine_commands(commands: Commands[Parser]) -> None:
     engines = _group(commands, "engines", "install and check vLLM and SGLang")
     install = add(engines, "install", "engines:install_kind", "create an environment with an engine; can be repeated")
-    install.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    install.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device of the engine (default: %(default)s)"
+    )
     listing = add(engines, "list", "engines:list_engines", "list the kinds of engines and whether they are installed")
     check = add(
         engines, "check", "engines:check", "start an engine with a tiny model: sample, score, load a new version"
@@ -384,8 +409,10 @@ def _add_engine_commands(commands: Commands[Parser]) -> None:
 
 
 def _add_weights_commands(commands: Commands[Parser]) -> None:
-    weights = _group(commands, "weights", "versions of weights: deltas, delta files, channels in stores")
-    log = add(weights, "log", "weights:log", "list every version: bytes, compression ratio, share of the bound")
+    weights = _group(commands, "weights", "publish, follow, compare and verify versions of weights")
+    log = add(
+        weights, "log", "weights:log", "list every version: bytes, compression ratio, nearness to the smallest size"
+    )
     log.add_argument(
         "run", nargs="?", type=place, metavar="RUN|STORE", help="a run or a store (default: the newest in runs/)"
     )
@@ -443,7 +470,9 @@ def _add_store_commands(weights: Commands[Parser]) -> None:
         metavar="TIME",
         help="keep versions that were the newest within this time (default: %(default)s)",
     )
-    fsck = add(weights, "fsck", "weights_store:check", "read a whole channel and rebuild every version in every way")
+    fsck = add(
+        weights, "fsck", "weights_store:check", "read a whole channel, and check that every version can be rebuilt"
+    )
     point = add(
         weights, "point", "weights_store:point", "point a branch or the channel at a version, e.g. to roll back"
     )
@@ -500,7 +529,11 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--key", help="API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--keys", type=Path, metavar="FILE", help="TOML file of API keys, with their limits")
     serve.add_argument(
-        "--cors", action="append", default=[], metavar="ORIGIN", help="let web pages of this origin ask (repeatable)"
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of this origin send requests (repeatable)",
     )
     serve.add_argument(
         "--max-concurrent", type=positive, default=32, help="requests at the same time (default: %(default)s)"
@@ -509,13 +542,20 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         "--public-key", type=public_key, metavar="HEX", help="serve only versions signed with the matching private key"
     )
     serve.add_argument("--fleet", metavar="URL", help="use the engines of a run: the URL of its registry")
+    serve.add_argument(
+        "--no-summaries",
+        action="store_true",
+        help="refuse long conversations, do not summarise them",
+    )
     _add_parity_command(commands)
     export = add(commands, "export", "serve:export", "write a model as a Hugging Face directory")
     export.add_argument(
         "source", metavar="CHECKPOINT|RUN|RUN@STEP", help="a checkpoint, the result of a run, or one of its versions"
     )
     export.add_argument("out", type=Path, metavar="DIRECTORY", help="the new directory")
-    export.add_argument("--dtype", choices=["bf16", "f32"], default="bf16", help="(default: %(default)s)")
+    export.add_argument(
+        "--dtype", choices=["bf16", "f32"], default="bf16", help="dtype of the weights (default: %(default)s)"
+    )
     formats = ["none", "mxfp8", "nvfp4", "mxfp4"]
     export.add_argument(
         "--quantise", choices=formats, default="none", help="format of the large matrices (default: %(default)s)"
@@ -534,21 +574,27 @@ def _add_parity_command(commands: Commands[Parser]) -> None:
         "(default: the reference engine, in this process)",
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of both sides, or of the engine (default: the run's, else float32)"
+        "--dtype", choices=_DTYPES, help="compute dtype of both, or of the engine (default: the run's, else float32)"
     )
-    parser.add_argument("--learner-dtype", choices=_DTYPES, help="of the learner only (default: --dtype)")
+    parser.add_argument("--learner-dtype", choices=_DTYPES, help="compute dtype of the learner (default: --dtype)")
     parser.add_argument(
-        "--mode", choices=["exact", "native"], help="(default: the run's, else exact; native with --engine)"
+        "--mode",
+        choices=["exact", "native"],
+        help="arithmetic: exact (equal bits) or native (default: the run's, else exact; native with --engine)",
     )
     parser.add_argument(
-        "--quant", choices=["none", "mxfp8", "nvfp4", "mxfp4"], help="(default: the run's; none with --engine)"
+        "--quant",
+        choices=["none", "mxfp8", "nvfp4", "mxfp4"],
+        help="format of the large matrices (default: the run's; none with --engine)",
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="text for prompts (default: random tokens)")
-    parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--prompts", type=positive, default=8, metavar="N", help="number of prompts (default: %(default)s)"
+    )
     parser.add_argument(
         "--tokens", type=positive, default=64, metavar="N", help="tokens to sample per prompt (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and samples (default: %(default)s)")
     parser.add_argument(
         "--k3", type=float, metavar="NATS", help="largest KL estimate to accept (default: by dtype; 0 in exact mode)"
     )
@@ -570,7 +616,7 @@ def _add_fleet_commands(commands: Commands[Parser]) -> None:
         "--wait-s", type=within(0, 1e7), help="seconds to wait for a registry that does not answer (default: 3600)"
     )
     join.add_argument("--region", default="", help="region of the engine in the report (default: its name)")
-    join.add_argument("--standby", action="store_true", help="work only while other engines are lost")
+    join.add_argument("--standby", action="store_true", help="serve requests only while other engines are lost")
 
 
 def _add_plugin_commands(commands: Commands[Parser]) -> None:

@@ -185,7 +185,9 @@ async def _machine(args: argparse.Namespace) -> AsyncIterator[tuple[Runtime, Mac
         try:
             snapshot = await runtime.prepare(files, image=image)
         except ValueError as error:
-            raise InputError(f"the files of {args.files} do not fit a machine", str(error), hint="give fewer") from None
+            raise InputError(
+                f"the files of {args.files} do not fit a machine", str(error), hint="give fewer or smaller files"
+            ) from None
         [machine] = await runtime.fork(snapshot, 1)
         yield runtime, machine
     finally:
@@ -201,7 +203,7 @@ def _files_of(folder: Path) -> dict[str, bytes]:
     found = {path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
     if (num_bytes := sum(path.stat().st_size for path in found)) > _MOST_BYTES:
         hint = "build an image from them: etude machines image build"
-        raise InputError(f"--files {folder} has {num_bytes} bytes", f"at most {_MOST_BYTES}", hint=hint)
+        raise InputError(f"--files {folder} has {num_bytes} bytes", f"at most {_MOST_BYTES} can be copied", hint=hint)
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 

@@ -88,10 +88,16 @@ def _settings(args: argparse.Namespace) -> Settings:
     learner_dtype = args.learner_dtype or args.dtype or (run.learner.dtype if run else "float32")
     if mode == "exact" and dtype != learner_dtype:
         facts = f"{dtype} for the engine, {learner_dtype} for the learner"
-        raise InputError("exact mode with two dtypes", facts, hint="use --mode native, or one dtype")
+        raise InputError(
+            "exact mode needs one dtype for engine and learner",
+            facts,
+            hint="use --mode native, or give one --dtype for both",
+        )
     if mode == "native" and quant != "none":
-        facts = "a difference in the last bit can round to another value, so errors cannot be traced to an operator"
-        raise InputError(f"--quant {quant} in native mode", facts, hint="use --mode exact, or --quant none")
+        facts = "a difference in the last bit can round to another value, so a wrong operator cannot be found"
+        raise InputError(
+            f"--quant {quant} cannot be checked in native mode", facts, hint="use --mode exact, or --quant none"
+        )
     return Settings(checkpoint, mode, dtype, learner_dtype, quant, _budget(args, mode, dtype, run))
 
 
@@ -168,7 +174,7 @@ def _prompts(args: argparse.Namespace, checkpoint: Path, sizes: ModelConfig) -> 
         raise InputError(
             f"--tokens {args.tokens} does not fit",
             f"the checkpoint has {sizes.context_tokens} positions, and this command allows {MAX_TOKENS}",
-            hint="give fewer",
+            hint="give a smaller --tokens",
         )
     random = np.random.default_rng(args.seed)
     longest = min(96, sizes.context_tokens - args.tokens)
@@ -180,7 +186,7 @@ def _prompts(args: argparse.Namespace, checkpoint: Path, sizes: ModelConfig) -> 
         raise InputError(
             f"token {max(ids)} of {args.text} is not in the vocabulary",
             f"the model has {sizes.vocab_size} tokens",
-            hint="the tokenizer.json belongs to another checkpoint",
+            hint="use the tokenizer.json of this checkpoint",
         )
     starts = random.integers(0, max(1, len(ids) - longest), args.prompts).tolist()
     return [ids[s : s + n] for s, n in zip(starts, lengths, strict=True)]

@@ -119,7 +119,7 @@ def _engines_on(args: argparse.Namespace, hardware: Device | Measured, prices: d
         return None
     if isinstance(hardware, Measured):
         raise ConfigError(
-            "--engine-hardware with --hardware cpu",
+            "--engine-hardware cannot be used with --hardware cpu",
             "learner and engines share this machine",
             hint="remove --engine-hardware",
         )
@@ -134,7 +134,9 @@ def _regions(args: argparse.Namespace, engines: int) -> tuple[Region, ...]:
         parts = one.split(":")
         if len(parts) != 4 or not parts[1].isdecimal() or int(parts[1]) < 1:
             raise ConfigError(
-                f"--region {one!r}", "a region is NAME:ENGINES:GBITS:MS", hint="for example tokyo:4:10:160"
+                f"--region {one!r} is invalid",
+                "write it as NAME:ENGINES:GBITS:MS (bandwidth in Gbit/s, round trip in ms)",
+                hint="for example tokyo:4:10:160",
             )
         gbits, ms = (_number(f"--region {one!r}", part) for part in parts[2:])
         if not gbits:
@@ -142,7 +144,7 @@ def _regions(args: argparse.Namespace, engines: int) -> tuple[Region, ...]:
         found.append(Region(parts[0], int(parts[1]), gbits * 1.25e8, ms / 1e3))
     if found and sum(one.engines for one in found) != engines:
         total = sum(one.engines for one in found)
-        raise ConfigError(f"the regions have {total} engines", f"there are {engines}", hint=f"--engines {total}")
+        raise ConfigError(f"the regions have {total} engines", f"there are {engines}", hint=f"give --engines {total}")
     link = Layout().places[0].bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8
     return tuple(found) or (Region("here", engines, link),)
 
@@ -251,7 +253,7 @@ def _check(model: ModelConfig, config: RunConfig, shape: Shape, layout: Layout) 
         raise ConfigError(
             f"rollouts of {shape.context:,.0f} tokens do not fit harness.context_tokens = {limit}",
             f"prompt {shape.prompt_tokens:,.0f}, sampled {shape.sampled_tokens:,.0f}, tools {shape.tool_tokens:,.0f}",
-            hint="fewer --prompt-tokens, --sampled-tokens or --tool-tokens; or --set harness.context_tokens=N "
+            hint="lower --prompt-tokens, --sampled-tokens or --tool-tokens; or --set harness.context_tokens=N "
             "--set engine.context_tokens=N",
         )
     if model.num_heads % layout.engine_ranks:

@@ -7,27 +7,26 @@ was never trained on stays in its file. Rollouts of evaluations stay in the file
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from etude.cli.locations import console, open_ledger, open_run
+from etude.cli.rollout_tree import print_views
+from etude.dashboard.formatting import number
 from etude.errors import EtudeError, InputError, nearest
 from etude.evals import EvalRow, read_rows
 from etude.experience import Ledger
 from etude.experience.database import NoLedger
 from etude.experience.groups import Row
-from etude.experience.traces import read_rollout, trace_path
 from etude.experience.transitions import State
-from etude.harness import ChatFormat
-from etude.loop.config import read_config
-from etude.loop.locations import read_ledger, rollout_files, traces_folder
-from etude.records import Graded, Outcome
-from etude.records.wire import I32
-from etude.rollouts.logs import FOLDER as LOGS
-from etude.rollouts.logs import read_logs
+from etude.loop.locations import read_ledger
+from etude.loop.rollout_views import evaluation_view, training_view
+from etude.records.view import RolloutView
+from etude.records.wire import to_json
 from etude.run import RunFolder
 
 
@@ -76,78 +75,53 @@ def _evaluated(rows: list[EvalRow], limit: int) -> Table:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print one rollout: prompts and completions, its grade, and its history in the ledger. Returns 0.
+    """Print one rollout as a tree of turns: calls, tokens, what was trained, and its grade. Returns 0.
 
     A rollout of an evaluation is printed once for each evaluation that has it."""
-    run, screen = open_run(args.run), Console(highlight=False, markup=False)
-    found = [_show_trained(run, args.rollout_id, screen), *_show_evaluated(run, args.rollout_id, screen)]
-    for attempt, text in read_logs(run / LOGS, args.rollout_id):
-        screen.print(f"\nlog of the agent program, attempt {attempt}:\n{text.rstrip()}", soft_wrap=True)
-    if not any(found):
+    run = open_run(args.run)
+    views = [*_training_view(run, args.rollout_id), *_evaluation_views(run, args.rollout_id)]
+    if not views:
+        known = {*_training_ids(run), *(row.rollout_id for _, rows in _evaluations(run) for row in rows)}
+        close = nearest(args.rollout_id, known) + ", or " if difflib.get_close_matches(args.rollout_id, known) else ""
         raise InputError(
             f"{run.path} has no rollout {args.rollout_id!r}",
-            hint="list them: etude rollouts list, or etude rollouts list --eval before",
+            f"{number(len(known), 'rollout')} of training and evaluations",
+            hint=f"{close}list them: etude rollouts list, or etude rollouts list --eval before",
         )
+    if args.json:
+        print(to_json(views).decode())
+    else:
+        print_views(views, full=args.full)
     return 0
 
 
-def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
-    """Print a rollout of training. Returns False if the ledger does not have it."""
+def _training_ids(run: RunFolder) -> Iterator[str]:
+    try:
+        yield from (row.rollout_id for row in read_ledger(run).rows())
+    except NoLedger:
+        return
+
+
+def _training_view(run: RunFolder, rollout_id: str) -> Iterator[RolloutView]:
+    """Yield the view of a rollout of training, if the ledger has it."""
     try:
         ledger = read_ledger(run)
     except NoLedger:
-        return False
-    history = ledger.history(rollout_id)
-    for move in history:
-        screen.print(f"{move['t']:.2f} {move['origin'] or '-'} -> {move['state']} {move['reason']}")
-    if not history:
-        return False
-    kept = _kept(run, ledger, ledger.row(rollout_id))
-    if kept is None:
-        screen.print("(nothing was stored: the rollout did not finish)")
-        return True
-    outcome, paths = kept
-    sign = ledger.quarantined().get(rollout_id)
-    if sign is not None:
-        screen.print(f"\nquarantined, graded {sign.graded:g}: {sign.reason}")
-    if isinstance(outcome, Graded):
-        reward = read_config(run).composition.of(outcome)
-        screen.print(f"\nreward {reward.value:g}: {reward.reason} ({outcome.trust})")
-        for term in outcome.terms:
-            value = "unknown" if term.value is None else f"{term.value:g}"
-            screen.print(f"  {term.name} {value}{term.evidence and ': ' + term.evidence}")
-    elif outcome is not None:
-        screen.print(f"\ninvalid at {outcome.boundary}: {outcome.reason}")
-    chat = ChatFormat.load(run / "tokenizer")
-    for token_ids in paths:
-        screen.print(chat.readable(token_ids), soft_wrap=True)
-    return True
+        return
+    if not (history := ledger.history(rollout_id)):
+        return
+    yield training_view(run, ledger, ledger.row(rollout_id), history)
 
 
-def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, list[I32]] | None:
-    """The outcome of a rollout and the token ids of each path, from its file or from the trace of its step. None if
-    nothing was stored."""
-    if (finished := ledger.finished(row.rollout_id)) is not None:
-        if finished.summary is None or finished.summary.stored is None:
-            return finished.outcome, []
-        trace = rollout_files(run).read(finished.summary).trace
-        return finished.outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
-    if row.step is None:
-        return None
-    return read_rollout(trace_path(traces_folder(run), row.step), row.rollout_id)
+def _evaluation_views(run: RunFolder, rollout_id: str) -> Iterator[RolloutView]:
+    for name, rows in _evaluations(run):
+        yield from (evaluation_view(name, row) for row in rows if row.rollout_id == rollout_id)
 
 
-def _show_evaluated(run: RunFolder, rollout_id: str, screen: Console) -> Iterator[bool]:
-    """Print a rollout from each evaluation that has it. An unreadable file is reported and skipped."""
+def _evaluations(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
+    """Yield (name, rows) of each evaluation, oldest first. An unreadable file is reported on stderr and skipped."""
     for path in sorted((run / "evals").glob("*.parquet"), key=lambda path: path.stat().st_mtime):
         try:
-            rows = [row for row in read_rows(path) if row.rollout_id == rollout_id]
+            yield path.stem, read_rows(path)
         except EtudeError as error:
-            screen.print(f"({error.what}: {error.facts})")
-            continue
-        for row in rows:
-            result = f"reward {row.reward:g}" if row.valid else f"invalid at {row.outcome}"
-            screen.print(
-                f"\nevaluation {path.stem}, {row.family}: {result}: {row.reason}\n{row.transcript}", soft_wrap=True
-            )
-            yield True
+            print(f"skipped: {error.what}: {error.facts}", file=sys.stderr)

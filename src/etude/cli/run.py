@@ -119,8 +119,11 @@ def _new_name(config: Path) -> str:
 
 def _connect(on: str, config: RunConfig, runs: Path) -> None:
     if config.fleet.ranks_away:
-        facts, hint = f"with --on {on} Ray places the ranks", "remove fleet.ranks_away and fleet.ranks_at"
-        raise ConfigError(f"fleet.ranks_away = {config.fleet.ranks_away} with --on", facts, hint=hint)
+        facts, hint = (
+            f"with --on {on} Ray starts the learner's processes (ranks)",
+            "remove fleet.ranks_away and fleet.ranks_at",
+        )
+        raise ConfigError(f"fleet.ranks_away = {config.fleet.ranks_away} cannot be used with --on", facts, hint=hint)
     try:
         from etude.loop import ray_cluster
     except ImportError:

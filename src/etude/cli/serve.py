@@ -29,11 +29,19 @@ def serve(args: argparse.Namespace) -> int:
         newest = newest_run().path
         models = {newest.resolve().name: newest}
     gateway = GatewayConfig(
-        host=args.host, port=args.port, max_running=args.max_concurrent, cors_origins=tuple(args.cors)
+        host=args.host,
+        port=args.port,
+        max_running=args.max_concurrent,
+        cors_origins=tuple(args.cors),
+        summaries=not args.no_summaries,
     )
     key = args.key or os.environ.get("ETUDE_API_KEY")
     if args.keys and key:
-        raise InputError("--keys with --key", "one file has all keys", hint="add the key to the file of --keys")
+        raise InputError(
+            "--keys and --key cannot be used together",
+            "the file of --keys has all keys",
+            hint="add the key to the file of --keys",
+        )
     keys = Keys.read(args.keys) if args.keys else Keys.of(key) if key else None
     with contextlib.suppress(asyncio.CancelledError):
         event_loop.run(_serve(models, gateway, keys, args.fleet, args.public_key))
@@ -59,7 +67,11 @@ async def _serve(
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
     sources = [parts_of(path, name) for name, path in models.items()]
     if fleet and len(sources) > 1:
-        raise InputError("--fleet with several models", "a fleet serves one", hint="start one gateway for each")
+        raise InputError(
+            "--fleet cannot serve several models",
+            "all engines of a fleet serve one model",
+            hint="start one gateway for each",
+        )
     if public_key is not None and (fleet or any(source.store is None for source in sources)):
         raise InputError(
             "--public-key needs the weights of a run",
@@ -97,14 +109,18 @@ def export(args: argparse.Namespace) -> int:
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise InputError(f"{args.out} is not an empty directory", hint="give a new directory")
     if args.adapter and args.quantise != "none":
-        raise InputError("--adapter with --quantise", "an adapter cannot be quantised", hint="remove one of them")
+        raise InputError(
+            "--adapter and --quantise cannot be used together",
+            "an adapter cannot be quantised",
+            hint="remove one of them",
+        )
     path, at, step = args.source.rpartition("@")
     settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "log": partial(print, file=sys.stderr)}
     if at:
         if not step.isdigit():
             raise InputError(
-                f"no step {step!r}",
-                "a version is given by its step",
+                f"{step!r} is not a step",
+                "after @ comes the step of the version, a number",
                 hint="write RUN@30; etude weights log lists the versions",
             )
         run = open_run(Path(path))

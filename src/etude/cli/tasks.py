@@ -287,8 +287,12 @@ async def _mine(args: argparse.Namespace) -> MiningResult:
         files = _tree(args.repository)
         functions = functions_to_delete(files, args.module)[: args.num]
         if not functions:
-            facts = "no function with at least three statements in a module that has a test file"
-            raise TaskError(f"nothing to delete in {args.repository}", facts, hint="see docs/guides/tasks.md")
+            facts = "a function needs at least three statements, and its module a test file"
+            raise TaskError(
+                f"no function of {args.repository} can be deleted to make a task",
+                facts,
+                hint="see docs/guides/tasks.md",
+            )
     else:
         repository = Repository(args.repository)
     runtime = open_memory_bounded(args.backend, accepts_unbounded=args.unbounded_memory)

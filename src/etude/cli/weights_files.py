@@ -135,9 +135,10 @@ def _numbers(row: Cost) -> tuple[str, str, str, str]:
 
 
 def write_plot(path: Path, title: str, costs: Costs) -> None:
-    """Write an HTML page with density, bits per weight and share of the bound for each tensor, in order of layers.
+    """Write an HTML page with plots of each tensor's delta, in order of layers.
 
-    Raises `StoreError`."""
+    They show the share of changed elements, the bits per weight, and the nearness to the smallest possible size. Raises
+    `StoreError`."""
     rows, total = sorted(costs.tensors, key=lambda row: _natural(row.name)), costs.total
     changed = [(i, row) for i, row in enumerate(rows) if row.num_changed]
     lead = (

@@ -183,7 +183,7 @@ def relay(args: argparse.Namespace) -> int:
             f"--listen {args.listen} is not an address", hint="write HOST:PORT, for example 127.0.0.1:8800"
         )
     if token is None and host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise InputError(f"a relay on {host} without a token", "anyone could read the weights", hint="set ETUDE_TOKEN")
+        raise InputError(f"a relay on {host} needs a token", "anyone could read the weights", hint="set ETUDE_TOKEN")
     app = build_relay(existing_store(args.store, cache=args.cache), token=token)
     try:
         listener = socket.create_server(

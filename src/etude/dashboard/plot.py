@@ -22,7 +22,7 @@ _MAX_DOTS = 90
 
 @dataclass(frozen=True)
 class Frame:
-    """The size of a plot in SVG units, and the position of its axes."""
+    """The size of a plot and the position of its axes, in SVG units."""
 
     width: int = 560
     height: int = 230

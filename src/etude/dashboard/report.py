@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from markupsafe import Markup
@@ -27,20 +28,23 @@ from etude.dashboard.run_view import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
 from etude.errors import StoreError
 from etude.file_checksums import ChecksumMismatch, sealed_page, verify_parquet
+from etude.records.view import RolloutView, TurnView, conversations, turn_facts
+from etude.records.wire import from_json
 
 Row = tuple[str, ...]
 
 
-def write_report(run_dir: Path | str) -> Path:
+def write_report(run_dir: Path | str, rollouts: Sequence[RolloutView] = ()) -> Path:
     """Write report.html into a run folder and return its path. The run may still be going on.
 
-    Raises `NoRun` when the folder does not exist, and `StoreError` when the file cannot be written.
+    `rollouts`: rollouts of training to show. Raises `NoRun` when the folder does not exist, and `StoreError` when the
+    file cannot be written.
     """
     view = RunView(run_dir)
     path = view.path / "report.html"
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_bytes(sealed_page(page(view)))
+        temporary.write_bytes(sealed_page(page(view, rollouts)))
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -48,7 +52,7 @@ def write_report(run_dir: Path | str) -> Path:
     return path
 
 
-def page(view: RunView) -> str:
+def page(view: RunView, rollouts: Sequence[RolloutView] = ()) -> str:
     """Render the HTML of the report."""
     summary = summarise_view(view)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -72,6 +76,10 @@ def page(view: RunView) -> str:
         problems=recovered_failures(view),
         damage=damage(view),
         pair=pair(view.path / "evals"),
+        rollouts=[_bounded(one) for one in rollouts],
+        conversations=conversations,
+        facts=turn_facts,
+        messages=messages,
         config=_text(view.path / "config.toml"),
     )
 
@@ -169,8 +177,10 @@ def _host(host: Any) -> list[tuple[str, str]]:
 
 
 _COLUMNS = ("task_id", "rollout_id", "reward", "family", "transcript")
+_TREE = "tree"  # a column that files of earlier versions do not have
 _MESSAGE = re.compile(r"^\[(system|user|assistant|call|tool)\] ?", re.MULTILINE)
 _MAX_CHARS = 20_000
+_MAX_TURN_CHARS = 4_000
 
 
 @dataclass(frozen=True)
@@ -182,22 +192,13 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Try:
-    """One rollout of a task, with its messages."""
-
-    rollout_id: str
-    reward: float
-    messages: tuple[Message, ...]
-
-
-@dataclass(frozen=True)
 class Pair:
     """One task as tried by the model before and after RL, for the report."""
 
     task_id: str
     family: str
-    before: Try
-    after: Try
+    before: RolloutView
+    after: RolloutView
 
 
 def pair(evals: Path) -> Pair | None:
@@ -216,7 +217,7 @@ def pair(evals: Path) -> Pair | None:
         return None
     found.sort(key=lambda row: (len(row["transcript"]), row["task_id"], row["rollout_id"]))
     after = found[len(found) // 2]
-    return Pair(after["task_id"], after["family"], _try(before[after["task_id"]]), _try(after))
+    return Pair(after["task_id"], after["family"], _view(before[after["task_id"]]), _view(after))
 
 
 def messages(transcript: str) -> tuple[Message, ...]:
@@ -225,15 +226,41 @@ def messages(transcript: str) -> tuple[Message, ...]:
     >>> messages("[user] mend it\\n[call] test\\n[tool] 1 failed")
     (Message(role='user', text='mend it'), Message(role='call', text='test'), Message(role='tool', text='1 failed'))
     """
-    cut = transcript[:_MAX_CHARS] + ("\n…" if len(transcript) > _MAX_CHARS else "")
-    first, *rest = _MESSAGE.split(cut)
+    first, *rest = _MESSAGE.split(transcript)
     found = [Message("", first.strip())] if first.strip() else []
     found += [Message(role, body.strip("\n")) for role, body in zip(rest[::2], rest[1::2], strict=True)]
     return tuple(found)
 
 
-def _try(row: dict[str, Any]) -> Try:
-    return Try(row["rollout_id"], row["reward"], messages(row["transcript"]))
+def _view(row: dict[str, Any]) -> RolloutView:
+    """The rollout of an evaluation's row: its turns, or in files of earlier versions its transcript."""
+    try:
+        turns = from_json(row.get(_TREE) or "[]", tuple[TurnView, ...])
+    except ValueError:
+        turns = ()
+    view = RolloutView(
+        rollout_id=row["rollout_id"],
+        source="evaluation",
+        reward=row["reward"],
+        turns=turns,
+        transcript="" if turns else row["transcript"],
+    )
+    return _bounded(view)
+
+
+def _bounded(view: RolloutView) -> RolloutView:
+    """A copy with texts of bounded length, so that the page stays small."""
+    left, turns = _MAX_CHARS, list[TurnView]()
+    for turn in view.turns:
+        prompt = _cut(turn.prompt, min(left, _MAX_TURN_CHARS))
+        reply = _cut(turn.reply, min(left - len(prompt), _MAX_TURN_CHARS))
+        left = max(0, left - len(prompt) - len(reply))
+        turns.append(msgspec.structs.replace(turn, prompt=prompt, reply=reply))
+    return msgspec.structs.replace(view, turns=tuple(turns), transcript=_cut(view.transcript, _MAX_CHARS))
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if len(text) <= chars else text[: max(0, chars)] + "\n…"
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -242,8 +269,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as handle:
             verify_parquet(handle, path, kind=ChecksumMismatch)
         file = pq.ParquetFile(path, pre_buffer=False)  # no threads: they may abort the interpreter at exit
-        rows: list[dict[str, Any]] = file.read(columns=list(_COLUMNS), use_threads=False).to_pylist()
+        columns = [*_COLUMNS, *({_TREE} & set(file.schema_arrow.names))]
+        rows: list[dict[str, Any]] = file.read(columns=columns, use_threads=False).to_pylist()
     except (pa.ArrowException, OSError, ValueError, KeyError, ChecksumMismatch):
         return []
-    kinds = {name: float if name == "reward" else str for name in _COLUMNS}
+    kinds = {name: float if name == "reward" else str for name in columns}
     return [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]

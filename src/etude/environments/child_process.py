@@ -28,7 +28,7 @@ def require_programs(programs: dict[str, str], what: str) -> None:
     message: the plural noun of what runs in these programs, such as "virtual machines".
     """
     if sys.platform != "linux":
-        hint = "use the container recipe or a remote backend"
+        hint = "run etude in a container (examples/containers), or use a remote backend"
         raise MachineError(f"{what} need Linux", sys.platform, hint=hint)
     for program, package in {**programs, "setpriv": "util-linux"}.items():
         if shutil.which(program) is None:
@@ -124,7 +124,7 @@ class ChildProcess:
         except TimeoutError:
             facts = f"process {self.pid}, {deadline_s:g} s after SIGKILL"
             raise MachineError(
-                "a process does not end", facts, hint="it probably hangs in the kernel: see dmesg"
+                "a killed process does not end", facts, hint="it probably hangs in the kernel: see dmesg"
             ) from None
         finally:
             self._process.poll()

@@ -60,7 +60,7 @@ def check_memory_bound(limits: MachineLimits, controllers: Collection[str]) -> N
     if limits.require_memory_bound and "memory" not in controllers:
         raise MachineError(
             "the memory of a machine cannot be bounded here",
-            "this process may use no memory control group: a machine could take all of the host's memory",
+            "this process may not create memory cgroups, so a machine could use all memory of the host",
             hint="run it where one is delegated (systemd-run --user --scope -p Delegate=yes ...), use backend microvm, "
             "or accept it: [machines] require_memory_bound = false in a config, --unbounded-memory of a command",
         )

@@ -48,7 +48,11 @@ class LruCache(Generic[T]):
         """Return the value. Raises `MachineError` if it was never added or has been evicted."""
         value = self.get(name)
         if value is None:
-            raise MachineError(f"no snapshot {name[:12]!r}", "unknown or evicted", hint="prepare it again")
+            raise MachineError(
+                f"no snapshot {name[:12]!r}",
+                "it was never prepared, or was evicted from the cache",
+                hint="prepare it again",
+            )
         return value
 
     def hold(self, name: str) -> int:

@@ -94,10 +94,11 @@ def compare(
     trainer_T: npt.ArrayLike,
     routes_NLK: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
 ) -> Parity:
-    """Compare the log-probabilities of sampler and trainer, and optionally the experts that they chose (routes).
+    """Compare the log-probabilities of T tokens by sampler and trainer, and optionally their chosen experts (routes).
 
-    If one of two log-probabilities is not finite, the difference is infinite. Raises `ValueError` if the lengths differ
-    or there are no tokens.
+    `routes_NLK` has the experts of both, for N tokens, L layers and K experts per token. If one of two
+    log-probabilities is not finite, the difference is infinite. Raises `ValueError` if the lengths differ or there are
+    no tokens.
 
     >>> compare([-1.0, -2.0], [-1.0, -2.0]).equal
     True
@@ -130,7 +131,9 @@ def compare(
 
 
 def flipped(one_NLK: npt.NDArray[Any], other_NLK: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Find where two choices of experts differ as sets: bool [N, L]. Raises `ValueError` if the shapes differ."""
+    """Return for which token and layer two choices of experts differ as sets, bool [N, L].
+
+    Raises `ValueError` if the shapes differ."""
     if one_NLK.shape != other_NLK.shape or one_NLK.ndim != 3:
         raise ValueError(f"routes of shapes {one_NLK.shape} and {other_NLK.shape} cannot be compared")
     differs: npt.NDArray[np.bool_] = (np.sort(one_NLK, -1) != np.sort(other_NLK, -1)).any(-1)

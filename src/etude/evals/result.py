@@ -47,7 +47,7 @@ class EvalResult:
 
 
 def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float) -> EvalResult:
-    """Summarize the rollouts of one evaluation. `wall_s` is how long it took in seconds.
+    """Summarise the rollouts of one evaluation. `wall_s` is its duration in seconds.
 
     The interval uses the effective number of independent rollouts, because rollouts of one task, and tasks that are
     variants of one problem, are correlated."""

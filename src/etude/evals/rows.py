@@ -6,7 +6,7 @@ A row has everything that reports and comparisons need, including the transcript
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
 from etude.records.reward import Reward
 from etude.records.rollout import Invalid
 from etude.records.summary import RolloutSummary
+from etude.records.view import TurnView, transcript
+from etude.records.wire import to_json
 
 MAX_ROWS = 10_000_000
-ADDED_LATER = {"sign"}  # columns that files of earlier versions do not have
+ADDED_LATER = {"sign", "tree"}  # columns that files of earlier versions do not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,9 @@ class EvalRow:
     - `ending`: how the rollout ended, such as by submitting; "" if invalid.
     - `turns`, `sampled`, `malformed`: numbers of model requests, sampled tokens, and unparsable tool calls.
     - `wall_s`, `tool_s`: seconds in total, and of tools.
-    - `transcript`: the full context as text. `sign`: the most serious sign of cheating, or ""."""
+    - `transcript`: all conversations as text. `tree`: JSON list of `etude.records.view.TurnView`, "" in files of
+      earlier versions, whose transcript is the last conversation only.
+    - `sign`: the most serious sign of cheating, or ""."""
 
     task_id: str
     rollout_id: str
@@ -51,6 +55,7 @@ class EvalRow:
     tool_s: float
     transcript: str
     sign: str = ""
+    tree: str = ""
 
     @property
     def valid(self) -> bool:
@@ -78,13 +83,16 @@ _SCHEMA = pa.schema(
         ("tool_s", pa.float64()),
         ("transcript", pa.string()),
         ("sign", pa.string()),
+        ("tree", pa.string()),
     ],
     metadata={PARQUET_KEY: "1"},
 )
 
 
-def make_row(rollout: RolloutSummary, judged: Reward | Invalid, *, transcript: str, sign: str = "") -> EvalRow:
-    """Make the row of a rollout from its summary and its reward.
+def make_row(
+    rollout: RolloutSummary, judged: Reward | Invalid, *, turns: Sequence[TurnView], sign: str = ""
+) -> EvalRow:
+    """Make the row of a rollout from its summary, its reward, and its turns as text.
 
     `sign` is a sign of cheating, because of which the reward is 0; "" if there is none."""
     valid = isinstance(judged, Reward)
@@ -102,8 +110,9 @@ def make_row(rollout: RolloutSummary, judged: Reward | Invalid, *, transcript: s
         malformed=rollout.num_malformed,
         wall_s=rollout.wall_s,
         tool_s=rollout.tool_s,
-        transcript=transcript,
+        transcript=transcript(turns),
         sign=sign,
+        tree=to_json(turns).decode(),
     )
 
 

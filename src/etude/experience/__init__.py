@@ -1,4 +1,4 @@
-"""From finished rollouts to training batches, so that no rollout is lost and none is trained twice.
+"""Makes training batches from finished rollouts, so that no rollout is lost and none is trained on twice.
 
 - The ledger stores the state and result of every rollout.
 - The window decides which groups of rollouts may start, and which are trained next.

@@ -54,7 +54,7 @@ class Straggler(enum.StrEnum):
 class LittleSignal(enum.StrEnum):
     """What a step does when fewer than `signal_groups` of its groups have a signal (rewards that differ).
 
-    FILL: it takes more groups. SCALE: it scales its learning rate by the share of groups with a signal."""
+    FILL: it takes more groups. SCALE: it multiplies its learning rate by the share of groups with a signal."""
 
     FILL = "fill"
     SCALE = "scale"
@@ -108,7 +108,7 @@ class Window:
         return max(1, self.groups_per_step // 8) if self.straggler is Straggler.MASK else 0
 
     def free_groups(self, num_open: int, batched_step: int, published_step: int, size: int = 0) -> int:
-        """Return how many more groups may start.
+        """Return how many more groups of rollouts may start now.
 
         `num_open`: number of admitted groups that no batch has taken. `batched_step`: step of the last batch that was
         formed. `published_step`: step of the newest published weights. `size`: how many groups the batch that is being
@@ -117,13 +117,14 @@ class Window:
         return max(0, max(ahead, size if size > self.groups_per_step else 0) - num_open)
 
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
-        """Return the minimum version step of engines for a group that starts behind `num_open` open groups.
+        """Return the lowest step of the weights with which a group behind `num_open` open groups may be sampled.
 
-        It becomes `RolloutSpec.min_step`. The arguments are those of `free_groups`."""
+        It becomes `RolloutSpec.min_step`: engines with older weights must not run the group. The arguments are those of
+        `free_groups`."""
         return max(0, min(published_step, self.required_step(num_open, batched_step)))
 
     def required_step(self, place: int, batched_step: int, size: int = 0) -> int:
-        """Return the version step that must be published before the open group at `place`, counted from 0, may start.
+        """Return the step whose weights must be published before the open group at `place` (counted from 0) may start.
 
         `batched_step`: step of the last batch that was formed. `size`: the number of groups of the batch that is being
         formed, as far as it is known."""
@@ -177,7 +178,8 @@ class Window:
         return [group for group in order[: size + self.max_late_groups] if group in ready][:size]
 
     def late(self, order: Sequence[str], taken: Sequence[str]) -> list[str]:
-        """Return the groups that `take` skipped: admitted before the last group in `taken`, and not in `taken`."""
+        """Return the open groups that a step left out: admitted before the last group in `taken`, and not in
+        `taken`."""
         reach = order.index(taken[-1]) if taken else 0
         return [group for group in order[:reach] if group not in set(taken)]
 
@@ -203,7 +205,7 @@ def mask_stale(path: Path, *, learner_step: int, max_lag: int, straggler: Stragg
         oldest = int(path.oldest_steps[path.mask].min())
         raise LedgerError(
             f"a token of step {oldest} would be trained at step {learner_step}",
-            f"the bound is {max_lag}",
-            hint="this is a defect of the window: keep the run folder and report it, or set straggler = 'mask'",
+            f"a token may be at most {max_lag} steps old (experience.max_lag)",
+            hint="this is a defect of etude: keep the run folder and report it; straggler = 'mask' avoids it",
         )
     return mask_path(path, ~stale)

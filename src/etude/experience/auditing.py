@@ -1,9 +1,8 @@
-"""Audits a ledger: recomputes whether any rollout was lost or trained twice.
+"""Audits a ledger: checks from independent records whether any rollout was lost or trained on twice.
 
-What was trained comes from the lineage (the rollout ids in the manifests of the current weights and of all versions
+What was trained on comes from the lineage (the rollout ids in the manifests of the current weights and of all versions
 that they were trained from) and from the trace files. What is stored comes from the stored bytes. The states in the
-ledger are what is checked. The audit goes step by step and keeps nothing of a sound step, so that its memory does not
-grow with the run. This module knows nothing of manifests: the lineage is passed as plain steps."""
+ledger are compared with both. Memory does not grow with the run, since nothing of a sound step is kept."""
 
 from __future__ import annotations
 
@@ -74,12 +73,12 @@ def audit(
     before: Lineage = (),
     files: RolloutFiles | None = None,
 ) -> Report:
-    """Audit a ledger, and return what is wrong with it.
+    """Compare a ledger with traces, lineage and stored files, and return what is wrong with it.
 
     - `traces`: the folder of the trace files.
     - `lineage`: (step, rollout ids that it consumed) of each step that the current weights were trained by.
-    - `deleted`: the last step whose traces may have been deleted on purpose, so that the lineage is trusted.
-    - `after`: read only later steps and open work; an earlier audit found the run sound up to this step.
+    - `deleted`: the last step whose traces may have been deleted on purpose; up to it the lineage is trusted.
+    - `after`: an earlier audit found the run sound up to this step, so only later steps and open work are read.
     - `before`: the lineage up to `after`, read only if a rollout was taken more than once.
     - `files`: the stored rollouts that may still be trained on; each is read and verified. None: not checked.
 
@@ -158,9 +157,9 @@ def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
 
 
 def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield each recorded step up to `step` with its rollout ids, from the trace files.
+    """Yield (step, its rollout ids) for each recorded step up to `step`, from the trace files.
 
-    It serves in place of the manifests of published weights, when these are damaged."""
+    It replaces the manifests of published weights when these are damaged."""
     for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:

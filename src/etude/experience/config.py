@@ -15,8 +15,10 @@ from etude.experience.database import check_url
 class ExperienceConfig:
     """The `[experience]` section of a run's config: groups, lag, credit and rewards.
 
-    - `signal_groups`: the wanted number of groups with a signal per step; 0: no minimum. `little_signal`: what to do if
-      there are fewer: take more groups, or scale the learning rate.
+    - `groups_per_step`, `group_size`: groups that a step takes, and rollouts of each group.
+    - `straggler`: what a step does when a group is late. `curriculum`: how tasks are drawn.
+    - `signal_groups`: the wanted number of groups with a signal (rewards that differ) per step; 0: no minimum.
+      `little_signal`: what to do if there are fewer: take more groups, or scale the learning rate.
     - `ledger`: "" for a file in the run folder, or a shared server: "postgresql://host/database".
     - `max_lag`: the largest number of steps between the sampling of a token and the training on it.
     - `kl`: the weight of the KL penalty (k1 to the starting checkpoint) in each reward.

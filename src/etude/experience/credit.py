@@ -2,22 +2,26 @@
 
 A scheme gets the rewards of the *valid* siblings of a group. Without a signal, that is with fewer than two siblings or
 equal rewards, all advantages are 0. A scheme that divides by a standard deviation uses that of the rewards before the
-KL penalty (`Reward.raw`), so that differences in the penalty alone are not magnified. This module knows nothing of
-tokens."""
+KL penalty (`Reward.raw`), so that differences in the penalty alone are not magnified. A scheme may give each turn its
+own advantage (`TurnCreditScheme`). This module knows nothing of tokens."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from etude.errors import PluginError
 from etude.records.reward import Reward
 from etude.records.rollout import Graded
+from etude.records.summary import TurnPlace
 from etude.rewards import Composition
-from etude.seams import CreditScheme
+from etude.seams import CreditScheme, TurnCreditScheme
 
 GRPO_EPSILON = 1e-6
+FORK_PRIOR = 4
+"""The baseline of the turn before counts like so many siblings (`Fork`). With 1 the mean squared advantage in recorded
+runs was up to 4 % above RLOO's, with 4 up to 7 % below and never above."""
 
 
 class DrGrpo:
@@ -85,31 +89,108 @@ class Rloo:
         return [value - (total - value) / others for value in values]
 
 
+class Fork(Rloo):
+    """Fork credit: the advantage of a turn is r − what the other siblings got that came to the same context.
+
+    Rollouts of a group whose first turns have equal tokens share a prefix. Where they part is a fork, and a turn is
+    compared with the siblings that reached this fork, not only with those that had left before. The baseline of a turn
+    is ``(Σ r + 4 b) / (k + 4)`` over the k other siblings that read the same context, where b is the baseline of the
+    turn before; of several turns that the same siblings reached it is that of the first. It begins with RLOO's, the
+    mean of all other siblings, so that the reward of a few siblings alone counts little (`FORK_PRIOR`). Turns that no
+    other sibling reached keep the baseline of the fork at which their rollout went its own way.
+
+    The baseline depends on the context and on other rollouts only, never on what was sampled after the context. So the
+    gradient is unbiased, as RLOO's is. Turns with the same context in one rollout (an agent program asked twice) have
+    the same baseline: they share one reward, which says nothing about which of them was better.
+
+    Trees of siblings as in Tree-GRPO (Ji et al. 2025, arXiv 2509.21240) and groups at a state that several rollouts
+    reached as in GiGPO (Feng et al. 2025, arXiv 2505.10978). These add normalised advantages of several levels, which
+    is biased; here each turn has one baseline.
+    """
+
+    name, version = "fork", "1"
+
+    def turn_advantages(self, rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]]) -> list[list[float]]:
+        values = [reward.value for reward in rewards]
+        if not _differ(values):
+            return [[0.0] * len(own) for own in turns]
+        reached: dict[bytes, set[int]] = {}
+        for i, own in enumerate(turns):
+            for turn in own:
+                reached.setdefault(turn.context, set()).add(i)
+        everyone, total = frozenset(range(len(values))), math.fsum(values)
+        found = list[list[float]]()
+        for i, own in enumerate(turns):
+            first: tuple[Set[int], float] = (everyone - {i}, (total - values[i]) / (len(values) - 1))
+            baselines = list[tuple[Set[int], float]]()  # of each turn, with the siblings that it is from
+            for turn in own:
+                siblings, baseline = first if turn.parent is None else baselines[turn.parent]
+                here = reached[turn.context] - {i}
+                if here and here != siblings:
+                    rewarded = math.fsum(values[j] for j in here)
+                    siblings, baseline = here, (rewarded + FORK_PRIOR * baseline) / (len(here) + FORK_PRIOR)
+                baselines.append((siblings, baseline))
+            found.append([values[i] - baseline for _, baseline in baselines])
+        return found
+
+
 class Credit(enum.StrEnum):
     """The names of the credit schemes in configs."""
 
     DR_GRPO = "dr-grpo"
     GRPO = "grpo"
     RLOO = "rloo"
+    FORK = "fork"
 
 
 DR_GRPO: CreditScheme = DrGrpo()
-SCHEMES: Mapping[Credit, CreditScheme] = {Credit.DR_GRPO: DR_GRPO, Credit.GRPO: Grpo(), Credit.RLOO: Rloo()}
+SCHEMES: Mapping[Credit, CreditScheme] = {
+    Credit.DR_GRPO: DR_GRPO,
+    Credit.GRPO: Grpo(),
+    Credit.RLOO: Rloo(),
+    Credit.FORK: Fork(),
+}
 
 
 def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> list[float]:
     """Return the advantages that a scheme computes from the rewards of one group, one per reward.
 
     Raises `PluginError`, which names the scheme, when it fails or returns anything but one finite number per reward."""
+    [found] = _asked(scheme, rewards, lambda: [scheme.advantages(rewards)], [len(rewards)], "reward")
+    return found
+
+
+def turn_advantages(
+    rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]], scheme: CreditScheme
+) -> list[tuple[float, ...]]:
+    """Return the advantages of the turns of each rollout of a group; empty ones if the scheme does not credit by turn.
+
+    Raises `PluginError`, which names the scheme, when it fails or returns anything but one finite number per turn."""
+    if not isinstance(scheme, TurnCreditScheme):
+        return [()] * len(rewards)
+    sizes = [len(own) for own in turns]
+    return [
+        tuple(own) for own in _asked(scheme, rewards, lambda: scheme.turn_advantages(rewards, turns), sizes, "turn")
+    ]
+
+
+def _asked(
+    scheme: CreditScheme,
+    rewards: Sequence[Reward],
+    ask: Callable[[], Sequence[Sequence[float]]],
+    sizes: Sequence[int],
+    each: str,
+) -> list[list[float]]:
+    """Return what a scheme answers: lists of these sizes, of finite numbers. Raises `PluginError`."""
     what = f"credit scheme {scheme.name!r} ({type(scheme).__module__}:{type(scheme).__qualname__})"
     hint = "fix the scheme, then resume the run: the group is kept"
     facts = f"the rewards of the group: {[reward.value for reward in rewards]}"
     try:
-        found = [float(advantage) for advantage in scheme.advantages(rewards)]
+        found = [[float(advantage) for advantage in some] for some in ask()]
     except Exception as error:
         raise PluginError(f"{what} failed", f"{type(error).__name__}: {error}; {facts}", hint=hint) from error
-    if len(found) != len(rewards) or not all(map(math.isfinite, found)):
-        raise PluginError(f"{what} did not return one finite number per reward", f"{found}; {facts}", hint=hint)
+    if [len(some) for some in found] != list(sizes) or not all(math.isfinite(one) for some in found for one in some):
+        raise PluginError(f"{what} did not return one finite number per {each}", f"{found}; {facts}", hint=hint)
     return found
 
 
@@ -118,8 +199,8 @@ def assign_credit(
 ) -> list[tuple[Reward, float]]:
     """Return (reward, advantage) of each graded rollout of a group, in the given order.
 
-    This needs only stored terms, so credit can be computed again later: with the same settings to the same bits, or
-    with other settings."""
+    Only stored terms are needed, so credit can be computed again later with the same settings, to the same bits, or
+    with other ones."""
     rewards = composition.rewards([one.terms for one in graded])
     return list(zip(rewards, advantages(rewards, scheme), strict=True))
 

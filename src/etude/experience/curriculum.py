@@ -47,7 +47,8 @@ class Signals:
 
     @property
     def counts(self) -> dict[str, tuple[float, float]]:
-        """(groups with a signal, groups) by family, both decayed. Plain data, to store."""
+        """(groups with a signal, all groups) by family. Older groups count less. Can be stored and given to `Signals`
+        again."""
         return dict(self._counts)
 
     def add(self, family: str, *, signal: bool) -> None:
@@ -58,8 +59,8 @@ class Signals:
     def count(self, plan: BatchPlan, known: Container[str]) -> None:
         """Count the groups of a planned step.
 
-        Groups without a valid member are skipped. So are the ids in `known`: groups that were counted before a restart
-        took their steps back."""
+        Groups without a valid member are skipped, and so are the group ids in `known`: they were counted before a
+        restart went back to an earlier step."""
         for group_id, judged in plan.judged.items():
             if judged and group_id not in known:
                 self.add(judged[0][0].family, signal=len({reward.raw for _, reward in judged}) > 1)

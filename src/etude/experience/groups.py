@@ -13,7 +13,7 @@ from etude.records.summary import RolloutSummary
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout and its outcome. Created by the ledger, read by credit and packing.
+    """A finished rollout and its outcome. The ledger makes one.
 
     `summary` is None if the process that ran the rollout died and stored nothing."""
 

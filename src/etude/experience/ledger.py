@@ -79,9 +79,10 @@ class _Move(NamedTuple):
 class Reconciled:
     """The result of `Ledger.reconcile` after a restart: numbers of rollouts by correction.
 
-    `trained`: were in a batch, and a step of the current weights consumed them. `freed`: were in a batch or trained,
-    but in no such step; back to graded. `requeued`: were running. `gone`: like freed, but without a stored record, so
-    that they are never trained again."""
+    - `trained`: they were in a batch, and a step of the current weights had consumed them.
+    - `freed`: they were in a batch or trained, but in no step of the current weights. They are graded again.
+    - `requeued`: they were running, and will be run again.
+    - `gone`: like freed, but no record is stored, so they are never trained on again."""
 
     trained: int
     freed: int
@@ -171,7 +172,8 @@ class Ledger:
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store bytes under a rollout and a name, durable with the transaction. They replace earlier bytes."""
+        """Store bytes under a rollout and a name. They replace earlier bytes, and are durable when the transaction
+        is."""
         self.row(rollout_id)
         self._put(name, [(rollout_id, data)])
 
@@ -242,7 +244,7 @@ class Ledger:
 
     @_atomic
     def finish_all(self, ended: Sequence[tuple[RolloutSummary, Outcome]]) -> list[bool]:
-        """Do what `finish` does for several rollouts at once, and return its result for each."""
+        """Store several finished rollouts in one transaction, and return for each what `finish` returns."""
         counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
         rows = self.require_rows([rollout.rollout_id for rollout, _ in ended])
         for row, (rollout, outcome) in zip(rows, ended, strict=True):
@@ -375,7 +377,7 @@ class Ledger:
 
     @_atomic
     def prune(self, step: int) -> int:
-        """Delete the stored bytes of rollouts that steps up to `step` consumed. Returns the number of entries.
+        """Delete the stored bytes of rollouts that steps up to `step` consumed. Returns the number of deleted entries.
 
         Call it with the oldest step that a restart can go back to. Traces and quarantine records are kept."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
@@ -458,7 +460,7 @@ class Ledger:
         if beyond and not grow:
             raise LedgerError(
                 f"no slot is free for rollout {beyond[0]}",
-                f"all {self._capacity} are held",
+                f"all {self._capacity} are in use",
                 hint="admit only as many groups as the window allows",
             )
         if beyond:
@@ -586,7 +588,7 @@ class Ledger:
         return [rollout_id for (rollout_id,) in self._db.rows(sql, State.ADMITTED, State.REQUEUED)]
 
     def next_waiting(self, limit: int) -> list[Row]:
-        """Return the first `limit` rows of `waiting`; the others are not read."""
+        """Return the rows of the first `limit` rollouts that wait for a worker, in order of admission."""
         first = f"SELECT position, {COLUMNS} FROM rollouts WHERE state = ? ORDER BY position LIMIT {int(limit)}"
         both = f"SELECT * FROM ({first}) AS a UNION ALL SELECT * FROM ({first}) AS b ORDER BY 1 LIMIT {int(limit)}"
         return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
@@ -606,11 +608,6 @@ class Ledger:
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
         return self._among(group_ids, sql, *ENDED)
-
-    def groups_with_signal(self, group_ids: Collection[str]) -> set[str]:
-        """Return those of the groups whose graded members do not all have the same reward in their rows."""
-        sql = "SELECT group_id FROM rollouts WHERE group_id IN (*) AND state = ? GROUP BY group_id"
-        return self._among(group_ids, f"{sql} HAVING min(reward) < max(reward)", State.GRADED)
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Return those of the groups that a batch ever took. Batches that a restart took back count too."""
@@ -723,7 +720,11 @@ def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
 
 def _spec(row: Row, data: bytes | None) -> RolloutSpec:
     if data is None:
-        raise LedgerError(f"rollout {row.rollout_id} has no spec", "it was pruned", hint="it has ended: skip it")
+        raise LedgerError(
+            f"rollout {row.rollout_id} has no spec",
+            "the run has deleted it, since no restart needs its step",
+            hint="it has ended: skip it",
+        )
     return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)
 
 

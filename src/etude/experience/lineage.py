@@ -24,7 +24,7 @@ MAX_VERSIONS = 256
 def by_step(
     lineage: Lineage, known: Iterable[int], *, believed: Callable[[], int] = lambda: 0
 ) -> Iterator[tuple[int, Collection[str] | None]]:
-    """Yield (step, ids of consumed rollouts) for each step of the lineage, then for the other steps of `known`.
+    """Yield (step, ids of consumed rollouts) for each step of the lineage, then for those steps of `known` not in it.
 
     The lineage is the sequence of steps that the current weights were trained by. The ids of a step outside of it are
     (), or None if the step is not after `believed()`: there the caller trusts its own record.
@@ -43,13 +43,13 @@ def by_step(
 
 
 class Branches:
-    """The published versions, and how old each is seen from the current weights.
+    """The published versions of the weights, and the distance of each one from the current weights.
 
     The lineage of the current weights is the sequence of versions that they were trained from. A version is in it if it
     is of the current incarnation, or if the lineage has the same bytes at its step: steps that were repeated bit for
     bit after a restart are not lost. Any other version is on a dead branch. Its distance from step n of the lineage is
-    the way back to the common ancestor and forward again: (step - ancestor) + (n - ancestor). That is the distance of
-    step 2 * ancestor - step of the lineage, which is called its *apparent step* and may be negative.
+    the way back to the common ancestor and forward again: (step - ancestor) + (n - ancestor). Step 2 * ancestor - step
+    of the lineage has the same distance. It is called the *apparent step* of the version, and may be negative.
 
     >>> def version(step, incarnation, bytes): return Version(step, incarnation * 8, bytes * 64)
     >>> first = [version(step, "a", "5678"[step]) for step in range(4)]
@@ -89,7 +89,7 @@ class Branches:
 
 
 def with_apparent_steps(branches: Branches, group: Group) -> Group:
-    """Return the group with the apparent step of each version (`Branches`), and with `lost` filled in.
+    """Return the group with the step of each version replaced by its apparent step (`Branches`), and with `lost` set.
 
     `lost` has the ids of rollouts with tokens of a version outside the lineage of the current weights."""
     finished = tuple(_seen(branches, one) for one in group.finished)

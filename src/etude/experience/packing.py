@@ -1,4 +1,4 @@
-"""Turns groups into the batch of one optimiser step, in two stages, and computes the step's metrics.
+"""Makes the batch of one optimiser step from groups of rollouts, in two stages, and computes the step's metrics.
 
 `plan_batch` composes rewards and computes advantages. It needs only terms and counts, so that the conductor reads no
 tokens. `make_batch` reads the planned rollouts and makes the samples that have a gradient. Both are deterministic: the
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from etude.experience.admission import Straggler, mask_path, mask_stale
-from etude.experience.credit import DR_GRPO, assign_credit
+from etude.experience.credit import DR_GRPO, assign_credit, turn_advantages
 from etude.experience.groups import Group
 from etude.records.reward import K1, Term
 from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace, Turn, TurnKind
@@ -48,13 +48,13 @@ def paths(trace: Trace) -> Iterator[Path]:
 def trained(turn: Turn) -> bool:
     """Return whether the sampled tokens of a turn can be in the loss.
 
-    Those of a side call are not: a title is no work at the task, and the reward says nothing about it. Nor are those
-    whose sampling is not `Sampling.plain`, since the learner computes their probabilities by another formula."""
+    They cannot in a side call (such as a request for a title), since the reward says nothing about it, nor in a turn
+    whose sampling is not `Sampling.plain`, since the learner computes its probabilities by another formula."""
     return turn.sampling.plain and turn.kind is not TurnKind.SIDE
 
 
 def num_not_plain(trace: Trace) -> int:
-    """Number of sampled tokens of turns that are not `trained`."""
+    """Return the number of sampled tokens of the turns for which `trained` is False."""
     return sum(len(turn.completion.token_ids) for turn in trace.turns if not trained(turn))
 
 
@@ -65,10 +65,10 @@ def _repeat_by_turn(trace: Trace, chain: Sequence[int], values: Sequence[float])
 
 
 def temperatures(trace: Trace, leaf: int, mask: Bools, *, run: float) -> F32 | None:
-    """Return [S]: the temperature that each of the S tokens with loss was sampled at; 1 for greedy sampling.
+    """Return the temperature at which each of the S tokens with loss was sampled, [S] float32; 1 for greedy sampling.
 
-    `leaf`: the last turn of the path. `mask`: [T] its tokens with loss. Returns None if all temperatures are `run`,
-    that of the run."""
+    `leaf` is the number of the path's last turn, and `mask`, [T], selects its tokens with loss. Returns None if all
+    temperatures equal `run`, the temperature of the run."""
     chain = trace.chain(leaf)
     found = _repeat_by_turn(trace, chain, [trace.turns[at].sampling.temperature or 1.0 for at in chain])
     sampled = found[mask].astype(np.float32)
@@ -117,7 +117,10 @@ def _members(
 ) -> Iterator[Member]:
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
-    credit = dict(zip(ids, assign_credit(graded, composition, scheme), strict=True))
+    given = assign_credit(graded, composition, scheme)
+    places = [rollout.places for rollout, _ in group.valid]
+    by_turn = dict(zip(ids, turn_advantages([reward for reward, _ in given], places, scheme), strict=True))
+    credit = dict(zip(ids, given, strict=True))
     judged = dict(zip(ids, graded, strict=True))
     ended = {one.rollout_id: one for one in group.finished}
     for i in group.rollout_ids:
@@ -132,6 +135,7 @@ def _members(
                 summary=one.summary,
                 reward=reward,
                 advantage=advantage,
+                turn_advantages=by_turn.get(i, ()),
                 masks_stale=straggler is Straggler.MASK or i in group.lost,
             )
 
@@ -150,7 +154,7 @@ def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batc
     `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run."""
     samples = list[Sample]()
     for member in plan.members:
-        if member.summary is not None and member.advantage:
+        if member.summary is not None and member.credited:
             trace = with_versions_of(read(member.summary), member.summary).trace
             samples += [sample for _, sample in samples_of(plan, member, trace, temperature=temperature)]
     return batch_of(plan, samples)
@@ -174,21 +178,25 @@ def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: fl
     """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
-    the rollout's advantage. Masked are tokens that are too old, which is decided for each conversation by itself, and
-    refused summaries if the advantage is positive: what came after them is not their merit. The list is empty when the
-    advantage is 0 or no token with loss is left. `temperature`: the sampling temperature of the run."""
-    if not member.advantage:
+    the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
+    advantage is positive, since they did not contribute to it. The list is empty when the rollout has no advantage or
+    no token with loss is left. `temperature`: the sampling temperature of the run."""
+    if not member.credited:
         return []
+    given = member.turn_advantages or (member.advantage,) * len(trace.turns)
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     found = list[tuple[int, Sample]]()
     for leaf, whole in zip(trace.leaves(), paths(trace), strict=True):
         path = mask_stale(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
-        refused = [trace.turns[at].kind is TurnKind.REFUSED for at in trace.chain(leaf)]
-        if member.advantage > 0 and any(refused):
-            path = mask_path(path, ~_repeat_by_turn(trace, trace.chain(leaf), refused))
+        chain = trace.chain(leaf)
+        refused = [trace.turns[at].kind is TurnKind.REFUSED and given[at] > 0 for at in chain]
+        if any(refused):
+            path = mask_path(path, ~_repeat_by_turn(trace, chain, refused))
         if path.mask.any():
             own = temperatures(trace, leaf, path.mask, run=temperature)
-            found.append((leaf, Sample.uniform(member.rollout_id, path, member.advantage, own)))
+            each = _repeat_by_turn(trace, chain, [given[at] for at in chain])[path.mask].astype(np.float32)
+            sample = Sample(rollout_id=member.rollout_id, path=path, advantages=each, temperatures=own)
+            found.append((leaf, sample))
     return found
 
 
@@ -202,13 +210,13 @@ def has_fresh_signal(
 ) -> bool:
     """Return whether some member of the group that has an advantage also sampled a token within the lag bound.
 
-    Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked."""
-    credit = assign_credit([graded for _, graded in group.valid], composition, scheme)
+    Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. Advantages are
+    those without a KL penalty, which is measured later."""
     return any(
         learner_step - step <= max_lag
-        for (rollout, _), (_, advantage) in zip(group.valid, credit, strict=True)
-        if advantage
-        for step in rollout.oldest_steps
+        for member in _members(group, composition, scheme, Straggler.WAIT, None)
+        if member.summary is not None and member.credited
+        for step in member.summary.oldest_steps
     )
 
 

@@ -186,7 +186,7 @@ class PostgresDatabase:
         )[0]
         if not there[0]:
             if self._readonly:
-                hint = "a run creates it when RL begins; was it dropped, or is this another server?"
+                hint = "a run creates it when RL begins; check that this is the right server"
                 raise NoLedger(f"{self.where} has no such ledger", f"no schema {self.schema}", hint=hint)
             self._create(schema=not there[1])
         found = self.session.query("SELECT value FROM meta WHERE key = 'format'")

@@ -69,7 +69,7 @@ def map_error(where: str, error: psycopg.Error) -> EtudeError:
         return LedgerError(f"{where} is read-only", text, hint="connect to the primary server, not to a standby")
     if state[:2] in ("53", "58"):
         return StoreError(f"{where} cannot be written", text, hint="free the server's disk, then etude run --resume")
-    return LedgerError(f"{where} is not a sound ledger", text, hint="restore the schema from a copy")
+    return LedgerError(f"{where} is not a valid ledger", text, hint="restore the schema from a copy")
 
 
 def check(url: str) -> None:

@@ -2,8 +2,8 @@
 
 So no rollout is sent between processes. There is one file per rollout and attempt, `g000012.3.0.rollout`: `HEAD`, then
 a packed `Rollout`. It is on disk before the ledger records that the rollout has finished. It is read with the size and
-SHA-256 from the ledger, so a changed file is an error. Files that no rollout of the ledger refers to are deleted
-(`keep_only`): of abandoned attempts, and of rollouts whose step no restart can go back to. Safe for any number of
+SHA-256 from the ledger, so a changed file is an error. Files that the ledger does not need any more are deleted
+(`keep_only`): those of abandoned attempts, and of rollouts whose step no restart can go back to. Safe for any number of
 readers and writers. This module knows nothing of the ledger. The format is in `docs/formats/run.md`."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RolloutFiles:
         self.folder = folder
 
     def path(self, rollout_id: str, attempt: int) -> Path:
-        """Return the path of a rollout's file."""
+        """Return the path of the file of one attempt at a rollout."""
         return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
 
     def write(self, rollout: Rollout, *, durable: bool = True) -> StoredFile:

@@ -175,7 +175,7 @@ class SqliteDatabase:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         if found:
-            raise LedgerError(f"{self.path} is not a sound ledger", "; ".join(map(str, found)), hint=_HINT_COPY)
+            raise LedgerError(f"{self.path} is not a valid ledger", "; ".join(map(str, found)), hint=_HINT_COPY)
 
     def close(self) -> None:
         self._connection.close()
@@ -193,7 +193,7 @@ def _map_error(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError
     if isinstance(error, OSError):
         return StoreError(f"{path} cannot be accessed", text, hint="check the disk")
     if not isinstance(error, sqlite3.OperationalError):
-        return LedgerError(f"{path} is not a sound ledger", text, hint=_HINT_COPY)
+        return LedgerError(f"{path} is not a valid ledger", text, hint=_HINT_COPY)
     if "full" in text or "I/O" in text:
         return StoreError(f"{path} cannot be written", text, hint="free disk space, then etude run --resume")
     if "locked" in text:

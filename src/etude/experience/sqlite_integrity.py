@@ -30,7 +30,7 @@ CREATE TABLE {SUMS} (
 
 
 def row_crc(*values: object) -> int:
-    """Return the CRC-32 of the repr of a row's values, which distinguishes types and boundaries.
+    """Return the CRC-32 of a row's values. Values of different types, or divided differently, give different CRCs.
 
     >>> row_crc("a", 1) != row_crc("a1") != row_crc("a", 2) != row_crc("a", "2")
     True

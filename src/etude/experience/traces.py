@@ -39,14 +39,14 @@ from etude.experience.packing import Read, batch_of, num_not_plain, samples_of
 from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
-from etude.records.rollout import Boundary, Graded, Invalid, Path, Trace, Turn, TurnKind
+from etude.records.rollout import Boundary, Graded, Invalid, Path, Start, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Origin, Sample
-from etude.records.summary import BatchPlan, BatchRef, Member, with_versions_of
+from etude.records.summary import BatchPlan, BatchRef, Member, TurnPlace, turn_places, with_versions_of
 from etude.records.task import Trust
 from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
 from etude.seams import BlobStore
 
-FORMAT = 3
+FORMAT = 4
 ROW_GROUP_BYTES = 64 << 20
 """Rows are written when they reach this size, so that memory is bounded."""
 MAX_COMPARED = 64
@@ -83,8 +83,10 @@ _TURN_COLUMNS = {
     "turn": pa.int32(),
     "parent": pa.int32(),
     "kind": pa.string(),
+    "start": pa.string(),
     "sampling": _SAMPLING,
     "engine": pa.string(),
+    "num_cached": pa.int32(),
     "stop_reason": pa.string(),
     "spans": pa.list_(_SPAN),
     "shared_with": pa.int32(),
@@ -107,8 +109,9 @@ _SAMPLE_COLUMNS = {
 _NAMED = [pa.field("row", pa.string(), nullable=False), pa.field("rollout_id", pa.string(), nullable=False)]
 SCHEMA = pa.schema([*_NAMED, *_ROLLOUT_COLUMNS.items(), *_TURN_COLUMNS.items(), *_SAMPLE_COLUMNS.items()])
 """The columns; described in `docs/formats/traces.md`."""
-_SCHEMA_2 = SCHEMA.set(SCHEMA.get_field_index("sampling"), pa.field("sampling", pa.struct(_SAMPLING_2)))
-_SCHEMAS = {2: _SCHEMA_2, FORMAT: SCHEMA}
+_SCHEMA_3 = pa.schema([field for field in SCHEMA if field.name not in ("start", "num_cached")])
+_SCHEMA_2 = _SCHEMA_3.set(_SCHEMA_3.get_field_index("sampling"), pa.field("sampling", pa.struct(_SAMPLING_2)))
+_SCHEMAS = {2: _SCHEMA_2, 3: _SCHEMA_3, FORMAT: SCHEMA}
 _ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
 """Columns that are read as arrays: as Python numbers they would take ten times the memory."""
 _JUDGED = ["rollout_id", *_ROLLOUT_COLUMNS]
@@ -121,7 +124,8 @@ class RecordedRollout:
     """One rollout of a recorded step, without its tokens.
 
     `task_id`, `family`, `attempt` and `ending` are None if the process that ran the rollout stored nothing. `outcome`:
-    None if it was cancelled or quarantined."""
+    None if it was cancelled or quarantined. `reward`: the composed reward that credit was computed from; None unless
+    graded. `places`: of its turns, for credit by turn; empty in files of format 1."""
 
     rollout_id: str
     group_id: str
@@ -130,6 +134,8 @@ class RecordedRollout:
     attempt: int | None
     ending: str | None
     outcome: Graded | Invalid | None
+    reward: float | None = None
+    places: tuple[TurnPlace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,23 @@ class RecordedBatch:
 
 
 @dataclass(frozen=True)
+class RecordedTree:
+    """One rollout of a recorded step with its turns.
+
+    `samples`: pairs (number of the last turn of the path, sample). `first_row`: the number of the first of them in the
+    batch, from 0."""
+
+    rollout: RecordedRollout
+    trace: Trace
+    samples: tuple[tuple[int, Sample], ...]
+    first_row: int
+
+
+@dataclass(frozen=True)
 class Index:
-    """The part of a trace file that an audit needs. `trained`: ids of rollouts with a sample."""
+    """What an audit reads of a trace file: the step, its batch, and its rollouts.
+
+    `rollout_ids`: all rollouts. `trained`: those with a sample. `graded`: those with a grade."""
 
     path: TraceFile
     batch_id: str
@@ -161,7 +182,7 @@ class Index:
 
 @dataclass(frozen=True)
 class StoredTrace:
-    """The trace file of one step in a blob store, with those methods of a path that this module uses."""
+    """The trace file of one step in a blob store, with the methods of `pathlib.Path` that this module uses."""
 
     store: BlobStore
     name: str
@@ -265,7 +286,7 @@ def record_batch(
         prefixes = _Prefixes()
         for member in plan.members:
             trace = _trace(member, read)
-            not_plain += num_not_plain(trace) if member.advantage else 0
+            not_plain += num_not_plain(trace) if member.credited else 0
             yield from _rows(plan, member, trace, prefixes, samples, temperature)
             each()
 
@@ -293,7 +314,7 @@ def record_batch(
     _write(trace_path(folder, plan.step), rows(), facts)
     batch = made()
     num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
-    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.advantage)
+    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.credited)
     ref = BatchRef(
         batch_id=plan.batch_id,
         step=plan.step,
@@ -421,8 +442,10 @@ def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
     return found | {
         "parent": turn.parent,
         "kind": str(turn.kind),
+        "start": None if turn.start is None else str(turn.start),
         "sampling": _sampling_columns(turn.sampling),
         "engine": done.engine,
+        "num_cached": done.num_cached,
         "stop_reason": str(done.stop_reason),
         "spans": [version | count for version, count in zip(versions, counts, strict=True)],
         "prompt_ids": prompt_ids,
@@ -512,7 +535,7 @@ def read_trace(path: TraceFile) -> RecordedBatch:
         else:
             judged, samples = [], []
             for row, trace, numbered in _rollouts(table):
-                judged.append(_recorded_rollout(row))
+                judged.append(_recorded_rollout(row, turn_places(trace)))
                 samples += [_sample(one, table, i, trace) for i, one in numbered]
         batch = Batch(
             batch_id=facts["batch_id"],
@@ -541,22 +564,23 @@ def _share(value: object) -> float:
     return value
 
 
-def read_rollout(path: TraceFile, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
-    """Read a rollout's outcome and the tokens of each of its paths, [T] int32, from a trace file.
+def read_rollout(path: TraceFile, rollout_id: str) -> RecordedTree | None:
+    """Read one rollout with its turns and samples from a trace file; turns and samples have no routes.
 
-    Returns None when the file does not have the rollout. Raises `LedgerError` for a missing or damaged file."""
+    A path of a file of format 1 is one turn that sampled nothing. Returns None when the file does not have the rollout.
+    Raises `LedgerError` for a missing or damaged file."""
     old = [*_JUDGED, "token_ids"]
-    new = [name for name in SCHEMA.names if name != "routes"]
-    table, facts = _read(path, {1: old, 2: new, FORMAT: new})
+    columns = {number: [name for name in schema.names if name != "routes"] for number, schema in _SCHEMAS.items()}
+    table, facts = _read(path, {1: old, **columns})
     try:
         if facts["format"] == 1:
-            names = enumerate(table.column("rollout_id").to_pylist())
-            rows = [table.select(old).slice(i, 1).to_pylist()[0] for i, name in names if name == rollout_id]
-            paths = [np.array(row["token_ids"], np.int32) for row in rows if row["token_ids"] is not None]
-            return (_recorded_rollout(rows[0]).outcome, paths) if rows else None
-        for row, trace, _ in _rollouts(table):
+            return _read_rollout_1(table.select(old), rollout_id)
+        num_rows = 0
+        for row, trace, numbered in _rollouts(table):
             if row["rollout_id"] == rollout_id:
-                return _recorded_rollout(row).outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
+                samples = [(one["leaf"], _sample(one, table, i, trace)) for i, one in numbered]
+                return RecordedTree(_recorded_rollout(row), trace, tuple(samples), first_row=num_rows)
+            num_rows += len(numbered)
     except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
     return None
@@ -566,8 +590,7 @@ def read_index(path: TraceFile) -> Index:
     """Read which rollouts a trace file has, without their tokens.
 
     Raises `LedgerError` for a missing or damaged file."""
-    new = ["rollout_id", "reward", "row"]
-    columns = {1: ["rollout_id", "reward", "in_batch"], 2: new, FORMAT: new}
+    columns = {key: ["rollout_id", "reward", "row"] for key in _SCHEMAS} | {1: ["rollout_id", "reward", "in_batch"]}
     table, facts = _read(path, columns)
     rows = table.select(columns[facts["format"]]).to_pylist()
     return Index(
@@ -610,20 +633,20 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
 
 def _damaged(path: TraceFile, error: Exception) -> LedgerError:
     return LedgerError(
-        f"{path} is not a sound trace",
+        f"{path} is not a valid trace",
         f"{type(error).__name__}: {error}",
         hint="restore it from a copy; training continues without it, only a replay of that step needs it",
     )
 
 
-def _recorded_rollout(row: dict[str, Any]) -> RecordedRollout:
+def _recorded_rollout(row: dict[str, Any], places: tuple[TurnPlace, ...] = ()) -> RecordedRollout:
     outcome: Graded | Invalid | None = None
     if row["terms"] is not None:
         outcome = _graded(row)
     elif row["boundary"] is not None:
         outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
-    names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending")
-    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome)
+    names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending", "reward")
+    return RecordedRollout(**{name: row[name] for name in names}, outcome=outcome, places=places)
 
 
 def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tuple[int, dict[str, Any]]]]]:
@@ -673,9 +696,11 @@ def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], g
             spans=tuple(VersionSpan(version, *count) for version, count in zip(versions, counts, strict=True)),
             stop_reason=StopReason(row["stop_reason"]),
             engine=row["engine"],
+            num_cached=row.get("num_cached") or 0,
         ),
         sampling=_sampling(row["sampling"]),
         kind=TurnKind(row["kind"]),
+        start=Start(row["start"]) if row.get("start") else None,
     )
 
 
@@ -719,6 +744,28 @@ def _samples_1(table: pa.Table) -> list[Sample]:
             path = Path(**found, routes=routes, digest=row["digest"])
             samples.append(Sample.uniform(row["rollout_id"], path, row["advantage"]))
     return samples
+
+
+def _read_rollout_1(table: pa.Table, rollout_id: str) -> RecordedTree | None:
+    rows = [i for i, name in enumerate(table.column("rollout_id").to_pylist()) if name == rollout_id]
+    if not rows:
+        return None
+    none, sampling = np.zeros(0, np.int32), Sampling(max_tokens=0, stop_token_ids=())
+    turns = [
+        Turn(
+            parent=None,
+            prompt_ids=_array(table, "token_ids", i),
+            completion=Completion(
+                request_id="", token_ids=none, logprobs=none.astype(np.float32), routes=np.zeros((0, 0, 0), np.uint8),
+                routes_start=0, spans=(), stop_reason=StopReason.STOP, engine="",
+            ),
+            sampling=sampling,
+        )
+        for i in rows
+        if table.column("token_ids")[i].is_valid
+    ]  # fmt: skip
+    row = table.select(_JUDGED).slice(rows[0], 1).to_pylist()[0]
+    return RecordedTree(_recorded_rollout(row), Trace(tuple(turns)), (), first_row=0)
 
 
 def _graded(row: dict[str, Any]) -> Graded:

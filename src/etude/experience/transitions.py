@@ -45,7 +45,7 @@ ENDED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELL
 
 
 class Move(NamedTuple):
-    """One allowed transition from the state `origin` to the state `to`. `when`: what happens then, in words."""
+    """One allowed transition from the state `origin` to the state `to`. `when` describes what causes it."""
 
     origin: State
     to: State

@@ -1,14 +1,14 @@
-"""The model's answer to a request, before a dialect writes it as a body or as events."""
+"""The model's answer to a request, before it is written in the format of a vendor's API."""
 
 from __future__ import annotations
 
-import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from etude.capture import Chat, Message, ParsedReply
+from etude.capture import Chat, Cut, Message, ParsedReply, cut_at_stop
+from etude.capture.summaries import Shortened
 from etude.gateway.streams import split_unfinished
 from etude.records.completion import Completion, StopReason
 from etude.records.wire import I32
@@ -16,11 +16,27 @@ from etude.records.wire import I32
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What identifies one response: 32 hex characters, the model's name for clients, and the Unix time in seconds."""
+    """The identity of one response: `id` (32 hex characters), `model` (its name for clients), `created` (Unix time in
+    s)."""
 
     id: str
     model: str
     created: int
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryUse:
+    """The summaries that the model's context stands for, and the tokens of those that were written for this answer."""
+
+    number: int = 0
+    num_prompt: int = 0
+    num_sampled: int = 0
+
+    @classmethod
+    def of(cls, shortened: Shortened) -> SummaryUse:
+        """Return the use of a shortened conversation."""
+        sampled = sum(len(node.completion.token_ids) for node in shortened.written)
+        return cls(shortened.number, sum(node.num_tokens for node in shortened.written) - sampled, sampled)
 
 
 class TokenLogprob(NamedTuple):
@@ -39,19 +55,26 @@ class Answer:
     - `reasoning`: the text of the model's reasoning, or "".
     - `calls`: tool calls, each as ``{"name": str, "arguments": dict}``.
     - `finish`: "stop", "length" or "tool_calls".
-    - `stop_text`: which of the request's stop texts cut the answer off; None if none did.
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `completion`: what the policy returned.
-    - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them."""
+    - `summaries`: the summaries in the prompt.
+    - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them.
+    - `cut`: the completion as a stop text of the request cuts it off; None if none does."""
 
     text: str
     reasoning: str
     calls: tuple[dict[str, Any], ...]
     finish: str
-    stop_text: str | None
     prompt_ids: I32
     completion: Completion
     logprobs: list[TokenLogprob] | None = None
+    summaries: SummaryUse = SummaryUse()
+    cut: Cut | None = None
+
+    @property
+    def stop_text(self) -> str | None:
+        """Which of the request's stop texts cut the answer off; None if none did."""
+        return None if self.cut is None else self.cut.stop_text
 
     @property
     def fingerprint(self) -> str | None:
@@ -69,7 +92,8 @@ class Answer:
     def calls_with_ids(self, prefix: str, head: ResponseHead, index: int = 0) -> list[tuple[str, str, str]]:
         """Return (id, name, arguments as JSON text) of each tool call.
 
-        An id consists of `prefix`, the end of the response's id, and the numbers of the answer and the call."""
+        An id is made of `prefix`, the end of the response's id, `index` (the number of the answer) and the number of
+        the call."""
         before = f"{prefix}{head.id[-12:]}" + (f"{index}_" if index else "")
         return [
             (f"{before}{number}", call["name"], json.dumps(call["arguments"], ensure_ascii=False))
@@ -85,13 +109,20 @@ def make_answer(
     stop: Sequence[str],
     prompt_ids: I32,
     reply: ParsedReply | None = None,
+    cut: Cut | None = None,
     logprobs: bool = False,
+    summaries: SummaryUse = SummaryUse(),
 ) -> Answer:
-    """Parse a completion and cut its text off before the first stop text.
+    """Parse a completion into text, reasoning and tool calls, and cut the text off before the first stop text.
 
-    `signatures` are the tools, as returned by `chat.signatures`. If None, the completion is taken as plain text. A
-    malformed tool call is returned as text. `stop` are the stop texts. `reply` is the parsed completion, if known.
-    With `logprobs` the answer has log-probabilities."""
+    - `signatures`: the tools, as returned by `chat.signatures`; None: the completion is taken as plain text.
+    - `stop`: the stop texts.
+    - `prompt_ids`: the token ids that the model read, [P] int32.
+    - `reply`: the parsed completion; None: `chat` parses it.
+    - `cut`: where a stop text cuts the completion off, if known.
+    - `logprobs`: whether the answer has log-probabilities.
+
+    A malformed tool call is returned as text."""
     if reply is None and signatures is not None:
         reply = chat.parse(completion.token_ids, signatures, strict=False)
     calls: tuple[dict[str, Any], ...] = ()
@@ -102,28 +133,30 @@ def make_answer(
     else:
         thinking = None if reply is None else chat.in_reasoning(prompt_ids)
         reasoning, text = split_unfinished(chat.decode(completion.token_ids), thinking)
-    end, stop_text = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=(-1, None))
-    if stop_text is not None:
-        text, calls = text[:end], ()
-    length = completion.stop_reason is StopReason.LENGTH and stop_text is None
+    if cut is None:
+        cut = cut_at_stop(chat, completion, text, stop, num_prompt=len(prompt_ids))
+    if cut is not None:
+        text, calls = cut.text, ()
+    length = completion.stop_reason is StopReason.LENGTH and cut is None
     return Answer(
         text=text,
         reasoning=reasoning,
         calls=calls,
         finish="tool_calls" if calls else "length" if length else "stop",
-        stop_text=stop_text,
         prompt_ids=prompt_ids,
         completion=completion,
-        logprobs=_logprobs(completion, chat, text if stop_text is not None else None) if logprobs else None,
+        summaries=summaries,
+        logprobs=_logprobs(completion, chat, cut) if logprobs else None,
+        cut=cut,
     )
 
 
-def _logprobs(completion: Completion, chat: Chat, cut_text: str | None) -> list[TokenLogprob]:
-    """Return the log-probabilities of the tokens before the stop token, or of those that spell `cut_text`."""
+def _logprobs(completion: Completion, chat: Chat, cut: Cut | None) -> list[TokenLogprob]:
+    """Return the log-probabilities of the tokens before the stop token, or of those that have text before the cut."""
     ids = completion.token_ids.tolist()
     length = len(ids) - (completion.stop_reason is StopReason.STOP)
-    if cut_text is not None:
-        length = bisect.bisect_left(range(length), len(cut_text), key=lambda n: len(chat.decode(ids[:n])))
+    if cut is not None:
+        length = len(cut.kept.token_ids) + bool(cut.rest)
     return [
         TokenLogprob(
             chat.decode([ids[i]]),
@@ -140,12 +173,25 @@ def _logprobs(completion: Completion, chat: Chat, cut_text: str | None) -> list[
 
 
 def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
-    """Return a token as chat completions and Responses write it. Half a character has no bytes."""
+    """Return a token in the format in which OpenAI's APIs list log-probabilities.
+
+    Its field `bytes` is None for a token that is only a part of a character."""
 
     def one(text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     return {**one(token.text, token.logprob), "top_logprobs": [one(*top) for top in token.top]}
+
+
+def summary_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the field `summaries` of a response's usage: how many the context stands for, and the tokens that were
+    read and sampled to write new ones. Without any, there is no such field."""
+    number = answers[0].summaries.number
+    num_prompt = sum(answer.summaries.num_prompt for answer in answers)
+    if not number and not num_prompt:
+        return {}
+    sampled = sum(answer.summaries.num_sampled for answer in answers)
+    return {"summaries": {"number": number, "prompt_tokens": num_prompt, "completion_tokens": sampled}}
 
 
 def num_sampled(answers: Sequence[Answer]) -> int:

@@ -1,12 +1,16 @@
-"""The ASGI app of the gateway: serves models in several dialects.
+"""The ASGI app of the gateway. It serves models over the APIs of several vendors, here called dialects.
 
-    request → API key → body size → the dialect's validation → running slot → tokens → context limit → policy → response
+Steps of a request, each of which can refuse it with an error in the dialect's format:
 
-Each step can refuse the request, with an error in the dialect's format. A text that is certainly too long for the
-context is refused without being tokenised; others are tokenised in a thread. The gateway stores the tokens of
-conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. A stream is
-sent while the policy samples, or as one part if the policy cannot stream. When a client disconnects, its request is
-cancelled. Clients execute tool calls."""
+request → API key → body size → the dialect's validation → running slot → tokens → context limit → policy → response
+
+- A text that is certainly too long for the context is refused without being tokenised. Others are tokenised in a
+  thread.
+- The gateway stores the tokens of conversations. A client sends text, and the model gets exactly the tokens that it
+  read and sampled before.
+- A stream is sent while the policy samples, or in one piece if the policy cannot stream.
+- When a client disconnects, its request is cancelled.
+- Tool calls are executed by the clients."""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,13 +35,15 @@ from etude.errors import EtudeError
 from etude.gateway.access_log import Metrics, Record, logger
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
-from etude.gateway.errors import RequestRefused, from_error
+from etude.gateway.errors import RequestRefused, from_error, invalid_request
 from etude.gateway.http import BROKEN, HANDLERS, error_response, host, is_loopback, json_response, run_until_disconnect
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
 from etude.gateway.requests import ChatRequest
 
+SUMMARIES = "x-etude-summaries"
+"""The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread, unless another of its size took less than `_SHORT_S`
 _LONG_BYTES = 1 << 20  # a larger body is always parsed in a thread
 _SHORT_S = 0.002
@@ -48,7 +55,8 @@ def create_app(
 ) -> Starlette:
     """Return the ASGI app that serves models over OpenAI's and Anthropic's APIs. Run it with `serving`.
 
-    Clients must send one of `keys`; None: only requests to a loopback host name (such as localhost) are answered."""
+    Clients must send one of `keys`. With None, only requests to a loopback host name (such as localhost) are
+    answered."""
     gateway = Gateway(models, config=config, keys=keys)
     routes = [
         Route("/health", gateway.health),
@@ -107,7 +115,7 @@ class Gateway:
         return json_response({"status": status, "models": list(self.models)}, 503 if self._draining else 200)
 
     async def metrics_page(self, request: Request) -> Response:
-        """Answer GET /metrics for Prometheus."""
+        """Answer GET /metrics with the metrics for Prometheus."""
         self._admit(request)
         if self.metrics.registry is None:
             message = "metrics need prometheus_client\n  hint: pip install 'etude[prometheus]'"
@@ -116,7 +124,7 @@ class Gateway:
         return Response(page, headers={"content-type": content_type})
 
     async def list_models(self, request: Request) -> Response:
-        """Answer GET /v1/models with the list of models, in a form for clients of OpenAI and of Anthropic."""
+        """Answer GET /v1/models with the served models. The body suits clients of OpenAI and of Anthropic."""
         self._admit(request)
         names = list(self.models)
         of_anthropic = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -128,11 +136,12 @@ class Gateway:
         return json_response(_card(self._model(request.path_params["name"])))
 
     async def complete(self, request: Request, name: str) -> Response:
-        """Answer a request in the dialect `name`: sample the model's next message, or continue a text."""
+        """Answer a request in the dialect `name` ("chat", "text", "responses" or "messages"): sample the answers and
+        send them."""
         return await self._recorded(request, name, partial(self._complete, dialect=DIALECTS[name]))
 
     async def count_tokens(self, request: Request) -> Response:
-        """Answer POST /v1/messages/count_tokens with the number of tokens of a prompt."""
+        """Answer POST /v1/messages/count_tokens with the number of tokens of the prompt in the body."""
         return await self._recorded(request, "count_tokens", self._count_tokens)
 
     async def _recorded(self, request: Request, dialect: str, work: Callable[..., Any]) -> Response:
@@ -215,6 +224,11 @@ class Gateway:
             parsed, cpu_s = await next(iter(self.models.values())).run_in_thread(timed)
         quick = min(_LONG_BYTES, 5 * len(body) // 4)
         self._short_bytes = max(self._short_bytes, quick) if cpu_s < _SHORT_S else _SHORT_BYTES
+        wish = request.headers.get(SUMMARIES, "on").lower()
+        if wish not in ("on", "off"):
+            raise invalid_request(f"the header {SUMMARIES} is {wish[:100]!r}\n  hint: send on or off")
+        if wish == "off":
+            parsed = replace(parsed, summaries=False)
         model = self._model(parsed.model)
         record.model = model.name
         return parsed, model

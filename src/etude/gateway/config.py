@@ -17,10 +17,11 @@ class GatewayConfig:
     - `max_body_bytes`: the largest request body. A larger one is refused with status 413.
     - `answer_tokens`: the most tokens of an answer whose request gives no limit.
     - `deadline_s`: the longest time from the arrival of a request to the end of its completion, in seconds.
-    - `ping_s`: after this many seconds without an event, a stream sends a ping, so that no proxy closes it.
+    - `ping_s`: after this many seconds without an event, a stream sends an empty event, so that no proxy closes it.
     - `drain_s`: the longest time that running requests have to end when the gateway stops, in seconds.
     - `cors_origins`: the origins of web pages that may send requests, such as "https://example.org".
-    - `remembered_tokens`: the most tokens of conversations that are kept in memory."""
+    - `remembered_tokens`: the most tokens of conversations that are kept in memory.
+    - `summaries`: whether models that learnt to summarise their conversations do so."""
 
     host: str = "127.0.0.1"
     port: int = ranged(8000, low=0, high=65535)
@@ -33,3 +34,4 @@ class GatewayConfig:
     drain_s: float = ranged(30.0, low=0.0)
     cors_origins: tuple[str, ...] = ()
     remembered_tokens: int = ranged(4_194_304, low=0)
+    summaries: bool = True

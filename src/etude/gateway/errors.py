@@ -1,4 +1,4 @@
-"""Errors of the gateway. A dialect writes them in its own format."""
+"""The errors with which the gateway refuses requests. A dialect writes them in its own format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from etude.errors import ContextFull, EngineError, EtudeError, nearest
 
 
 class RequestRefused(Exception):
-    """Raised to refuse a request: the HTTP status, and the error that the client gets.
+    """Raised to refuse a request. It has the HTTP status and the error that the client gets.
 
-    `code` and `param` are fields of OpenAI's error object; `param` names the invalid request field.
-    `context` is set when the context is full: the tokens of the prompt, and the most tokens that the model takes.
-    `retry_s` is the time after which the client may try again, in seconds."""
+    - `code` and `param`: fields of OpenAI's error object; `param` names the invalid request field.
+    - `context`: (tokens of the prompt, the most tokens that the model takes) when the context is full, else None.
+    - `retry_s`: after how many seconds the client may try again."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class RequestRefused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the HTTP response. With status 429 or 503 they have retry-after."""
+        """The headers of the HTTP response. With status 429 or 503 they include retry-after."""
         if self.status in (429, 503):
             return {"retry-after": str(math.ceil(self.retry_s))}
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
@@ -95,4 +95,4 @@ def from_error(error: EtudeError) -> RequestRefused:
         return RequestRefused(400, message, code="context_length_exceeded", param="messages")
     if isinstance(error, EngineError):
         return RequestRefused(503, message, code="engine_unavailable")
-    return invalid_request(message, "messages")
+    return invalid_request(str(error), "messages")

@@ -1,4 +1,4 @@
-"""HTTP parts of the gateway: serving the app, the requested host, client disconnects, and error handlers."""
+"""Serving the gateway's app over HTTP: the listening server, client disconnects, and error handlers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
 
 
 def error_response(request: Request, refused: RequestRefused) -> Response:
-    """Return the response of an error, in the dialect of the request's path."""
+    """Return the HTTP response of an error, in the format of the API that the request's path belongs to."""
     path = request.scope["path"]
     write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), openai_error)
     return json_response(write(refused), refused.status, refused.headers)

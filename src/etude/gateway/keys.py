@@ -7,7 +7,7 @@ The file of keys is TOML, with one table for each key. It has no secrets: a key 
     requests_per_minute = 60     # 0, the default: no limit
     tokens_per_day = 1_000_000   # of prompts and answers together, from 0:00 UTC; 0, the default: no limit
 
-What was used is counted in memory and begins at 0 when the gateway starts."""
+The requests and tokens that a key has used are counted in memory, from 0 at the start of the gateway."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class KeyUse:
-    """One API key and what of its limits is used. `clock` returns Unix seconds."""
+    """One API key with its limits, and the requests and tokens that it has used. `clock` returns Unix time in
+    seconds."""
 
     def __init__(self, name: str, limits: KeyLimits, *, clock: Callable[[], float] = time.time) -> None:
         self.name, self.limits, self._clock = name, limits, clock
@@ -44,7 +45,7 @@ class KeyUse:
         self._day, self.num_tokens = 0, 0
 
     def add_request(self) -> None:
-        """Count a request. Raises `RequestRefused` (429) and counts none if a limit is reached."""
+        """Count a request. If a limit is reached, count nothing and raise `RequestRefused` (HTTP status 429)."""
         now, limits = self._clock(), self.limits
         if limits.tokens_per_day and self._tokens_of_today(now) >= limits.tokens_per_day:
             message = f"the key {self.name!r} has used its {limits.tokens_per_day} tokens of today (UTC)"
@@ -60,7 +61,7 @@ class KeyUse:
             self._requests.append(now)
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of an answered request."""
+        """Add the tokens of an answered request to those of the current day."""
         self.num_tokens = self._tokens_of_today(self._clock()) + num_tokens
 
     def _tokens_of_today(self, now: float) -> int:
@@ -70,7 +71,7 @@ class KeyUse:
 
 
 class Keys:
-    """The API keys of a gateway. `limits` are the keys by name."""
+    """The API keys that a gateway accepts. `limits` maps the name of each key to its limits."""
 
     def __init__(self, limits: Mapping[str, KeyLimits], *, clock: Callable[[], float] = time.time) -> None:
         if not limits:
@@ -80,14 +81,16 @@ class Keys:
                 hint = 'printf %s "$KEY" | sha256sum prints it'
                 raise ConfigError(f"{name}.sha256 is no SHA-256", f"{len(key.sha256)} characters", hint=hint)
             if min(key.requests_per_minute, key.tokens_per_day) < 0:
-                raise ConfigError(f"a limit of the key {name!r} is below 0", hint="0 is no limit")
+                raise ConfigError(
+                    f"a limit of the key {name!r} is below 0", hint="give a positive number, or 0 for no limit"
+                )
         if len({key.sha256.lower() for key in limits.values()}) < len(limits):
             raise ConfigError("two names have the same key", hint="give each name a key of its own")
         self._by_digest = {key.sha256.lower(): KeyUse(name, key, clock=clock) for name, key in limits.items()}
 
     @staticmethod
     def of(key: str) -> Keys:
-        """Return one key without limits, given itself."""
+        """Return the set of one key without limits. `key` is the key itself, not its digest."""
         return Keys({"key": KeyLimits(sha256=hashlib.sha256(key.encode()).hexdigest())})
 
     @staticmethod
@@ -100,9 +103,9 @@ class Keys:
             raise ConfigError(f"{path} is not a file of API keys", str(error), hint=hint) from None
 
     def find(self, given: bytes) -> KeyUse:
-        """Return the key that a client sent. Raises `RequestRefused` (401) for an unknown one.
+        """Return the key that a client sent. Raises `RequestRefused` (HTTP status 401) for an unknown one.
 
-        Keys are compared by their digests, so the time that this takes says nothing about them."""
+        Digests are compared, so the time of a comparison does not reveal anything about the keys."""
         found = self._by_digest.get(hashlib.sha256(given).hexdigest())
         if found is None:
             raise RequestRefused(401, "the API key is missing or wrong", code="invalid_api_key")

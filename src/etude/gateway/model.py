@@ -1,4 +1,4 @@
-"""One served model: turns requests into tokens, samples answers, and records the turns of conversations."""
+"""One served model. It tokenises requests, samples answers, and records the turns of conversations."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from etude import grammars
-from etude.capture import Chat, KeptTools, Prompt, TurnTree
+from etude.capture import Chat, KeptTools, Prompt, Summaries, SummaryLimits, TurnTree
+from etude.capture.context import served_trigger
+from etude.capture.summaries import Shortened
 from etude.errors import ContextFull
-from etude.gateway.answers import Answer, make_answer
+from etude.gateway.answers import Answer, SummaryUse, make_answer
 from etude.gateway.config import GatewayConfig
 from etude.gateway.errors import RequestRefused, context_exceeded, invalid_request
 from etude.gateway.requests import ChatRequest
+from etude.gateway.summary_writer import SummaryWriter
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic
 from etude.records.wire import I32
 from etude.seams import Policy, stream_or_complete
@@ -39,31 +42,48 @@ _SHORT_S = 0.02  # after more CPU time than this for a short text, fewer are ren
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request with its tokens, ready for the policy.
+    """A tokenised request, ready for the policy.
 
-    `parsed` is the client's request and `request` the one for the policy. `signatures` are the tools; None means that
-    the completion is not searched for tool calls. `prompt` is the place in the tree of conversations at which the
-    completion is recorded; None for a text request."""
+    - `parsed`: the client's request; `request`: the one for the policy.
+    - `signatures`: the tools; None: the completion is not searched for tool calls.
+    - `prompt`: the node, in the tree of conversations, to which the completion is appended; None for a text request.
+    - `summaries`: those in the prompt."""
 
     parsed: ChatRequest
     request: CompletionRequest
     signatures: Any = None
     prompt: Prompt | None = None
+    summaries: SummaryUse = field(default_factory=SummaryUse)
 
 
 class ServedModel:
     """A model that the gateway serves: its policy, its chat format, and the conversations with it.
 
-    `policy` samples the completions and `chat` converts messages to tokens and back. `name` is the name that clients
-    send. `context_tokens` is the largest number of tokens of prompt and answer together."""
+    - `policy`: samples the completions.
+    - `chat`: converts messages to tokens and back.
+    - `name`: the model name that clients send.
+    - `context_tokens`: the most tokens of prompt and answer together.
+    - `summaries`: how the model learnt to summarise a long conversation, which it then does here, too; None: it did not
+      learn it."""
 
     def __init__(
-        self, policy: Policy, chat: Chat, *, name: str, context_tokens: int, config: GatewayConfig | None = None
+        self,
+        policy: Policy,
+        chat: Chat,
+        *,
+        name: str,
+        context_tokens: int,
+        config: GatewayConfig | None = None,
+        summaries: SummaryLimits | None = None,
     ) -> None:
         self.policy, self.chat, self.name, self.context_tokens = policy, chat, name, context_tokens
         self.config = config or GatewayConfig()
         self.created = int(time.time())
         self._tree = TurnTree(chat, session_id=f"chat-{uuid.uuid4().hex}", max_tokens=self.config.remembered_tokens)
+        self._summaries: Summaries | None = None
+        if summaries is not None and self.config.summaries:
+            trigger = served_trigger(summaries.context_tokens)
+            self._summaries = Summaries(self._tree, chat, summaries, trigger=trigger)
         self._running = asyncio.Semaphore(self.config.max_running)
         self._num_running = self._num_waiting = 0
         self._tokeniser_threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
@@ -71,7 +91,7 @@ class ServedModel:
         self._signatures_of = lru_cache(maxsize=64)(self._read_signatures)
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run a function in a tokeniser thread, and return its result."""
+        """Run `work` in one of the model's tokeniser threads, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._tokeniser_threads, work)
 
     @property
@@ -85,7 +105,7 @@ class ServedModel:
         return self._num_waiting
 
     async def answer(self, parsed: ChatRequest) -> list[Answer]:
-        """Sample the answers to a request. Raises `RequestRefused`, and what the policy raises."""
+        """Sample the answers to a request, as many as its `n`. Raises `RequestRefused`, and what the policy raises."""
         if parsed.n == 1:
             return [await self._answer(parsed, 0)]
         try:
@@ -101,10 +121,11 @@ class ServedModel:
             return self._record(pending, await self.policy.complete(pending.request))
 
     async def stream(self, parsed: ChatRequest) -> AsyncGenerator[StreamPart]:
-        """Sample the answers to a request.
+        """Sample the answers to a request, and yield their parts while they are sampled.
 
-        Yields the prompt's token ids, then (number of the answer, newly sampled token ids or the complete answer).
-        Raises `RequestRefused`, and what the policy raises."""
+        The first part is the token ids of the prompt, [P] int32. Each other part is (number of the answer, X), where X
+        is a list of newly sampled token ids or, at the end of an answer, the complete `Answer`. Raises
+        `RequestRefused`, and what the policy raises."""
         if parsed.n == 1:
             async with aclosing(self._stream(parsed, 0)) as parts:
                 async for part in parts:
@@ -152,7 +173,7 @@ class ServedModel:
     async def count(self, parsed: ChatRequest) -> int:
         """Return the number of tokens of a conversation's prompt. Nothing is sampled or recorded.
 
-        A prompt that certainly has more than 16 contexts counts as that many."""
+        The count stops at 16 times `context_tokens`, which is returned for all longer prompts."""
         signatures = self._signatures(parsed)
         most = 16 * self.context_tokens
         render = partial(self._tree.prompt_tokens, parsed.messages, signatures, tools=parsed.tools, max_tokens=most)
@@ -180,9 +201,10 @@ class ServedModel:
     async def _prepare_chat(self, parsed: ChatRequest, index: int) -> PendingRequest:
         """Tokenise a conversation; turns that were sampled here keep their tokens."""
         signatures = self._signatures(parsed)
+        shortened = await self._shortened(parsed, signatures)
         render = partial(
             self._tree.prompt_if_short,
-            parsed.messages,
+            shortened.messages,
             signatures,
             tools=parsed.tools,
             max_tokens=self.context_tokens,
@@ -196,10 +218,33 @@ class ServedModel:
             self._short_chars //= 2
         else:
             self._short_chars = min(_SHORT_CHARS, self._short_chars + 256)
+        num_tokens = len(prompt.token_ids)
+        if shortened.fault is not None and num_tokens + _least_tokens(parsed) > self.context_tokens:
+            facts = f"the conversation has {num_tokens} tokens, and its summary was refused: {shortened.fault}"
+            raise context_exceeded(self.context_tokens, num_tokens, _least_tokens(parsed), facts=facts)
         request = self._request(
             parsed, index, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True
         )
-        return PendingRequest(parsed, request, signatures, prompt)
+        return PendingRequest(parsed, request, signatures, prompt, SummaryUse.of(shortened))
+
+    async def _shortened(self, parsed: ChatRequest, signatures: Any) -> Shortened:
+        """Return the conversation as it goes on after its summaries. A further one is written if it is due."""
+        if self._summaries is None or not parsed.summaries:
+            return Shortened(parsed.messages)
+        writer = SummaryWriter(
+            self.policy,
+            self.chat,
+            self._tree,
+            self._summaries.limits,
+            parsed.tools,
+            signatures,
+            deadline_s=self.config.deadline_s,
+            run=self.run_in_thread,
+        )
+        room = _least_tokens(parsed)
+        return await self._summaries.shorten(
+            writer, parsed.messages, parsed.tools, room=room, context_tokens=self.context_tokens
+        )
 
     async def _prepare_text(self, parsed: ChatRequest, index: int) -> PendingRequest:
         assert parsed.prompt is not None, "a text request"
@@ -256,31 +301,38 @@ class ServedModel:
             stop=pending.parsed.stop,
             prompt_ids=pending.request.prompt_ids,
             logprobs=pending.parsed.top_logprobs is not None,
+            summaries=pending.summaries,
         )
-        if pending.prompt is not None and answer.stop_text is None:  # a client cannot repeat text that it did not get
-            self._tree.record(pending.prompt, completion, answer.message(), sampling=pending.request.sampling)
+        if pending.prompt is not None:
+            sampling = pending.request.sampling
+            self._tree.record(pending.prompt, completion, answer.message(), sampling=sampling, cut=answer.cut)
         return answer
 
     def _grammar(self, parsed: ChatRequest, prompt_ids: I32) -> str:
-        """Return the grammar of an answer that must be a call or JSON; "" for any text."""
+        """Return the grammar of an answer that must be a call, JSON, or either of them; "" for any text."""
         if not parsed.must_call and parsed.schema is None:
             return ""
         name = "tool_choice" if parsed.must_call else "response_format"
         if parsed.prompt is None and self.chat.in_reasoning(prompt_ids):
             what = f"{name}: the chat template of this model begins with its reasoning, which a grammar does not allow"
             raise invalid_request(f"{what}\n  hint: leave {name} out", name)
-        if not parsed.must_call:
-            return grammars.from_json_schema(parsed.schema if parsed.schema is not None else True)
-        if not parsed.tools:
+        if parsed.must_call and not parsed.tools:
             raise invalid_request("tool_choice requires a call, and there are no tools", "tool_choice")
+        schema = True if parsed.schema is None else parsed.schema
+        if not parsed.tools:
+            return grammars.from_json_schema(schema)
         try:
-            return self.chat.call_grammar(self._signatures(parsed), max_calls=MAX_CALLS if parsed.parallel else 1)
+            calls = self.chat.call_grammar(self._signatures(parsed), max_calls=MAX_CALLS if parsed.parallel else 1)
+            return calls if parsed.must_call else grammars.with_answer(calls, schema)
+        except grammars.GrammarError as error:
+            raise invalid_request(f"{name}: {error}", name) from None
         except ValueError as error:
-            raise invalid_request(f"tool_choice: {error}\n  hint: use tool_choice = auto", "tool_choice") from None
+            hint = "use tool_choice = auto" if parsed.must_call else "leave the tools out, or forbid calls"
+            raise invalid_request(f"{name}: {error}\n  hint: {hint}", name) from None
 
     def _max_answer_tokens(self, parsed: ChatRequest, num_prompt: int) -> int:
         """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
-        remaining, least = self.context_tokens - num_prompt, 1 if parsed.clamp else parsed.max_tokens or 1
+        remaining, least = self.context_tokens - num_prompt, _least_tokens(parsed)
         if remaining < least:
             raise context_exceeded(self.context_tokens, num_prompt, least)
         if parsed.clamp and parsed.max_tokens:
@@ -303,3 +355,8 @@ class ServedModel:
         finally:
             self._num_running -= 1
             self._running.release()
+
+
+def _least_tokens(parsed: ChatRequest) -> int:
+    """Return how many tokens the answer needs: what the client asked for, unless that may be lowered."""
+    return 1 if parsed.clamp else parsed.max_tokens or 1

@@ -1,4 +1,4 @@
-"""Sends a stream of events to a client: while tokens are sampled, with pings, and with an error as the last event."""
+"""Streaming to a client: events while tokens are sampled, keep-alive events, and an error as the last event."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ _MAX_QUEUED = 64  # parts of a stream that wait for a client that reads slowly
 
 
 class EventPump:
-    """Samples an answer in a task, and puts the events into a bounded queue.
+    """Samples the answers to one request in an asyncio task, which puts their events into a bounded queue.
 
-    `parts` is what `ServedModel.stream` returns."""
+    - `parts`: what `ServedModel.stream` returns.
+    - `stream`: turns the parts into events.
+    - `record`: the request's record for log and metrics."""
 
     def __init__(
         self, parts: AsyncGenerator[I32 | tuple[int, list[int] | Answer]], stream: EventStream, record: Record
@@ -36,9 +38,10 @@ class EventPump:
         self._task = asyncio.create_task(self._run())
 
     async def first(self, ping_s: float) -> bytes:
-        """Wait for the first token and return its events.
+        """Wait for the first sampled token, at most `ping_s` seconds, and return the events up to it.
 
-        After `ping_s` seconds without one, return what may be sent before it. Raises what the sampling raises."""
+        Without a token, return the events that come before one, or a keep-alive event. Raises what the sampling
+        raises."""
         try:
             async with asyncio.timeout(ping_s):
                 part = await self._queue.get()
@@ -50,9 +53,11 @@ class EventPump:
         return self._take_begun() + (part or b"")
 
     async def events(self, end: float, ping_s: float, late: RequestRefused) -> AsyncIterator[bytes]:
-        """Yield the events after the first ones, with pings, until the answer or the time `end` (perf_counter).
+        """Yield the events after those of `first`, until the response is complete or the time `end` (`perf_counter`) is
+        reached.
 
-        `late` is the error of an answer that is not complete by then."""
+        After `ping_s` seconds without an event, a keep-alive event is sent. `late` is the error to send at the time
+        `end`. Errors are not raised: the last event reports them."""
         while True:
             wait_s = min(ping_s, end - time.perf_counter())
             try:
@@ -83,7 +88,7 @@ class EventPump:
             yield self._take_begun() + part
 
     async def close(self) -> None:
-        """Stop sampling. Idempotent."""
+        """Stop sampling, and wait until it has stopped. Idempotent."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(self._task, return_exceptions=True)
@@ -114,10 +119,12 @@ class EventPump:
 
 
 class EventResponse(StreamingResponse):
-    """The HTTP response of a pump. It stops the pump however it ends, also before its first byte.
+    """The HTTP response that sends the events of a pump. It closes the pump however it ends, even before its first
+    byte.
 
-    `at_end` is called when it has ended. The other arguments are those of `EventPump.events`; `first` are the first
-    events."""
+    `first` are the events that `EventPump.first` has returned. `end`, `ping_s` and `late` are those of
+    `EventPump.events`. The attribute `at_end` is a function without arguments that is called when the response has
+    ended."""
 
     def __init__(self, pump: EventPump, first: bytes, *, end: float, ping_s: float, late: RequestRefused) -> None:
         self._pump = pump

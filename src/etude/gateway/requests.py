@@ -1,4 +1,4 @@
-"""The one request of all dialects, and the checks that they share. Raises only `RequestRefused`.
+"""The request into which all dialects parse their bodies, and the checks that they share. Raises only `RequestRefused`.
 
 An unknown parameter is refused by name. So is a known one that is not supported and would change the answer, unless it
 has a value that changes nothing. Parameters that never change the answer are ignored. Unknown fields of messages are
@@ -24,7 +24,8 @@ NEUTRAL_SAMPLING = {"top_p": 1, "repetition_penalty": 1}  # of the others it is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for the next message of a conversation, checked and with defaults filled in. A dialect reads one.
+    """A request for the next message of a conversation, checked and with defaults filled in. A dialect's `read` returns
+    one.
 
     - `messages`: OpenAI's messages with `content` as a text and the arguments of tool calls as a dict. Results of tools
       follow in the order of their calls.
@@ -38,9 +39,11 @@ class ChatRequest:
     - `stop`: the answer is cut off before the first of these texts.
     - `include_usage`: a stream ends with the token counts.
     - `return_token_ids`: the response also has the token ids of prompt and answer.
-    - `sampling`: further parameters of `records.Sampling` by name, those that are not neutral.
-    - `schema`: the answer must be JSON that is valid under this JSON schema; None: any text.
+    - `sampling`: further parameters of `records.Sampling` by name, without those whose value has no effect.
+    - `schema`: the answer must be JSON that is valid under this JSON schema, or a call if there are `tools`; None: any
+      text.
     - `top_logprobs`: how many of the likeliest tokens the response has at each position; None: no log-probabilities.
+    - `summaries`: whether the model may summarise the conversation.
     - `echo`: fields of the body that the dialect repeats in its response."""
 
     model: str
@@ -61,6 +64,7 @@ class ChatRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | bool | None = None
     top_logprobs: int | None = None
+    summaries: bool = True
     echo: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,11 +78,14 @@ ABSENT = msgspec.Raw()
 
 
 class BodyDecoder(Generic[B]):
-    """Parses the JSON bodies of a dialect in one pass.
+    """A decoder of the JSON bodies of a dialect, which reads them once.
 
     - `kind`: the struct of a body.
-    - `neutral`: known parameters that are not supported, with the values that change nothing.
-    - `harmless`: parameters that are ignored. Any other one that is no field of `kind` is refused."""
+    - `neutral`: known parameters that are not supported, each with the values that are accepted, as they have no
+      effect.
+    - `harmless`: parameters that are ignored.
+
+    Any other parameter that is no field of `kind` is refused."""
 
     def __init__(self, kind: type[B], *, neutral: Mapping[str, Collection[Any]], harmless: Collection[str]) -> None:
         self._neutral, self._known = neutral, {*kind.__struct_fields__, *harmless, *neutral}
@@ -87,7 +94,7 @@ class BodyDecoder(Generic[B]):
         self._decoder: Any = msgspec.json.Decoder(msgspec.defstruct(kind.__name__, others, bases=(kind,), **options))
 
     def decode(self, data: bytes) -> B:
-        """Parse a body. Raises `RequestRefused` with status 400, which names the field."""
+        """Parse a body. Raises `RequestRefused` (HTTP status 400), which names the invalid field."""
         try:
             body: B = self._decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -118,7 +125,8 @@ SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", 
 
 
 def read_sampling(body: msgspec.Struct) -> dict[str, Any]:
-    """Check the sampling parameters among the fields of a body, and return those that are not neutral."""
+    """Check the sampling parameters of a body, and return by name those whose value has an effect. Raises
+    `RequestRefused`."""
     for name, (low, high) in RANGES.items():
         check_range(name, getattr(body, name, None), low, high)
     found: dict[str, Any] = {}
@@ -158,10 +166,10 @@ def _decode_value(raw: msgspec.Raw) -> Any:
 
 
 class ParseCache(Generic[P, V]):
-    """Keeps what was parsed by its JSON, since each request of a conversation repeats all earlier messages.
+    """A thread-safe cache of parsed values by their JSON text, since each request repeats all earlier messages.
 
-    `decoder` parses the JSON, and `convert` makes of it what is kept; its second argument is the place in the body that
-    an error names. What was not read lately is dropped, so that at most `max_bytes` of JSON are kept. Thread-safe."""
+    `decoder` parses one value, and `convert` turns it into what is kept. The second argument of `convert` is the place
+    in the body, for errors. What was not read lately is dropped, so that the JSON texts have at most `max_bytes`."""
 
     def __init__(
         self, decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], V], *, max_bytes: int = 64 << 20
@@ -171,7 +179,7 @@ class ParseCache(Generic[P, V]):
         self._num_bytes = 0  # of the recent ones
 
     def read(self, raw: bytes, where: str) -> V:
-        """Parse a JSON value, which `where` names in errors. Raises `RequestRefused` with status 400."""
+        """Parse a JSON value, which `where` names in errors. Raises `RequestRefused` (HTTP status 400)."""
         known = self._recent.get(raw)
         if known is None:
             known = self._older.get(raw)
@@ -202,7 +210,7 @@ class MessageCache(Generic[P]):
         self._kept = ParseCache(decoder, lambda parsed, where: [KeptMessage(m) for m in convert(parsed, where)])
 
     def read(self, parts: Sequence[msgspec.Raw], where: str) -> list[Message]:
-        """Parse the messages of a conversation. `where` is the name of the field that they are in."""
+        """Parse the messages of a conversation. `where` is the name of the request field that has them."""
         found: list[Message] = []
         for i, part in enumerate(parts):
             found += self._kept.read(bytes(part), f"{where}[{i}]")
@@ -210,15 +218,13 @@ class MessageCache(Generic[P]):
 
 
 class ToolsCache(Generic[P]):
-    """Keeps parsed lists of tools (`ParseCache`). `convert` returns a tool of the dialect as an entry of OpenAI's list.
+    """A cache of parsed lists of tools (`ParseCache`). `kind` is the type of a tool in the dialect.
 
-    `kind` is the type of a tool."""
+    `convert` returns such tools as OpenAI's list."""
 
-    def __init__(self, kind: type[P], convert: Callable[[P, str], dict[str, Any]]) -> None:
+    def __init__(self, kind: type[P], convert: Callable[[list[P]], list[dict[str, Any]]]) -> None:
         decoder: Any = msgspec.json.Decoder(list[kind] | None)  # type: ignore[valid-type]
-        self._kept = ParseCache[Any, KeptTools](
-            decoder, lambda tools, where: KeptTools([convert(t, f"{where}[{i}]") for i, t in enumerate(tools or ())])
-        )
+        self._kept = ParseCache[Any, KeptTools](decoder, lambda tools, _: KeptTools(convert(tools or [])))
 
     def read(self, tools: msgspec.Raw) -> KeptTools:
         """Parse the field `tools` of a body."""
@@ -226,14 +232,14 @@ class ToolsCache(Generic[P]):
 
 
 def check_range(name: str, value: float | None, low: float, high: float = float("inf")) -> None:
-    """Check that a parameter is within a range, bounds included. None is accepted."""
+    """Check that a request parameter lies within [low, high]. None is accepted. Raises `RequestRefused`."""
     if value is not None and not low <= value <= high:
         bounds = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
         raise invalid_request(f"{name} = {value} must be {bounds}", name)
 
 
 def check_stops(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
-    """Return the stop texts of a request as a tuple. `name` is the name of the parameter."""
+    """Return the stop texts of a request as a tuple. `name` is the name of the parameter. Raises `RequestRefused`."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid_request(f"{name} must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", name)
@@ -241,9 +247,9 @@ def check_stops(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[s
 
 
 def canonical_call(name: str, arguments: Any, call_id: str, where: str) -> dict[str, Any]:
-    """Return a tool call in the form of `ChatRequest.messages`.
+    """Return a tool call in the format of `ChatRequest.messages`. Raises `RequestRefused` for invalid arguments.
 
-    `arguments` is a dict or JSON text. `where` is the place in the body that an error names."""
+    `arguments` is a dict or JSON text. `where` is the place in the body, for errors."""
     try:
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         json.dumps(parsed, ensure_ascii=False).encode()
@@ -283,22 +289,11 @@ def chosen_tools(
     return [known[name] for name in names]
 
 
-def checked_schema(
-    schema: dict[str, Any] | bool | None, tools: Sequence[Mapping[str, Any]], name: str
-) -> dict[str, Any] | bool | None:
-    """Return the schema of the answer. Raises `RequestRefused` when tools are offered too.
-
-    `name` is the name of the parameter."""
-    if schema is not None and tools:
-        message = "JSON under a schema is not offered together with tools\n  hint: forbid calls with tool_choice"
-        raise invalid_request(f"{name}: {message}", name)
-    return schema
-
-
 def checked_messages(messages: list[Message], where: str) -> list[Message]:
-    """Put the results of tools in the order of their calls, and check that the model's turn is next.
+    """Return the messages with the results of tools in the order of their calls.
 
-    `where` is the name of the parameter."""
+    Raises `RequestRefused` unless the model's turn is next. `where` is the name of the request parameter with the
+    messages."""
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid_request(f"{where} must end with a system, user or tool message", where)
     for at, message in enumerate(messages):

@@ -1,8 +1,8 @@
-"""Decodes sampled tokens piece by piece, for streamed responses.
+"""Conversion of sampled tokens to text, piece by piece, for streamed responses.
 
-Sent text cannot be taken back. So these are held back: an incomplete character, text that may be the beginning of a
-stop text or of the marks around the model's reasoning, and everything from a tool call on, which is sent complete at
-the end."""
+Text that was sent cannot be taken back. So these are held back: an incomplete character, text that may be the beginning
+of a stop text or of a reasoning mark such as ``<think>``, and everything from a tool call on. A tool call is sent
+complete at the end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 class StreamedText:
-    """Decodes a completion piece by piece, as its tokens are sampled. A stream of events has one for each answer.
+    """Decodes one answer piece by piece, as its tokens are sampled.
 
-    `sent` is the text that `add` has returned so far, and `sent_reasoning` the reasoning. `stop` are texts before which
-    the text ends. `in_reasoning` is what `Chat.in_reasoning` says of the prompt."""
+    - `sent`, `sent_reasoning`: the text and the reasoning that `add` has returned so far.
+    - `stop`: texts before which the answer ends.
+    - `in_reasoning`: what `Chat.in_reasoning` returns for the prompt: whether the answer begins with reasoning."""
 
     def __init__(self, chat: Chat, stop: Sequence[str], *, in_reasoning: bool | None = None) -> None:
         self.sent = self.sent_reasoning = ""
@@ -31,7 +32,7 @@ class StreamedText:
         self._after_reasoning = False  # newlines between reasoning and text are dropped
 
     def add(self, ids: list[int]) -> tuple[str, str]:
-        """Append sampled token ids and return the (reasoning, text) that can now be sent, which may be ""."""
+        """Append sampled token ids, and return (reasoning, text) that can be sent now. Both may be ""."""
         if self._ended:
             return "", ""
         length = self._chat.num_text_tokens(ids)
@@ -53,7 +54,7 @@ class StreamedText:
         return reasoning, text
 
     def left(self, reasoning: str, text: str) -> tuple[str, str]:
-        """Return what of the complete answer's reasoning and text was not sent yet."""
+        """Return (reasoning, text) of the complete answer that has not been sent yet. The arguments are all of it."""
         return _rest(reasoning, self.sent_reasoning), _rest(text, self.sent)
 
     def _reasoning(self) -> str:
@@ -101,7 +102,7 @@ class StreamedText:
 def split_unfinished(text: str, in_reasoning: bool | None) -> tuple[str, str]:
     """Split the text of a completion that could not be parsed, such as one that was cut off, into (reasoning, text).
 
-    `in_reasoning` is what `Chat.in_reasoning` says of the prompt.
+    `in_reasoning` is what `Chat.in_reasoning` returns for the prompt; None: the model never writes reasoning.
 
     >>> split_unfinished("<think>so", False), split_unfinished("so</think>\\n4", True), split_unfinished("so", None)
     (('so', ''), ('so', '4'), ('', 'so'))

@@ -33,8 +33,8 @@ class CallFormat:
     ) -> tuple[str, tuple[Call, ...] | str]:
         """Split the text of a completion into the text before its first tool call, and the calls.
 
-        When a call cannot be parsed, the result is the whole text and an error message for the model. With `strict`, so
-        it is when a call does not fit its tool's signature."""
+        When a call cannot be parsed, return the whole text and an error message for the model. With `strict`, do so too
+        when a call does not fit its tool's signature."""
         start = min((at for token in self.opening_tokens if (at := text.find(token)) >= 0), default=-1)
         if start < 0:
             return text, ()
@@ -69,7 +69,8 @@ class CallFormat:
         return unwritable({"name": name, **arguments}) or Call(name, arguments)
 
     def parts(self) -> tuple[str, str, str]:
-        """Split `template` into what opens the list of calls, one call, and what closes the list."""
+        """Split `template` into (what opens the list of calls, one call, what closes the list). The list's marks may be
+        ""."""
         if len(self.opening_tokens) == 1:
             return "", self.template, ""
         opening = self.opening_tokens[0]

@@ -10,8 +10,8 @@ rendering into token ids under three rules:
 - *A checkpoint's template is untrusted code.* It runs in a sandbox (`template`). A template that uses `tools` gets the
   list of tools; etude's own does not list them.
 
-A checkpoint whose tokeniser has etude's special tokens uses etude's format; every other one uses its own
-(`checkpoint_chat`).
+A checkpoint whose tokeniser has etude's special tokens uses etude's format (`ChatFormat`); every other one uses its own
+(`CheckpointChatFormat`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tokenizers import Tokenizer
 
 from etude.errors import ContextFull
 from etude.file_checksums import verify_files
-from etude.grammars import from_lark
+from etude.grammars import Tool, from_lark, from_tool_calls
+from etude.harness.call_formats import NONE, call_format_of
 from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
 from etude.records.wire import I32
@@ -48,6 +49,7 @@ TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 
 _MARK = "\ue000"  # private use: breaks up text that spells a special token while the template renders
 PLACEHOLDER = "\ue001"  # starts a placeholder for a text while a template renders; escaped in all other text
+_REPLY, _TOOL_OUTPUT = PLACEHOLDER + "reply", PLACEHOLDER + "output"
 _LONG_CHARS = 16_384  # tokenising a longer text takes tens of milliseconds
 _SHORT_CHARS = 256  # tokens of shorter texts are cached: tool outputs and instructions repeat
 _SYSTEM, _USER = {"role": "system", "content": "?"}, {"role": "user", "content": "?"}
@@ -82,9 +84,9 @@ def chat_template() -> str:
 class ChatFormat:
     """etude's chat format: encodes conversations as tokens, and parses completions. `load` makes one from a directory.
 
-    It implements `etude.capture.Chat`. `template` is Jinja source. Raises `ChatError` when the tokeniser lacks the
-    format's special tokens, or the template does not compile. Where a method takes `signatures`, they are the tools by
-    name; None means no tools."""
+    It implements `etude.capture.Chat`. `template` is Jinja source. Where a method takes `signatures`, they are the
+    tools by name; None means no tools. Raises `ChatError` when the tokeniser lacks the format's special tokens, or the
+    template does not compile."""
 
     end = END
     """The token that ends a message."""
@@ -130,8 +132,6 @@ class ChatFormat:
         source, with_tools = read_template(folder)
         if {CALL, END} <= tokens or "eos_token" not in read_special(folder):
             return cls(tokenizer, source)
-        from etude.harness.checkpoint_chat import CheckpointChatFormat  # a subclass
-
         return CheckpointChatFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
 
     @staticmethod
@@ -151,12 +151,13 @@ class ChatFormat:
         return np.array(self._plain(text), np.int32)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Decode token ids to text, with special tokens if `special`. Ids outside the vocabulary are skipped."""
+        """Decode token ids to text. Ids outside the vocabulary are skipped, and special tokens too unless `special`."""
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         return str(self._tokenizer.decode(known, skip_special_tokens=not special))
 
     def document(self, text: str) -> I32:
-        """Encode a document for mid-training, ``<|doc|>text<|end|>``, as token ids, [T] int32."""
+        """Encode a document for mid-training as token ids, [T] int32: the token ``<|doc|>``, the text, the token
+        ``<|end|>``."""
         return np.array([self._special[DOC], *self._plain(text), self.end_id], np.int32)
 
     # messages to tokens
@@ -191,12 +192,12 @@ class ChatFormat:
         ended: bool = True,
         max_tokens: int | None = None,
     ) -> I32:
-        """Encode the messages `new` as token ids to append to the context after a sampled reply, [P] int32.
+        """Encode the messages `new` as the token ids, [P] int32, to append to a context that ends with a sampled reply.
 
         They end with the tokens that begin the model's next reply. The sampled reply is the last message of `previous`;
         the result starts after the reply's stop token. With `ended` False, the reply was cut off without a stop token,
-        and the result starts with this token. Raises `ContextFull` as `encode_prompt` does, and `ChatError` for a
-        template whose rendering of `previous` changes or has no end of the reply."""
+        and the result starts with this token. Raises `ContextFull` as `encode_prompt` does. Raises `ChatError` for a
+        template that renders `previous` differently when `new` follows, or does not render the end of the reply."""
         rendering = self._after_reply_of_any(previous, new, signatures or {}, ended)
         return self._encode_rendering(rendering, max_tokens=max_tokens)
 
@@ -242,8 +243,8 @@ class ChatFormat:
         end = before.rfind(END)
         if end < 0 or not after.startswith(before):
             raise ChatError(
-                "the chat template does not only append",
-                "a new message changes how earlier ones are rendered",
+                "the chat template changes earlier messages",
+                "it renders them differently when a new message follows",
                 hint="use a template whose rendering of n messages is a prefix of that of n + 1",
             )
         return after[end + len(END) if ended else end :]
@@ -288,7 +289,7 @@ class ChatFormat:
         return None
 
     def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
-        """Return the grammar of a completion with one call of the tools, or several up to `max_calls`."""
+        """Return the grammar of a completion that is one call of the tools, or up to `max_calls` calls."""
         lines = [f"start: call{{1,{max_calls}}}"]
         for i, signature in enumerate(signatures.values()):
             lines.append(f"tool{i}: <[{self._call_id}]> {json.dumps(signature.name)}{words_grammar(signature)}")
@@ -296,9 +297,9 @@ class ChatFormat:
         return from_lark("\n".join(lines))
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Return the number of leading tokens of a completion that come before its first tool call.
+        """Return how many leading tokens of a completion come before its first tool call.
 
-        They are text whatever is sampled later. `ids` may be the beginning of a completion."""
+        These tokens are text, whatever is sampled later. `ids` may be only the beginning of a completion."""
         return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
@@ -309,7 +310,7 @@ class ChatFormat:
         return self.decode(ids[start + 1 : end])
 
     def readable(self, ids: Iterable[int]) -> str:
-        """Return a context as text for display, one message per line with its role."""
+        """Return a context as text for display: one message a line, with its role."""
         text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(self.end, "")
         return self._literal.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
 
@@ -409,6 +410,177 @@ class ChatFormat:
             raise ContextFull(f"the text does not fit a context of {max_tokens} tokens", facts, hint="send less text")
 
 
+class CheckpointChatFormat(ChatFormat):
+    """The chat format that a published checkpoint was trained with. `ChatFormat.load` makes one.
+
+    Three things differ from etude's own format:
+
+    - Calls are JSON (`call_formats`).
+    - A template may render a past turn differently from how it was sampled: Qwen3 drops the reasoning. This is
+      accepted, since only what follows a sampled message is taken from the rendering.
+    - Added tokens that are not special, such as ``<think>``, are tokens in the template and in assistant messages, and
+      ordinary text in all other messages.
+
+    The arguments:
+
+    - `template`: Jinja source; `with_tools`: another template for conversations with tools, or None.
+    - `special`: the special tokens that the template may write, by name, such as ``eos_token``, which is required.
+    - `stops`: further stop token ids.
+
+    Raises `ChatError` for a tokeniser without the end token, and for a template that does not compile."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        with_tools: str | None = None,
+        *,
+        special: Mapping[str, str],
+        stops: Iterable[int] = (),
+    ) -> None:
+        self._load_tokens(tokenizer)
+        self.end = special.get("eos_token", "")
+        if self.end not in self._added:
+            facts = f"eos_token is {self.end!r}, which is none of its {len(self._added)} added tokens"
+            raise ChatError("the tokeniser has no chat format", facts, hint=_HINT_OWN)
+        self.end_id = self._added[self.end]
+        self.stop_token_ids = tuple(dict.fromkeys([self.end_id, *(i for i in stops if i < self.vocab_size)]))
+        self.calls = call_format_of(self._added)
+        self._openers = frozenset(self._added[t] for t in self.calls.opening_tokens if t in self._added)
+        self._template = ChatTemplate(template, special=special)
+        self._with_tools = self._template if with_tools is None else ChatTemplate(with_tools, special=special)
+        self._arguments_as_text = False
+
+    def document(self, text: str) -> I32:
+        """Encode a document for mid-training as token ids, [T] int32: the text, then the end token."""
+        return np.array([*self._plain(text), self.end_id], np.int32)
+
+    def _after_reply(
+        self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
+    ) -> str:
+        """Return the rendering after the stop token of the reply, which is the last message of `previous`.
+
+        The sampled tokens are in the context already, so the template may render them differently. Raises `ChatError`
+        when the rendering lacks the reply or its stop token."""
+        escaped = self._escape_messages([*previous, *new], signatures)
+        last = len(previous) - 1
+        escaped[last] = {**escaped[last], "content": _REPLY}
+        rendering = self._render(escaped, signatures, generate=True)
+        at = rendering.rfind(_REPLY)
+        end = rendering.find(self.end, at)
+        if at < 0 or end < 0:
+            what = "the rendering lacks the reply" if at < 0 else f"no {self.end} ends the reply"
+            raise ChatError("the chat template cannot be continued after a sampled reply", what, hint=_HINT_OWN)
+        return rendering[end + len(self.end) if ended else end :]
+
+    def encode_call(self, call: Call) -> I32:
+        """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
+
+        Raises `ChatError` for a checkpoint without a tool-call format."""
+        if self.calls is NONE:
+            raise ChatError("the checkpoint has no tool-call format", "no added token opens a call", hint=_HINT_OWN)
+        arguments = self._escape(json.dumps(call.arguments, ensure_ascii=False))
+        return self._encode_rendering(self.calls.write(self._escape(call.name), arguments) + self.end)
+
+    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
+        """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
+
+        A completion without a stop token was cut off: its `Reply` has the error "too long". With `strict`, a call of an
+        unknown tool, or with arguments that do not fit its signature, is an error."""
+        body = [int(i) for i in ids]
+        if not body or body[-1] not in self.stop_token_ids:
+            return Reply(self.decode(body, special=True), error="too long")
+        text = self.decode(body[:-1], special=True)
+        before, calls = self.calls.read(text, signatures, strict=strict)
+        if isinstance(calls, str):
+            return Reply(text, error=calls)
+        reasoning, answer = split_reasoning(before if calls else self.decode(body[:-1]))
+        return Reply(answer, calls, reasoning=reasoning)
+
+    def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
+        """Return whether a prompt ends within the model's reasoning, because the template wrote ``<think>``."""
+        return self.decode(prompt_ids[-8:], special=True).rstrip().endswith("<think>")
+
+    def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
+        """Return the grammar of a completion that is one call of the tools, or up to `max_calls` calls.
+
+        Raises `ValueError` for a checkpoint without a tool-call format."""
+        if self.calls is NONE:
+            raise ValueError("the checkpoint has no tool-call format")
+        schemas = {s.name: s.to_openai()["function"].get("parameters") or {} for s in signatures.values()}
+        tools = [Tool(name, {"additionalProperties": False, **schema}) for name, schema in schemas.items()]
+        opening, call, closing = self.calls.parts()
+        between = "" if opening else "\n"
+        return from_tool_calls(
+            tools, call, tokens=self._added, opening=opening, closing=closing, between=between, max_calls=max_calls
+        )
+
+    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
+        """Return the number of leading tokens before the first one that opens a tool call, or that is special."""
+        ends = self._openers | self._special_ids
+        return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
+
+    def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
+        """Return the last tool output in a prompt, or "" when there is none."""
+        before, behind = self._around_answers
+        text = self.decode(prompt_ids, special=True)
+        start = text.rfind(before)
+        return text[start + len(before) :].removesuffix(behind) if start >= 0 else ""
+
+    @cached_property
+    def _around_answers(self) -> tuple[str, str]:
+        """The texts that the template writes before and after a tool output."""
+        question = {"role": "user", "content": "?"}
+        function = {"name": "f", "arguments": {}}
+        reply = {"role": "assistant", "content": _REPLY, "tool_calls": [{"type": "function", "function": function}]}
+        output = {"role": "tool", "content": _TOOL_OUTPUT}
+        rendering = self._render([question, reply, output], {}, generate=True)
+        behind_call = rendering[rendering.find(self.end, rendering.find(_REPLY)) + len(self.end) :]
+        before, _, behind = behind_call.partition(_TOOL_OUTPUT)
+        return before, behind
+
+    def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
+        """Render with arguments as mappings, as transformers recommends, or as JSON text if the template needs that."""
+        tools = self._tools(signatures)
+        template = self._with_tools if tools else self._template
+        try:
+            messages = _with_text(escaped) if self._arguments_as_text else escaped
+            return template.render(messages, tools=tools, add_generation_prompt=generate)
+        except ChatError:
+            if self._arguments_as_text or not any(m.get("tool_calls") for m in escaped):
+                raise
+        rendering = template.render(_with_text(escaped), tools=tools, add_generation_prompt=generate)
+        self._arguments_as_text = True
+        return rendering
+
+    def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
+        lists = "tools" in self._template.variables | self._with_tools.variables
+        return self._escaped_tools(signatures) if lists else []
+
+    def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
+        escape = self._escape_special if message.get("role") == "assistant" else self._escape_all
+        escaped = {key: escape(value) for key, value in message.items() if key != "tool_calls"}
+        if message.get("tool_calls"):
+            escaped["tool_calls"] = [self._escape_call(call, signatures) for call in message["tool_calls"]]
+        return escaped
+
+    def _escape_special(self, value: Any) -> Any:
+        """Escape the text of an assistant message: added tokens that are not special stay tokens."""
+        return self._escape_matches(value, self._literal_special) if isinstance(value, str) else self._escape_all(value)
+
+    def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
+        try:
+            name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
+            plain = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
+            raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
+        function = {"name": self._escape(name), "arguments": self._escape_all(plain)}
+        kept = {key: self._escape(str(call[key])) for key in ("id",) if call.get(key) is not None}
+        return {**kept, "type": "function", "function": function}
+
+
+_HINT_OWN = "use the chat template that the checkpoint's makers publish, or etude's with its tokens"
 _HINT_TOKENS = (
     "train one with etude, or add etude's special tokens to yours, or name an eos_token in tokenizer_config.json"
 )
@@ -461,3 +633,30 @@ def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
         part = waiting.pop()
         yield part
         waiting += [*part.get("pretokenizers", ()), *part.get("normalizers", ())]
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Split the text of a completion into (reasoning, answer) at ``</think>``.
+
+    The opening ``<think>`` is optional, since some templates write it as part of the generation prompt.
+
+    >>> split_reasoning("<think>\\n2 + 2\\n</think>\\n\\n4"), split_reasoning("4")
+    (('2 + 2', '4'), ('', '4'))
+    """
+    reasoning, closed, answer = text.partition("</think>")
+    if not closed:
+        return "", text
+    return reasoning.strip().removeprefix("<think>").strip(), answer.lstrip("\n")
+
+
+def _with_text(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the arguments of all calls as JSON text."""
+    return [
+        {**m, "tool_calls": [_call_with_text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def _call_with_text(call: Mapping[str, Any]) -> Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

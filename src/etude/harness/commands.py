@@ -40,7 +40,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a tool. `kind` is its JSON schema type: string, integer, number, boolean, array or object."""
+    """One parameter of a tool, as the model sees it. `kind` is its JSON schema type, such as "string" or "integer"."""
 
     name: str
     description: str = ""
@@ -48,7 +48,7 @@ class Parameter:
     required: bool = True
 
     def takes(self, value: Any) -> bool:
-        """Return whether a value has this parameter's type. A parameter of an unknown type takes any value."""
+        """Return whether a value has this parameter's type. A parameter of an unknown type accepts any value."""
         if isinstance(value, bool) and self.kind in ("integer", "number"):
             return False
         return isinstance(value, _KINDS.get(self.kind, (object,)))
@@ -154,7 +154,7 @@ def write_words(arguments: Mapping[str, Any], signature: Signature | None = None
 
 
 def words_grammar(signature: Signature) -> str:
-    """Return the Lark of the words after a tool's name, each with the space before it."""
+    """Return the part of a Lark grammar for the arguments of a call, each with the space before it."""
     rest = ""
     for i, parameter in reversed(list(enumerate(signature.parameters))):
         last = i == len(signature.parameters) - 1

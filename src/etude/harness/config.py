@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from etude.capture import SummaryLimits
 from etude.config import BuiltIn, Plugin, named, ranged
 
 LAPTOP_TOOLS = ("ls", "cat", "test", "edit", "submit")
@@ -21,13 +22,15 @@ class HarnessConfig:
     - `max_turns`: the most completions of the model.
     - `turn_tokens`: the most tokens of one completion.
     - `context_tokens`: the most tokens of a conversation.
-    - `summary_tokens`: the most tokens of a summary. A conversation that reaches 50 to 80 % of the context (each group
-      of rollouts has its own share) is summarised by the model and goes on with the summary; 0: it ends when full.
+    - `summary_tokens`: the most tokens of a summary. The model summarises a conversation that has reached 50 to 80 % of
+      the context (the share differs between groups of rollouts) and continues from the summary. 0: no summaries; a full
+      context ends the rollout.
     - `output_chars`: the longest tool output. A longer one loses its middle.
-    - `turn_deadline_s`: the longest time in which an engine makes no progress. After it the rollout is invalid.
-    - `tool_deadline_s`: the longest time of one command, which is then killed.
-    - `rollout_deadline_s`: the longest time of all commands together. Waiting for an engine does not count, nor does
-      time that other work on the host took from the commands, where that is measured (`ExecResult.lost_s`).
+    - `turn_deadline_s`: the longest time that an engine may make no progress, in seconds. After it the rollout is
+      invalid.
+    - `tool_deadline_s`: the longest time of one command, in seconds. Then it is killed.
+    - `rollout_deadline_s`: the longest time of all commands together, in seconds. Not counted: waiting for an engine,
+      and CPU time that other processes took from the commands, where it is measured (`ExecResult.lost_s`).
     - `export_bytes`: the largest file that is taken from the machine for grading.
     - `require_submit`: give reward 0 to a rollout whose agent never called `submit`.
     - `program`: the agent program: "loop", the built-in one; "command", a program that asks the model over HTTP, with
@@ -63,6 +66,17 @@ class HarnessConfig:
             )
 
     @property
+    def summaries(self) -> SummaryLimits | None:
+        """How conversations are summarised; None: they are not."""
+        if not self.summary_tokens:
+            return None
+        return SummaryLimits(
+            context_tokens=self.context_tokens,
+            summary_tokens=self.summary_tokens,
+            turn_tokens=self.turn_tokens,
+        )
+
+    @property
     def is_command(self) -> bool:
-        """Whether the agent program is a command, with its own tools."""
+        """Whether the agent program is a command (`CommandProgram`), which has its own tools."""
         return isinstance(self.program, Plugin) and self.program.path == COMMAND

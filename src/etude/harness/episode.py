@@ -12,10 +12,11 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
-from etude.capture import Prompt, TurnTree
+from etude.capture import Cut, Prompt, TurnTree, cut_at_stop
 from etude.capture.tree import Node
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.harness.chat import ChatFormat, Message, Reply
@@ -29,6 +30,8 @@ from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
 """The user message that answers a turn without a tool call."""
+T = TypeVar("T")
+_SHORT_CHARS = 64 << 10  # a longer conversation is tokenised in a thread
 _INT_END = 1 << 63  # integers of msgpack are below this
 
 
@@ -36,11 +39,14 @@ _INT_END = 1 << 63  # integers of msgpack are below this
 class RequestOptions:
     """Settings that all completion requests of one rollout share.
 
-    `session_id` is the name of the rollout's engine session. `seed` is the rollout's seed, from which `turn_seed`
-    derives that of each turn. `group_seed` is that of its group, for draws that all its rollouts share: the length from
-    which a conversation is summarised. `keep_routes`: whether completions must have their routes (experts chosen by the
-    MoE routers). The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same
-    seed, so a fault changes no token."""
+    - `session_id`: the name of the rollout's session at the engines.
+    - `seed`: the rollout's seed. `turn_seed` derives the seed of each turn from it.
+    - `group_seed`: the seed of its group, for what all its rollouts share: the length from which a conversation is
+      summarised.
+    - `keep_routes`: whether completions must have their routes (the experts that the MoE routers chose).
+
+    The other fields are those of `CompletionRequest`. A repeated attempt has another session and the same seed, so it
+    samples the same tokens."""
 
     session_id: str
     seed: int
@@ -71,7 +77,7 @@ class EpisodeEnded(EtudeError):
     """Raised when a model turn is requested after the end of the episode. `ending` is the reason of the end."""
 
     def __init__(self, ending: Ending) -> None:
-        hint = "ask while episode.ending is None"
+        hint = "call `ask` only while `episode.ending` is None"
         super().__init__("the episode has ended", f"its ending is {ending.value!r}", hint=hint)
         self.ending = ending
 
@@ -87,13 +93,17 @@ class ModelTurn:
     - `messages`: the conversation to which the turn was appended.
     - `num_tokens`: tokens of the conversation with this turn included.
     - `number`: how many turns of the episode came before.
-    - `node`: the recorded turn with its tokens."""
+    - `node`: the recorded turn with its tokens.
+    - `completion`: all tokens that were sampled.
+    - `cut`: where a stop text cut them off; None if none did."""
 
     reply: Reply
     messages: list[Message]
     num_tokens: int
     number: int
     node: Node
+    completion: Completion
+    cut: Cut | None = None
 
 
 class Episode:
@@ -129,6 +139,7 @@ class Episode:
         self.ending: Ending | None = None  # the reason why the episode is over
         self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
         self.num_turns = 0  # turns that were requested
+        self.num_resampled = 0  # sampled replies that were tokenised again, since the text before them has changed
         self.log = b""  # see `AgentRun.log`
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(
@@ -138,7 +149,8 @@ class Episode:
             deadline_s=limits.tool_deadline_s,
             output_chars=limits.output_chars,
         )
-        self._tree = TurnTree(chat, session_id=options.session_id)
+        self.has_history = False  # files of `harness.compaction.write_history` are in the machine
+        self.tree = TurnTree(chat, session_id=options.session_id)
         self._num_asked: Counter[bytes] = Counter()  # requests by the key of their prompt
         self._clock = clock
 
@@ -150,6 +162,7 @@ class Episode:
         kind: TurnKind = TurnKind.ACT,
         max_tokens: int | None = None,
         strict: bool = True,
+        stops: Sequence[str] = (),
     ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
@@ -157,7 +170,7 @@ class Episode:
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn.
         `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
         fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
-        gateway get it.
+        gateway get it. Before the first of the texts `stops` the message ends, and what was sampled after it is lost.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
@@ -169,14 +182,11 @@ class Episode:
           program may catch it and ask with a shorter conversation; otherwise it ends the episode.
         - `EngineError` when no engine has answered. The rollout is then invalid in any case.
         - `ChatError` for a chat template that the user must fix."""
-        if self.ending is None and self.num_turns >= self.limits.max_turns:
-            self.ending = Ending.TURNS
-        if self.ending is not None:
-            await asyncio.sleep(0)  # a program that catches the error and asks again cannot block the event loop
-            raise EpisodeEnded(self.ending)
+        await self._require_open()
         messages = self.messages if messages is None else messages
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
-        prompt = self._tree.prompt(messages, signatures, tools=tools or ())
+        prompt = await _tokenised(partial(self.tree.prompt, messages, signatures, tools=tools or ()), messages)
+        await self._require_open()  # other requests of the program may have been faster
         max_tokens = self.limits.turn_tokens if max_tokens is None else max_tokens
         if (num_tokens := len(prompt.token_ids) + max_tokens) > self.limits.context_tokens:
             facts = (
@@ -184,31 +194,35 @@ class Episode:
             )
             raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
         number, self.num_turns = self.num_turns, self.num_turns + 1
+        self.num_resampled += prompt.num_resampled
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
         reply = self._parse(completion, signatures, strict=strict)
+        cut = cut_at_stop(self.chat, completion, reply.text, stops, num_prompt=len(prompt.token_ids))
+        if cut is not None:
+            reply = replace(reply, text=cut.text, calls=())
         message = assistant_message(reply, turn=number)
-        node = self._tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
-        return self._turn(node, messages, signatures, strict=strict)
+        node = self.tree.record(prompt, completion, message, sampling=request.sampling, kind=kind, cut=cut)
+        messages.append(assistant_message(reply, turn=node.number))
+        return ModelTurn(reply, messages, node.num_tokens, node.number, node, completion, cut)
 
-    def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:
-        """Return how many tokens the prompt of a request with these messages has. `tools` are as in `ask`.
+    async def _require_open(self) -> None:
+        if self.ending is None and self.num_turns >= self.limits.max_turns:
+            self.ending = Ending.TURNS
+        if self.ending is not None:
+            await asyncio.sleep(0)  # a program that catches the error and asks again cannot block the event loop
+            raise EpisodeEnded(self.ending)
+
+    async def num_tokens(self, messages: list[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """Return the number of tokens of the prompt of a request with these messages. `tools` is that of `ask`.
 
         Raises `ChatError` for a chat template that the user must fix."""
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
-        return self._tree.prompt_tokens(messages, signatures, tools=tools or ())
+        return await _tokenised(partial(self.tree.prompt_tokens, messages, signatures, tools=tools or ()), messages)
 
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
         reply = self.chat.parse(completion.token_ids, signatures, strict=strict)
         return Reply(self.chat.decode(completion.token_ids)) if reply.error and not strict else reply
-
-    def _turn(
-        self, node: Node, messages: list[Message], signatures: Mapping[str, Signature], *, strict: bool
-    ) -> ModelTurn:
-        """Append the message of a recorded turn to its conversation."""
-        reply = self._parse(node.completion, signatures, strict=strict)
-        messages.append(assistant_message(reply, turn=node.number))
-        return ModelTurn(reply, messages, node.num_tokens, node.number, node)
 
     async def act(self, turn: ModelTurn) -> str:
         """Run the tool calls of a turn in order, append each output to its conversation, and return the last one.
@@ -250,7 +264,7 @@ class Episode:
 
         Without a failure or an ending, the ending is `Ending.STOPPED`: the program stopped without a submission."""
         ending = None if self.failure else self.ending or Ending.STOPPED
-        return AgentRun(self._tree.trace(), self.messages, self.tool_s, ending, self.failure, self.log)
+        return AgentRun(self.tree.trace(), self.messages, self.tool_s, ending, self.failure, self.log)
 
     async def _run_tool(self, call: Call) -> str:
         began, lost_s = self._clock(), self.bench.lost_s
@@ -299,11 +313,18 @@ class Episode:
         )
 
 
-def turn_seed(seed: int, key: bytes, num_before: int = 0) -> int:
-    """Return the sampling seed of a turn, 63 bits: a hash of the rollout's seed and of the turn's conversation, so that
-    no order of events changes it.
+async def _tokenised(work: Callable[[], T], messages: Sequence[Message]) -> T:
+    """Run a function that tokenises a conversation; in a thread if the conversation is long."""
+    if sum(len(message.get("content") or "") for message in messages) <= _SHORT_CHARS:
+        return work()
+    return await asyncio.to_thread(work)
 
-    `key`: digest of the tools and messages (`Prompt.key`). `num_before`: how often the same request was sent before.
+
+def turn_seed(seed: int, key: bytes, num_before: int = 0) -> int:
+    """Return the sampling seed of a turn, 63 bits: a hash of the rollout's seed and of the turn's conversation.
+
+    `key` is the digest of tools and messages (`Prompt.key`). `num_before` is how often the same request was sent
+    before. The order in which turns are sampled has no influence.
 
     >>> turn_seed(7, b"ls") == turn_seed(7, b"ls") != turn_seed(7, b"cat")
     True
@@ -332,7 +353,8 @@ def _call_id(turn: int, index: int = 0) -> str:
 
 
 def plain_argument(value: Any) -> str | int:
-    """Return a tool call's argument as a trace stores it: a text, an integer below 2^63, or JSON."""
+    """Return an argument of a tool call in the form in which a trace stores it: a text, an integer below 2^63, or JSON
+    text."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and -_INT_END <= value < _INT_END:

@@ -96,7 +96,7 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
         if not limit.expired():
             raise
         facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
-        raise PluginError(f"harness {plugin} hangs", facts, hint="give what it waits for a deadline") from error
+        raise PluginError(f"harness {plugin} hangs", facts, hint="set a deadline for what it waits for") from error
 
 
 async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:
@@ -112,9 +112,11 @@ async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> Age
 
 
 class DeadlinePausingPolicy:
-    """The policy of a program's episode. The program's deadline `limit` is suspended while it waits for a completion.
+    """The policy of an agent program with a deadline. The deadline does not run while the program waits for a
+    completion.
 
-    `limit_s` is the time that it has, in seconds. The policy has its own limit for an engine without progress."""
+    `limit` is the asyncio timeout of the program, and `limit_s` the time that it has, in seconds. The wrapped policy
+    has its own limit for an engine without progress."""
 
     def __init__(self, policy: Policy, limit: asyncio.Timeout, limit_s: float) -> None:
         self._policy, self._limit = policy, limit
@@ -136,7 +138,7 @@ class DeadlinePausingPolicy:
                 self._set_deadline(self._since + self._left_s)
 
     def used_s(self) -> float:
-        """Return the seconds that the program has used, without the time in which it waited."""
+        """Return the seconds that the program has used, without the time in which it waited for completions."""
         running_s = 0.0 if self._num_pending else asyncio.get_running_loop().time() - self._since
         return self._limit_s - self._left_s + running_s
 

@@ -130,9 +130,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_template(folder: Path) -> tuple[str, str | None]:
-    """Read the source of a checkpoint's chat template. Raises `ChatError` if there is none.
+    """Read a checkpoint's chat template. Returns its Jinja source, and the source of the one for conversations with
+    tools.
 
-    The second element is the source of a separate template for conversations with tools, or None."""
+    The second is None if there is only one template. Raises `ChatError` if there is none."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8"), None
     except OSError:

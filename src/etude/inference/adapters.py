@@ -71,8 +71,8 @@ class AdaptedWeights:
         def check_and_round() -> None:
             if not np.array_equal(settings.numpy(), codes):
                 raise WeightsError(
-                    "the published adapter has other settings than at the start",
-                    f"the engine has {config}",
+                    "the settings of the published adapter have changed",
+                    f"this engine started with {config}",
                     hint="restart the engine, which then starts with the newest version",
                 )
             round_parameters(model, dtype)
@@ -88,13 +88,13 @@ class AdaptedWeights:
         dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None
         if dtype is None or torch.promote_types(dtype, held) != held:
             raise WeightsError(
-                f"an adapter in {', '.join(sorted(kinds))} is published",
-                f"this engine holds weights in {str(held).removeprefix('torch.')}",
-                hint="give the engine a dtype that represents every number of the learner's `weights`",
+                f"this engine cannot load an adapter in {', '.join(sorted(kinds))}",
+                f"its own weights are in {str(held).removeprefix('torch.')}",
+                hint="set engine.dtype to one that represents every number of the adapter's dtype",
             )
         if self._quantise is not Quantise.NONE:
-            facts = (
-                f"this engine holds weights rounded to {self._quantise}, and an adapter is merged into unrounded ones"
+            facts = f"its weights are rounded to {self._quantise}, and an adapter is merged into unrounded ones"
+            raise WeightsError(
+                "this engine cannot load the published adapter", facts, hint='set numerics.quantise = "none"'
             )
-            raise WeightsError("an adapter is published", facts, hint='set numerics.quantise = "none"')
         return dtype

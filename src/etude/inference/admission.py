@@ -130,11 +130,11 @@ class RequestChecks:
 
 def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehind:
     """Return the error of a request that the loaded version `held` does not satisfy. `engine` is the engine's name."""
-    demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
+    demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} or later"
     return EngineBehind(
-        f"request {request.request_id} asks for {demanded}",
-        f"{engine} holds {held}",
-        hint="adopt first, or ask an engine that holds it",
+        f"request {request.request_id} needs weights of {demanded}",
+        f"{engine} has {held}",
+        hint="load that version first, or send the request to an engine that has it",
     )
 
 
@@ -162,7 +162,9 @@ class VersionPins:
         self._running[session_id] = self._running.get(session_id, 0) + 1
 
     def leave(self, session_id: str, *, now: float, may_return: bool) -> None:
-        """Record that a request with a `pin_step` ended. `may_return` says whether the session may call again."""
+        """Record that a request of a session that is pinned to a version has ended at the time `now`.
+
+        `may_return` says whether the session may send further requests."""
         self._running[session_id] -= 1
         if not self._running[session_id]:
             del self._running[session_id]

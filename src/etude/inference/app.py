@@ -172,7 +172,8 @@ class _Endpoints:
         body = await self._read(request, OperatorsRequest)
         if self._operators is None:
             raise MalformedRequest(
-                f"{self.engine.name} does not show its operators", hint="start it with --show-operators"
+                f"{self.engine.name} does not return the results of its operators",
+                hint="start it with --show-operators",
             )
         shown = await self._operators(body.token_ids, prompt_tokens=body.prompt_tokens)
         return _reply(request, OperatorResults(results=shown))

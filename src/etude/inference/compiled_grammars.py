@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests for an engine: in a thread, with a deadline, and with a cache. Imports no torch."""
+"""Compilation of the grammars of requests, in a thread, with a deadline and a cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ COMPILE_S = 20.0  # longest wait for a grammar, and for the tokeniser before the
 
 
 class CompiledGrammars:
-    """The grammars that an engine has compiled. `matcher` is called in one event loop.
+    """The compiled grammars of an engine, in a cache. `matcher` must always be called from the same event loop.
 
-    `tokenizer`: the tokenizer.json of the checkpoint; None: the engine has none, and refuses every grammar.
+    `tokenizer` is the tokenizer.json of the checkpoint; None: the engine has none, and refuses every grammar.
     """
 
     def __init__(self, name: str, tokenizer: Path | None, *, vocab_size: int) -> None:
@@ -31,8 +31,9 @@ class CompiledGrammars:
         self._num_waiting, self._closed = 0, False
 
     async def matcher(self, request: CompletionRequest) -> Matcher | None:
-        """Return a request's compiled grammar in its first state, or None when it has none. Raises `InvalidGrammar`,
-        and `EngineBusy` when too many requests wait."""
+        """Return a matcher of the request's grammar before its first token, or None for a request without a grammar.
+
+        Raises `InvalidGrammar`, and `EngineBusy` when too many requests wait for a compilation."""
         grammar = request.sampling.grammar
         if not grammar:
             return None
@@ -77,6 +78,6 @@ class CompiledGrammars:
         return EngineError(f"{self.name} is closing", hint="send the request to another engine")
 
     def close(self) -> None:
-        """Stop the thread after the grammar that it compiles; requests that wait for another one fail. Idempotent."""
+        """Stop the thread after its current compilation. Requests that wait for another one fail. Idempotent."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

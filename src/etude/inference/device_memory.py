@@ -130,7 +130,7 @@ class DeviceStep:
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGZ: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Store the step's keys and values of one layer, and attend causally within each slot.
+        """Store the step's keys and values of one layer, and compute causal attention of its queries within each slot.
 
         Returns [N, H, Z]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
         None means 1/√(key width)."""

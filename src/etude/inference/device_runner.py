@@ -130,9 +130,9 @@ class DeviceRunner:
         return sampling
 
     def sampled(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Copy sampled tokens and log-probabilities to the host.
+        """Copy sampled tokens and their log-probabilities to the host, and return them as lists.
 
-        It is one transfer as doubles, which represent both exactly."""
+        Both are sent in one transfer, as float64, which represents them exactly."""
         tokens, logprobs = torch.stack([tokens_R.double(), logprobs_R.double()]).tolist()
         return [int(token) for token in tokens], logprobs
 

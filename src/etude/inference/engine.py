@@ -231,7 +231,8 @@ class ReferenceEngine:
         return exposition(self.counters, await self.info())
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """Score a text, as `seams.Engine.verify` does. Also raises `MalformedRequest`."""
+        """Compute the log-probabilities of a text, as `seams.Engine.verify` describes. Also raises
+        `MalformedRequest`."""
         ids = self._checks.text(token_ids)
         return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "verify")
 

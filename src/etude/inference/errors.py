@@ -84,7 +84,7 @@ def to_http(error: EtudeError) -> tuple[int, bytes]:
 
 
 def from_http(status: int, body: bytes, *, engine: str) -> EngineError:
-    """Return the exception that an HTTP response of an engine stands for. Never raises, whatever the bytes are.
+    """Return the exception for an engine's HTTP response with an error status. Accepts any `body` without raising.
 
     `engine` names the engine in the exception's text.
 
@@ -95,6 +95,6 @@ def from_http(status: int, body: bytes, *, engine: str) -> EngineError:
     try:
         error = msgspec.json.decode(body, type=ErrorBody)
     except ValueError:
-        return by_status(f"{engine} returned status {status}", repr(body[:200]), hint="see its log")
+        return by_status(f"{engine} returned status {status}", repr(body[:200]), hint="see the engine's log")
     kind = _KINDS[error.kind][1] if error.kind in _KINDS else by_status
     return kind(error.what, error.facts, hint=error.hint)

@@ -475,7 +475,7 @@ async def _stream_parts(member: _Member, attempt: _Attempt) -> AsyncGenerator[li
 
 
 def rank(member: _Member, attempt: _Attempt, typical_s: float | None) -> tuple[bool, float, float, str]:
-    """Return the sort key of an engine for a request; the engine with the smallest key is chosen.
+    """Return the sort key of the engine `member` for the request `attempt`. The engine with the smallest key is chosen.
 
     `typical_s` is the mean expected time of a request over all engines in seconds, or None if it is unknown."""
     production = member.num_production if attempt.request.traffic is Traffic.PRODUCTION else 0
@@ -500,7 +500,7 @@ def _apply_adoption(member: _Member, attempt: _Attempt, result: Version | Engine
     elif result.step < attempt.step:
         facts = f"step {attempt.step} was requested, and its version is of step {result.step}"
         attempt.refused[member.name] = EngineBehind(
-            f"{member.name} does not adopt the version", facts, hint="see its log"
+            f"{member.name} has not loaded the requested version", facts, hint="see the engine's log"
         )
         attempt.skipped.add(member.name)
     else:

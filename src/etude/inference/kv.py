@@ -106,7 +106,7 @@ class StepCache:
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Store the step's keys and values of one layer, and attend causally within each slot.
+        """Store the step's keys and values of one layer, and compute causal attention of its queries within each slot.
 
         Returns [N, H, B]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
         None means 1/√(key width)."""

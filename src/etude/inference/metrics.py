@@ -69,7 +69,7 @@ class Load:
         self._before = Counters()
 
     def since(self, counters: Counters, info: EngineInfo, *, wall_s: float) -> dict[str, Any]:
-        """Return the fields of an `engine.load` event for the time since the last call, which was `wall_s` seconds."""
+        """Return the fields of an `engine.load` event for the last `wall_s` seconds, the time since the last call."""
         now, before = dataclasses.replace(counters), self._before
         self._before = now
         return {

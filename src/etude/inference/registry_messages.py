@@ -110,10 +110,11 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine in the list that clients get from the registry.
+    """One engine in the list that clients get from the registry: its URL, state and load.
 
-    `step` is that of its version at the last probe. `kv_tokens_free` None means unknown, so it does not limit the
-    engine. `reason` says why an engine keeps catching up: its weights are not of this run."""
+    `step` is the step of its weights at the last health check; None: unknown. `kv_tokens_free` None means unknown, so
+    it does not limit the engine. `reason` says why an engine cannot serve yet, for example because its weights are of
+    another run."""
 
     url: str
     state: State = State.SERVING

@@ -201,7 +201,11 @@ class RegistryServer:
     async def _join(self, request: Request) -> JoinAnswer:
         join = await _read(request, JoinRequest)
         if not join.name or len(join.name) > 100 or not join.url.startswith(("http://", "https://")):
-            raise MalformedRequest("an engine joins with a name and a URL", repr(join), hint="http://host:port")
+            raise MalformedRequest(
+                "an engine joins with a name and a URL",
+                repr(join),
+                hint="give a name, and a URL such as http://host:port",
+            )
         await self._refuse_if_taken(join)
         engine = HttpEngine(join.url, token=self._token)
         try:
@@ -232,7 +236,9 @@ class RegistryServer:
             except EngineError:
                 pass  # the old engine is gone, and this one replaces it
         if taken:
-            raise MalformedRequest(f"there is an engine {join.name!r}", "it responds", hint="choose another --name")
+            raise MalformedRequest(
+                f"the fleet already has an engine {join.name!r}", "and it responds", hint="choose another --name"
+            )
 
     async def _renew(self, request: Request) -> RenewalAnswer:
         join = await _read(request, Renewal)
@@ -250,7 +256,9 @@ class RegistryServer:
 
 
 def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) -> None:
-    """Raise `MalformedRequest` for an engine that cannot serve the run: capabilities, context or parity class."""
+    """Raise `MalformedRequest` for an engine that does not meet the requirements of the run.
+
+    Checked are its capabilities, its context and its parity class (processes of one class compute the same bits)."""
     needed = {"adopt", "spans", "verify"} | ({"routes"} if requirements.routes else set())
     if missing := needed - set(info.capabilities):
         facts = f"the run needs {', '.join(sorted(missing))}, it has {', '.join(sorted(info.capabilities))}"
@@ -263,7 +271,7 @@ def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) 
         )
     if requirements.parity and info.parity != requirements.parity:
         raise MalformedRequest(
-            f"{name} computes other bits than the learner",
+            f"{name} does not compute the same bits as the learner",
             f"its parity class is {info.parity!r}, the learner's {requirements.parity!r}",
             hint="run it on the same kind of host and build, or set numerics.mode = 'native'",
         )

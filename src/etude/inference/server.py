@@ -61,7 +61,7 @@ HUNG_EXIT_CODE = 70
 SWITCH_S = 0.0005
 """The interpreter's switch interval. A step releases the GIL in each of its hundreds of operations and waits for it
 while another thread prepares or checks a swap. With Python's default of 5 ms such a step takes up to 200 ms longer in a
-model of 1 GB, with this value 100 ms (`benchmarks.swap_client --model 1gb`)."""
+model of 1 GB, with this value 100 ms (`benchmarks.weights.swap_client --model 1gb`)."""
 FETCH_S = 3_600.0  # deadline of the follower while the engine has no weights: an anchor over a slow link
 FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # low estimate for a busy core and a slow disk
 
@@ -209,7 +209,7 @@ def wait_message(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s
     if engine.version != NO_VERSION:
         return ""
     if waited_s > wait_s:
-        facts = f"{engine.trouble or 'no version of policy'}; waited {wait_s:g} s"
+        facts = f"{engine.trouble or 'no version in the channel policy'}; waited {wait_s:g} s"
         hint = "give the run's own store, as this machine reaches it; --wait-s sets the longest wait"
         raise DeadlineExceeded(f"{engine.name} has no weights from {place}", facts, hint=hint)
     return f"{engine.name} waits for a first version in {place}" + (f": {engine.trouble}" if engine.trouble else "")

@@ -1,11 +1,12 @@
-"""The KV slots of an engine: which session has which, and of which tokens each one holds the keys.
+"""The KV slots of an engine: which session uses each slot, and for which tokens it holds keys and values.
 
 A slot is a row of the KV cache, as long as the longest context. What a request computed stays in its slot until the
-slot is needed, and any later request may begin with it: it takes the slot itself, or a copy. A slot that holds nothing
-is given away first, then the least recently used one that no session keeps, then that of the least recently used idle
-session. KV is valid for one version of the weights: after a swap all slots hold nothing.
+slot is needed. Any later request whose prompt begins with the same tokens reuses it: it takes the slot itself, or a
+copy. For a new request an empty slot is taken first, then the least recently used one that no session keeps, then that
+of the least recently used idle session. KV is valid for one version of the weights only: a new version empties all
+slots.
 
-Prefixes are found by a hash per block of `BLOCK` tokens, which is compared in all slots at once. What was found is
+Prefixes are found by a hash per block of `BLOCK` tokens, which is compared in all slots at once. A match is then
 compared token by token before it is used.
 
 Shapes: S slots, C positions of a slot."""
@@ -31,9 +32,10 @@ _FACTORS = np.random.default_rng(0).integers(0, 2**64, BLOCK, np.uint64, endpoin
 class Slot:
     """One row of the KV cache.
 
+    - `index`: the number of the row.
     - `session_id`: the session whose context it has, or whose request runs in it; "" when no session keeps it.
     - `busy`: whether a request runs in it.
-    - `used`: grows with each use; 0 for a slot that holds nothing."""
+    - `used`: a counter that grows with each use; 0 for an empty slot."""
 
     index: int
     session_id: str = ""
@@ -43,7 +45,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first `num_tokens` tokens of a prompt, whose KV is in the slot `row`."""
+    """The first `num_tokens` tokens of a prompt, whose KV is in the slot with the number `row`."""
 
     row: int
     num_tokens: int
@@ -52,8 +54,8 @@ class Prefix:
 class SlotTable:
     """All KV slots, the tokens of each, and the idle sessions that keep some of them.
 
-    `held`: of how many leading tokens each slot has valid keys, [S] int64. With `share` False no request begins with
-    the keys of another, nor with those of its session; for comparisons.
+    `held`: for how many leading tokens each slot has valid KV, [S] int64. With `share` False no KV is reused, for
+    comparisons.
 
     >>> table, ids = SlotTable(2, 64), np.arange(32, dtype=np.int32)
     >>> first = table.acquire("s", ids)
@@ -77,18 +79,19 @@ class SlotTable:
 
     @property
     def num_available(self) -> int:
-        """The number of slots that requests could get now: all in which no request runs."""
+        """The number of slots in which no request runs."""
         return len(self._resting)
 
     def idle(self, session_id: str) -> Slot | None:
-        """Return the slot of an idle session, or None."""
+        """Return the slot that an idle session keeps, or None if it keeps none."""
         return self._idle.get(session_id)
 
     def acquire(self, session_id: str, ids: I32) -> Slot | None:
-        """Take a slot for a request whose prompt begins with `ids`. Returns None when all are busy.
+        """Take a slot for a request whose prompt begins with `ids`, [T]. Returns None when a request runs in every
+        slot.
 
-        It is the slot of the session, if there is one. The slot with the longest prefix of `ids` is taken after others
-        of its kind, since it can be copied. The slot keeps what it holds until `begin`."""
+        The slot that the session keeps is taken if there is one. Among other slots of equal rank, the one with the
+        longest prefix of `ids` is taken last, since its KV can be copied. The slot keeps its KV until `begin`."""
         slot = self._idle.pop(session_id, None)
         if slot is None and self._resting:
             source = self.longest(None, ids, self.shared(ids)).row if self.held.any() else -1
@@ -100,7 +103,7 @@ class SlotTable:
         return slot
 
     def release(self, slot: Slot, *, keep: bool) -> None:
-        """Release the slot of a request that ended. With `keep` the session keeps what it holds, if anything."""
+        """Release the slot of a request that has ended. With `keep` the slot's KV stays reserved for the session."""
         slot.busy = False
         self._resting[slot] = None
         slot.used = self._tick() if self.held[slot.index] else 0
@@ -113,10 +116,10 @@ class SlotTable:
             slot.session_id = ""
 
     def shared(self, ids: I32) -> I64:
-        """Return with how many leading tokens of `ids` each slot begins, [S].
+        """Return for each slot how many of its leading tokens equal those of `ids`, [S].
 
-        They may be tokens that a request in the slot has not computed yet (`held`). Equal hashes of different tokens
-        make a number too large; `longest` does not rely on it."""
+        The slot may not have computed all of them yet (`held`). A hash collision can make a number too large; `longest`
+        compares the tokens."""
         if not self._share:
             return np.zeros_like(self.held)
         num_blocks = len(ids) // BLOCK
@@ -131,9 +134,9 @@ class SlotTable:
         return shared
 
     def longest(self, slot: Slot | None, ids: I32, shared: I64) -> Prefix:
-        """Return the longest prefix of `ids` whose keys a slot holds. `shared` is what `shared(ids)` returned.
+        """Return the longest prefix of `ids` for which a slot has KV. `shared` is the result of `shared(ids)`.
 
-        It is that of `slot` unless another is longer by `MIN_COPY` tokens."""
+        The prefix in `slot` is preferred, unless another one is longer by at least `MIN_COPY` tokens."""
         here = np.minimum(shared, self.held)
         row = int(here.argmax())
         if slot is not None and here[row] < here[slot.index] + MIN_COPY:
@@ -142,9 +145,9 @@ class SlotTable:
         return Prefix(row, num_shared_tokens(self._tokens[row, :num], ids[:num]))
 
     def begin(self, slot: Slot, prompt_ids: I32, prefix: Prefix) -> None:
-        """Record that a request begins in its slot with the keys of `prefix`, and will compute the rest of its prompt.
+        """Record that a request starts in `slot` from the KV of `prefix`, and will compute the rest of its prompt.
 
-        The caller copies the keys when they are in another slot."""
+        If the prefix is in another slot, the caller copies its KV."""
         row, source = slot.index, self._slots[prefix.row]
         if not source.busy:
             source.used = self._tick()
@@ -153,17 +156,18 @@ class SlotTable:
         self._write(row, prompt_ids)
 
     def extend(self, slot: Slot, sampled: list[int], *, held: int) -> None:
-        """Record the progress of a request: further tokens that it sampled, and how many are computed by now."""
+        """Record the progress of a request: `sampled` are newly sampled token ids, `held` is the number of tokens with
+        KV by now."""
         if sampled:
             self._write(slot.index, np.array(sampled, np.int32))
         self.held[slot.index] = held
 
     def written(self, slot: Slot) -> int:
-        """Return how many tokens of a request are recorded, computed or not."""
+        """Return how many tokens of the slot's request are recorded, whether or not their KV is computed."""
         return int(self._written[slot.index])
 
     def swapped(self) -> None:
-        """Handle a change of the weights: from now on no slot holds valid keys, and no session keeps one."""
+        """Empty all slots after a change of the weights. No session keeps a slot any more."""
         self._written[:] = 0
         self.held[:] = 0
         self._idle.clear()

@@ -87,7 +87,9 @@ class StepThread:
                 raise self._end_error or _closing(self.name)
             if len(self._inbox) > self._max_calls:
                 raise EngineBusy(
-                    f"{self.name} runs no calls", f"{len(self._inbox)} wait", hint="restart it if it hangs"
+                    f"{self.name} does not process its calls",
+                    f"{len(self._inbox)} calls wait",
+                    hint="restart the engine if it hangs",
                 )
             self._inbox.append(_Call(run, future))
             self._wake.notify()
@@ -140,7 +142,11 @@ class StepThread:
             self._end(_closing(self.name))
         except Exception as error:  # noqa: BLE001 - everything that waits must fail
             self._end(
-                EngineError(f"{self.name} died", f"{type(error).__name__}: {error}", hint="restart it; see its log")
+                EngineError(
+                    f"{self.name} died",
+                    f"{type(error).__name__}: {error}",
+                    hint="restart the engine; its log says more",
+                )
             )
 
     def _rest(self) -> None:

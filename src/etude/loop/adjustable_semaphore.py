@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Limit:
-    """The number of slots of one or more `AdjustableSemaphore` objects, which follow its changes."""
+    """The number of slots of one or more `AdjustableSemaphore` objects. They follow when it changes."""
 
     def __init__(self, value: int) -> None:
         self.value = value

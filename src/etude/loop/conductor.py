@@ -135,7 +135,7 @@ class Conductor:
         await self._prune(self.step)
 
     async def resume(self) -> None:
-        """Have the learner load and publish the newest checkpoint, and bring the ledger to that state."""
+        """Make the learner load and publish the newest checkpoint, and set the ledger back to that step."""
         await self._with_learner(_nothing)
 
     async def _with_learner(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -376,8 +376,10 @@ class Conductor:
 
     def _with_signal(self, ready: Collection[str], seen: dict[str, bool]) -> set[str]:
         """The groups of `ready` from which the next step has a sample. `seen` caches the result per group for this
-        step."""
-        found = self.ledger.groups_with_signal(ready)
+        step.
+
+        Each group is composed and credited as its batch will be: rewards in rows of the ledger are those of rollouts by
+        themselves, and a credit scheme may give advantages to equal rewards."""
         experience = self.config.experience
         learned = functools.partial(
             has_fresh_signal,
@@ -386,9 +388,9 @@ class Conductor:
             composition=self.config.composition,
             scheme=self._scheme,
         )
-        new = sorted(found - seen.keys())
+        new = sorted(set(ready) - seen.keys())
         seen |= dict(zip(new, map(learned, self.ledger.groups(new)), strict=True))
-        return {group for group in found if seen[group]}
+        return {group for group in ready if seen[group]}
 
     async def _admit(self) -> None:
         """Admit groups whenever the window has free places, in one transaction with the task cursor."""

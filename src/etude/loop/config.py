@@ -56,7 +56,7 @@ class EvalsConfig:
     def is_due(self, step: int, of: int) -> bool:
         """Return whether an evaluation follows step `step` of a run of `of` steps.
 
-        None follows the last step, after which the final evaluation is made.
+        After the last step it is False, since the final evaluation follows anyway.
 
         >>> [step for step in range(9) if EvalsConfig(every=3).is_due(step, 8)]
         [3, 6]
@@ -73,9 +73,10 @@ class EvalsConfig:
 class FleetConfig:
     """The `[fleet]` section: which processes a run has, and how many of each.
 
-    `engines` has one entry per engine. A process that does not answer for `hung_s` seconds is killed and restarted.
-    `listen` is HOST:PORT, at which remote engines join the run; "" for none. `ranks_away` of the learner's ranks run on
-    other machines and connect to the learner's machine at the address `ranks_at`."""
+    `engines` has one entry per engine, and `num_workers` and `num_graders` are numbers of processes. A process that
+    does not answer for `hung_s` seconds is killed and restarted. `listen` is HOST:PORT, at which remote engines join
+    the run; "" for none. `ranks_away` of the learner's ranks run on other machines and connect to the learner's machine
+    at the address `ranks_at`."""
 
     engines: tuple[EngineKind, ...] = (EngineKind.REFERENCE, EngineKind.REFERENCE)  # engine-0, engine-1, ...
     num_workers: int = ranged(1, low=1, high=64)
@@ -145,8 +146,8 @@ class RetentionConfig:
 class RunConfig:
     """All settings of a run: one field for each section of config.toml.
 
-    `start` is a Hugging Face directory with the starting checkpoint; with it, the corpus and mid-training phases are
-    skipped."""
+    Each section's class describes its settings. `seed` is the seed of the run. `start` is a Hugging Face directory with
+    the starting checkpoint; with it, the phases corpus and mid-training are skipped."""
 
     seed: int = ranged(0, low=0)
     start: Path | None = None
@@ -286,16 +287,16 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """Number of rollouts that run concurrently on the run's own engines."""
+        """How many rollouts run at the same time on the run's own engines."""
         return rollouts_on(self.own_contexts)
 
     @property
     def own_contexts(self) -> int:
-        """Number of full contexts that the run's own engines can hold together."""
+        """How many full contexts the KV caches of the run's own engines can hold together."""
         return sum(map(self.contexts_of, self.fleet.engines))
 
     def contexts_of(self, kind: EngineKind) -> int:
-        """Return how many full contexts one engine of this kind can hold."""
+        """Return how many full contexts the KV cache of one engine of this kind can hold."""
         if kind is EngineKind.REFERENCE:
             return self.engine.max_sequences
         return self.foreign(kind).max_contexts(self.engine)
@@ -307,7 +308,7 @@ class RunConfig:
         return self.foreign(kind).devices
 
     def foreign(self, kind: EngineKind) -> ExternalEngineConfig:
-        """Return the settings of vLLM or SGLang engines."""
+        """Return the config section of an external kind of engine: `vllm` or `sglang`."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang
 
 

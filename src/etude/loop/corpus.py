@@ -19,11 +19,11 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from etude.capture.context import HISTORY, REQUEST, Carried, go_on, head_of
 from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
 from etude.harness import ChatFormat, HarnessConfig, chat_template, standard_tools
 from etude.harness.chat import SPECIAL_TOKENS, Message
-from etude.harness.context import HISTORY, REQUEST, Carried, go_on, head_of
 from etude.loop.config import RunConfig, open_tasks, read_config
 from etude.loop.processes import EXIT_RESTART
 from etude.records.task import Split
@@ -32,7 +32,7 @@ from etude.rollouts import demonstrate, demonstrate_long
 from etude.run import RunFolder
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
 from etude.tasks.corpus import plugin_documents
-from etude.tasks.scripts import Demonstrating, demonstrations
+from etude.tasks.scripts import Conversing, Demonstrating, demonstrations
 from etude.telemetry import Telemetry
 from etude.training.corpus import write_corpus
 from etude.training.tokenizer import train_tokenizer
@@ -73,7 +73,8 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     else:
         signatures = standard_tools(config.harness.tools).signatures
         documents = [chat.encode_conversation(talk, signatures) for talk in talks]
-        heldout = [chat.encode_conversation(talk, signatures) for talk in _play(source, HELDOUT_DOCUMENTS, **held)]
+        heldout_talks = _play(source, HELDOUT_DOCUMENTS, config.harness, **held)
+        heldout = [chat.encode_conversation(talk, signatures) for talk in heldout_talks]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
     documents += [chat.document(text) for text in chain(library, own)]
     random.Random(f"corpus {config.seed}").shuffle(documents)
@@ -81,11 +82,11 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 
-def _demonstrated_source(config: RunConfig) -> Demonstrating:
+def _demonstrated_source(config: RunConfig) -> Demonstrating | Conversing:
     """The tasks that are demonstrated: the run's own if its source has demonstrations; otherwise generated tasks, which
     teach the model the tools before it sees the run's tasks."""
     source, tasks = open_tasks(config, canaries=False), config.tasks
-    if isinstance(source, Demonstrating):
+    if isinstance(source, Demonstrating) or (isinstance(source, Conversing) and not config.harness.summary_tokens):
         return source
     return RepairSource(tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
 
@@ -111,7 +112,7 @@ def _in_parallel(part: Callable[..., list[T]], config: RunConfig, count: int, *r
 
 def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Message]]:
     source, share = _demonstrated_source(config), config.corpus.right_body
-    talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=share)
+    talks = _play(source, stop - start, config.harness, seed=config.seed, first=1_000_000 + start, right_body=share)
     assert_no_heldout(message["content"] for talk in talks for message in talk)
     return talks
 
@@ -133,7 +134,7 @@ def _demonstrate_long_part(config: RunConfig, start: int, stop: int, tokenizer: 
 
 
 def _play_long(
-    source: Demonstrating,
+    source: Demonstrating | Conversing,
     count: int,
     chat: ChatFormat,
     limits: HarnessConfig,
@@ -143,6 +144,7 @@ def _play_long(
     right_body: float,
     split: Split,
 ) -> list[I32]:
+    assert isinstance(source, Demonstrating)  # `_demonstrated_source` returns no other with summaries
     return [
         document
         for i, d in enumerate(
@@ -160,11 +162,27 @@ def _play_long(
 
 
 def _play(
-    source: Demonstrating, count: int, *, seed: int, first: int, right_body: float, split: Split = Split.TRAIN
+    source: Demonstrating | Conversing,
+    count: int,
+    limits: HarnessConfig,
+    *,
+    seed: int,
+    first: int,
+    right_body: float,
+    split: Split = Split.TRAIN,
 ) -> list[list[Message]]:
-    tools = standard_tools()
+    if isinstance(source, Conversing):
+        places = range(first, first + count)
+        return [source.conversation(split, index, seed=seed, right=right_body) for index in places]
+    tools = standard_tools(limits.tools).with_standard()
     return [
-        demonstrate(d.task, d.script, tools, MemoryMachine({p: t.encode() for p, t in d.task.files.items()}))
+        demonstrate(
+            d.task,
+            d.script,
+            tools,
+            MemoryMachine({p: t.encode() for p, t in d.task.files.items()}),
+            output_chars=limits.output_chars,
+        )
         for d in demonstrations(source, count=count, seed=seed, right_body=right_body, first=first, split=split)
     ]
 
@@ -174,7 +192,7 @@ def _message_texts(talk: list[Message]) -> Iterator[str]:
     for message in talk:
         yield message["content"]
         for call in message.get("tool_calls", ()):
-            yield " ".join([call["function"]["name"], *call["function"]["arguments"].values()])
+            yield " ".join([call["function"]["name"], *map(str, call["function"]["arguments"].values())])
 
 
 def _summary_texts(config: RunConfig, talks: Sequence[list[Message]]) -> Iterator[str]:

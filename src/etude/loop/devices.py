@@ -28,7 +28,7 @@ def count_gpus() -> int:
 
 
 def gpus_of(device: str) -> int:
-    """Return the number of GPUs that a machine must have for one process on this device.
+    """Return how many GPUs a machine must have so that a process can use this device.
 
     >>> [gpus_of(name) for name in ("auto", "cpu", "cuda", "cuda:3")]
     [0, 0, 1, 4]

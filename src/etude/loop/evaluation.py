@@ -52,7 +52,7 @@ async def evaluate(
     """Evaluate the weights of training step `step` on the first `num_tasks` tasks of a split, `tries` rollouts each.
 
     Returns the solve rate and related numbers, and writes them as an `eval.result` event. Every rollout is written with
-    its transcript to the folder `out`: in ``<name>-<step>.parquet`` for validation tasks, ``<name>.parquet`` for
+    its turns as text to the folder `out`: in ``<name>-<step>.parquet`` for validation tasks, ``<name>.parquet`` for
     others. A repeated evaluation replaces the file. A rollout with signs of cheating counts as not solved. `each` is
     called after every rollout."""
     began = time.perf_counter()
@@ -72,7 +72,7 @@ async def evaluate(
 def _row(played: RolloutResult, outcome: Outcome, composition: Composition) -> EvalRow:
     reward = composed_reward(outcome, composition.without_weights)  # without weighted terms: 1.0 when solved
     signs = counted_signs(played, outcome, reward)
-    return make_row(played.summary, reward, transcript=played.transcript, sign=str(signs[0]) if signs else "")
+    return make_row(played.summary, reward, turns=played.turns, sign=str(signs[0]) if signs else "")
 
 
 def file_name(name: str, split: Split, step: int) -> str:
@@ -154,9 +154,10 @@ def without_remote_engines(config: RunConfig) -> RunConfig:
 async def evaluate_checkpoint(
     checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None, each: Each
 ) -> EvalResult:
-    """Evaluate a checkpoint with the rollout code of a run, but without a learner. Returns what `evaluate` returns.
+    """Evaluate a checkpoint on the first `num_tasks` tasks of a split, without a run and its learner.
 
-    `out` is the folder for the rollouts; None: they are not kept. `each` is called after every rollout."""
+    There are `tries` rollouts per task. Returns what `evaluate` returns. `out` is the folder for the rollouts; None:
+    they are not kept. `each` is called after every rollout."""
     version, config = checkpoint_version(checkpoint), without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)

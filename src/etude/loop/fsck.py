@@ -81,7 +81,7 @@ class Finding:
 class FsckReport:
     """The result of comparing the files of a run with their checksums, which checks fill in.
 
-    The run is sound if `problems` is empty. `notices` are files without a checksum and files of killed processes.
+    The run is undamaged if `problems` is empty. `notices` are files without a checksum and files of killed processes.
     `plain` names files that are never read back. `num_files` and `num_bytes` count what was verified."""
 
     num_files: int = 0
@@ -96,11 +96,11 @@ class FsckReport:
         self.num_bytes += path.stat().st_size
 
     def add(self, place: str, what: str, hint: str = "") -> None:
-        """Add a problem; without `hint` it gets that of `hint_for`."""
+        """Add a problem: the file at `place` is damaged as `what` says. Without `hint` it gets that of `hint_for`."""
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:
-        """Add a notice: a file that cannot be verified but is no problem."""
+        """Add a notice: the file at `place` cannot be verified, but that is no problem."""
         self.notices.append(Finding(place, what, hint))
 
 

@@ -62,7 +62,7 @@ class CachingGrader:
 class GradeSlots:
     """Limits the number of concurrent grades to `at_once`.
 
-    The end of each grade counts as progress of the process, which restarts the deadlines of queued calls."""
+    When a grade ends, the process has made progress, so the deadlines of queued calls start again."""
 
     def __init__(self, at_once: int) -> None:
         self._semaphore = asyncio.Semaphore(at_once)

@@ -24,11 +24,11 @@ from etude.weights.chain.manifest import Manifest
 
 @dataclass(frozen=True)
 class History:
-    """The steps that led to a run's current weights (its lineage), read from its folder.
+    """The training steps that led to a run's current weights (their lineage), read from the run folder.
 
     - `versions`: the manifest of the published weights, by step.
     - `rollout_ids`: the rollouts that a step was trained on, by step; empty when that is not known.
-    - `damaged`: the lineage cannot be read before this version; None if it is complete.
+    - `damaged`: the version whose manifest is damaged, so that earlier steps cannot be read; None: all can.
     - `numbers`: the last `rl.step` event, by step."""
 
     run: RunFolder
@@ -67,9 +67,15 @@ class History:
                 f"the lineage can be read back to {self.damaged}, whose manifest is missing or damaged",
                 hint="copy that manifest back, or replay a later step",
             )
-        facts = f"its current lineage has steps {min(steps)} to {max(steps)}" if steps else "it has published no step"
-        lost = "; this step was trained in a lost lineage" if trace_path(traces_folder(self.run), step).exists() else ""
-        raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="choose a step of its lineage")
+        facts = (
+            f"its current weights come from steps {min(steps)} to {max(steps)}" if steps else "it has published no step"
+        )
+        lost = (
+            "; this step was trained before a restart went back to an earlier checkpoint"
+            if trace_path(traces_folder(self.run), step).exists()
+            else ""
+        )
+        raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="choose a step in this range")
 
     def start_checkpoint(self, step: int, given: Path | None) -> Path:
         """Return the checkpoint to replay a step from: `given`, by path or by name; None: the nearest before the step.
@@ -87,7 +93,7 @@ class History:
         return start
 
     def require_before(self, step: int, start: Path, held: int) -> None:
-        """Raise `InputError` when `held`, the step of checkpoint `start`, is not before the step to replay."""
+        """Raise `InputError` unless `held`, the step of the checkpoint `start`, is before `step`."""
         if held >= step:
             hint = self.other_checkpoints(step, start)
             raise InputError(f"{start} is not before step {step}", f"it is of step {held}", hint=hint)

@@ -139,8 +139,8 @@ class LearnerProcess:
     def begin(self, checkpoint: str) -> int:
         """Create a learner, load a checkpoint into it, and return its step.
 
-        A publish of this process's earlier learner is completed first, since two writers of one store would reject each
-        other."""
+        If an earlier learner of this process is still publishing, wait for it first, since a store accepts only one
+        writer."""
         if self._learner is not None:
             self._learner.close()
         store = weights_store(self.run)
@@ -167,7 +167,7 @@ class LearnerProcess:
         return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def record(self, plan: BatchPlan) -> BatchRef:
-        """Read the rollouts of a planned step, make its batch, and write it as the step's trace.
+        """Read the rollouts of a planned step, make its batch, and write the batch as the step's trace.
 
         A step can be replayed from its trace. Call `forward_backward` next."""
         by, settings = self.computed()
@@ -185,7 +185,7 @@ class LearnerProcess:
         return ref
 
     def forward_backward(self, step: int, digest: str) -> StepReport:
-        """Accumulate the gradient on the recorded batch of `step`, which has this digest.
+        """Accumulate the gradient on the recorded batch of `step`. `digest` is that of the batch, to check it.
 
         The rank that recorded the batch has it in memory; the others read the trace."""
         held, batch = self._batch
@@ -213,7 +213,7 @@ class LearnerProcess:
         return self.learner.optim_step()
 
     def offer(self, rollout_ids: tuple[str, ...]) -> None:
-        """Start to publish the live weights as trained on these rollouts.
+        """Start to publish the live weights. `rollout_ids` are the rollouts that this step trained on.
 
         The weights have been copied when this returns, so training may continue."""
         self._offered_at = time.perf_counter()
@@ -276,7 +276,7 @@ class LearnerProcess:
 def call_on_all_ranks(
     leader: Leader, learning: LearnerProcess, work: Callable[..., object], *arguments: object
 ) -> object:
-    """Call `work`, a method of `learning`, on every rank, and return the result of this rank."""
+    """Call `work`, a method of `learning`, on every rank. Returns this rank's result."""
     learning.group = leader.join()
     if learning.publish_done:
         leader.broadcast("finish_publish")

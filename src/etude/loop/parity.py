@@ -32,7 +32,7 @@ class Defence(enum.StrEnum):
 
 
 class OverBudget(enum.StrEnum):
-    """What a run does when an engine exceeds the parity budget: stop, take the next `Defence`, or only report it."""
+    """What a run does when an engine exceeds the parity budget: stop, use the next `Defence`, or only report it."""
 
     STOP = "stop"
     FALL_BACK = "fall_back"
@@ -78,8 +78,8 @@ FRESH = "fresh rollouts"
 class Alarm:
     """An engine that exceeds the parity budget, as `ParityMonitor` reports it.
 
-    `engine` may also be `FRESH`, for rollouts of any engine. `defence` is the one to take now; None if none is left or
-    allowed."""
+    `engine` is its name, or `FRESH` if the rollouts of any engine are meant. `defence` is the one to use now; None if
+    none is left or allowed."""
 
     engine: str
     found: Parity
@@ -120,8 +120,8 @@ class ParityMonitor:
     def record(self, engine: str, found: Parity) -> Alarm | None:
         """Record the result of a probe of an engine. Returns an alarm when the engine exceeded the budget too often.
 
-        In exact mode, and for numbers that are not finite, once is too often. A defence that the alarm names counts as
-        taken."""
+        In exact mode, and for numbers that are not finite, once is too often. After an alarm, its defence counts as
+        used."""
         budget = self.budget
         if budget is None or budget.holds(found):
             self._over.pop(engine, None)

@@ -32,7 +32,7 @@ class Unreachable(EtudeError):
 class ParityProbe:
     """Compares the engines' log-probabilities of a fixed text with the learner's, by the budget of `[parity]`.
 
-    `watch` counts the results, and `defend` is awaited with each defence that the learner has to take."""
+    `watch` counts the results. `defend` is awaited with each defence that the learner must use from now on."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ParityProbe:
         return None
 
     async def trained(self, step: int, fresh_ratio_max: float | None) -> None:
-        """Check the largest |r - 1| of a step's rollouts that its own weights sampled, and take a defence if it is too
+        """Check the largest |r - 1| of tokens that a step's own weights sampled, and use the next defence if it is too
         large.
 
         r is the learner's probability of a token divided by the engine's. If the config stops the run instead, the
@@ -123,7 +123,7 @@ class ParityProbe:
         no_number = not math.isfinite(found.k3)
         if no_number or self._config.over_budget is OverBudget.STOP:
             raise ParityError(
-                f"{alarm.engine} and the learner disagree about {published.version}",
+                f"{alarm.engine} and the learner compute different probabilities with {published.version}",
                 f"max |r - 1| = {found.ratio_max:.2e}, k3 = {found.k3:.2e} on the probe, the budget is "
                 f"k3 {alarm.budget.k3:g}; parity classes: {engine_class!r}, the learner's {self.learner_class!r}",
                 hint=_hint(alarm, engine_class == self.learner_class),

@@ -31,9 +31,11 @@ from etude.loop.locations import read_ledger
 from etude.loop.placement import NO_ENV, Placement
 from etude.loop.preflight import used_splits
 from etude.loop.processes import EXIT_RESTART, KEEP_MEMORY_ENV, Child, Supervisor
+from etude.loop.rollout_views import reported_views
 from etude.loop.rpc import ProcessLost
 from etude.loop.run_processes import RunProcesses, open_processes
 from etude.records.task import Split
+from etude.records.view import RolloutView
 from etude.run import RunFolder, write_durably
 from etude.telemetry import Telemetry
 from etude.trackers.tracking import tracked
@@ -207,8 +209,10 @@ async def _report(run: RunFolder) -> Mapping[str, Any]:
 def write_run_report(run: RunFolder) -> Path:
     """Write summary.json and report.html of a run, finished or not. Returns the path of report.html."""
     states: dict[str, int] | None = None
-    if run.setting("experience.ledger"):
-        with contextlib.suppress(EtudeError), contextlib.closing(read_ledger(run)) as ledger:
+    rollouts = list[RolloutView]()
+    with contextlib.suppress(EtudeError), contextlib.closing(read_ledger(run)) as ledger:
+        if run.setting("experience.ledger"):
             states = ledger.states()
+        rollouts = reported_views(run, ledger)
     write_durably(run / "summary.json", json.dumps(sealed(summarise(run.path, rollouts=states)), indent=2).encode())
-    return write_report(run.path)
+    return write_report(run.path, rollouts)

@@ -82,7 +82,8 @@ def _begin(nice: int) -> None:
 
 
 class Process(Protocol):
-    """A started `Program`. `pid` is that on its own machine; `caller` is the RPC client, or None without a socket."""
+    """A started `Program`. `pid` is its process id on its own machine. `caller` is the RPC client; None without a
+    socket."""
 
     pid: int
     caller: Caller | None
@@ -117,7 +118,7 @@ class Placement(Protocol):
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
         """Return the CPU time and memory of this process ("conductor") and of the `running` ones.
 
-        The result is that of `usage.sample`, by name."""
+        The result has what `usage.sample` returns, by the name of the process."""
 
     async def close(self) -> None:
         """Release all machines. Idempotent."""

@@ -274,7 +274,8 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
 
 
 def used_splits(config: RunConfig) -> list[Split]:
-    """Return the splits of tasks that a run of this config uses; tasks of the first are validated."""
+    """Return the splits of tasks that a run of this config uses. Tasks of the first one are validated before the
+    run."""
     during = 0 < config.evals.every < config.rl.steps
     used = {
         Split.TRAIN: config.rl.steps > 0,

@@ -164,7 +164,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Role:
-    """How the supervisor treats a kind of child.
+    """How the supervisor starts and checks one kind of child process.
 
     - `on_up` is awaited after each start; it returns when the child is ready, or raises, within `ready_s` seconds.
     - `health_check` is awaited regularly; it raises when the child is not healthy.

@@ -271,7 +271,7 @@ def _next_listener(run: Path) -> tuple[str, bytes] | None:
             if time.monotonic() > end:
                 hint = "start a run with learner.ranks, fleet.ranks_away and fleet.ranks_at set"
                 facts = f"waited {LISTENER_S:g} s for {run / 'logs' / _ADDRESS_FILE}"
-                raise RunError("no learner waits for ranks", facts, hint=hint) from None
+                raise RunError("no learner waits for further processes (ranks)", facts, hint=hint) from None
         time.sleep(POLL_S)
 
 

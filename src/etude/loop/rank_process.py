@@ -40,7 +40,11 @@ def serve_calls(learning: LearnerProcess, store: TCPStore, secret: bytes, report
         call = _wait_for_key(store, key)
         if not hmac.compare_digest(call[:_SEAL_BYTES], sign(secret, key.encode() + call[_SEAL_BYTES:])):
             hint = "keep the learner's ranks in a private network"
-            exit_with_error(EtudeError("a call with a wrong signature", f"{key}, in the store of the ranks", hint=hint))
+            exit_with_error(
+                EtudeError(
+                    "a rank received a call with a wrong signature", f"{key}, in the store of the ranks", hint=hint
+                )
+            )
         method, arguments = pickle.loads(call[_SEAL_BYTES:])
         number += 1
         report.call = method

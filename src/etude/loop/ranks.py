@@ -49,7 +49,8 @@ MET = "met"  # key that is set when all ranks have connected
 
 
 class RankProgress:
-    """One rank's view of the progress of all `ranks`, from reports in the TCP store. Has its own connection.
+    """One rank's view of the progress of all `ranks`, from reports in the TCP store. It has its own connection to the
+    store.
 
     A report has the rank's progress count (`etude.progress`), the number of its reports, and the call that it makes. On
     rank 0 the progress of other ranks counts as its own, so that the conductor, which sees only rank 0, does not take

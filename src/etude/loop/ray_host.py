@@ -38,7 +38,7 @@ class RayHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def offer(self, *folders: str) -> tuple[str, str, int, str]:
-        """Open a port for the conductor; returns (id of the node, address, port, problem).
+        """Open a port for the conductor. Returns (id of the node, address, port, problem).
 
         `folders` must exist on this node; the last becomes the program's working directory. If one does not exist, no
         port is opened and `problem` names it; otherwise it is ""."""

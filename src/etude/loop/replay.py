@@ -57,7 +57,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of repeating `step`: all steps after the checkpoint `start` up to it."""
+    """The result of repeating `step`. `steps` are all steps from the checkpoint `start` up to this one."""
 
     step: int
     start: Path
@@ -65,7 +65,7 @@ class Replay:
 
     @property
     def last(self) -> ReplayedStep:
-        """The requested step."""
+        """The result of the requested step."""
         return self.steps[-1]
 
     @property

@@ -28,7 +28,7 @@ def oldest_restart_step(run: RunFolder) -> int:
 
 
 def replayable_after(ledger: Ledger) -> int:
-    """Return the step after which all steps can be replayed; files that earlier steps need may have been deleted."""
+    """Return the step after which all steps can be replayed. Files of earlier steps may have been deleted."""
     return int(ledger.recall(NOTE) or 0)
 
 

@@ -11,30 +11,31 @@ from etude.experience import RolloutFiles
 from etude.harness import ChatFormat
 from etude.records import Rollout, Task
 from etude.records.summary import RolloutSummary, summary_of
+from etude.records.view import TurnView
+from etude.rollouts.view import view_turns
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     """A finished rollout as the conductor sees it.
 
-    `signs` are signs of cheating. `transcript` is the last conversation of the rollout as text; "" if none was
-    requested."""
+    `signs` are signs of cheating. `turns`: the rollout as text; empty unless it was requested."""
 
     summary: RolloutSummary
     task: Task
     signs: CheatIndicators = CheatIndicators()
-    transcript: str = ""
+    turns: tuple[TurnView, ...] = ()
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A `RolloutResult` without its task: what a worker sends to the conductor, which has the task."""
+    """What a worker sends to the conductor (the main process of a run): a `RolloutResult` without its task."""
 
     summary: RolloutSummary
     signs: CheatIndicators
-    transcript: str
+    turns: tuple[TurnView, ...]
 
     def with_task(self, task: Task) -> RolloutResult:
         """Return the `RolloutResult` for this reply and its task."""
-        return RolloutResult(summary=self.summary, task=task, signs=self.signs, transcript=self.transcript)
+        return RolloutResult(summary=self.summary, task=task, signs=self.signs, turns=self.turns)
 
 
 def store_rollout(
@@ -48,11 +49,11 @@ def store_rollout(
     """Store a rollout in a file, and return the reply for the conductor. Raises `StoreError`.
 
     With `kept` the ledger will refer to the file, so it is synced to disk. With `find_signs` the rollout is searched
-    for signs of cheating, unless it is invalid. `chat` is the chat format for a transcript; None: no transcript."""
+    for signs of cheating, unless it is invalid. `chat` is the chat format that shows
+    its turns as text; None: they are not needed."""
     stored, signs = files.write(rollout, durable=kept), CheatIndicators()
     if find_signs and rollout.invalid is None:
         calls = [turn.calls for turn in rollout.trace.turns]
         signs = scan_rollout(rollout.task, calls=calls, exports=rollout.exports)
-    leaves = rollout.trace.leaves() if chat is not None else []
-    transcript = chat.readable(rollout.trace.path(leaves[-1]).token_ids) if chat is not None and leaves else ""
-    return RolloutReply(summary=summary_of(rollout, stored), signs=signs, transcript=transcript)
+    turns = () if chat is None else view_turns(rollout.trace, chat)
+    return RolloutReply(summary=summary_of(rollout, stored), signs=signs, turns=turns)

@@ -113,8 +113,8 @@ async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_
 async def run_once(processes: RunProcesses, spec: RolloutSpec) -> tuple[RolloutResult, Outcome]:
     """Run and grade a rollout that is not in the ledger, such as one of an evaluation.
 
-    It becomes invalid when its workers die repeatedly or no engine loads the weights that it requires, so that one task
-    cannot end an evaluation."""
+    Raises no error if its workers die repeatedly or no engine loads the weights that it requires: the rollout is then
+    invalid."""
     while True:
         try:
             rollout = await processes.rollout(spec, kept=False)
@@ -159,7 +159,7 @@ def composed_reward(outcome: Outcome, composition: Composition) -> Reward | Inva
 
 
 def counted_signs(rollout: RolloutResult, outcome: Outcome, reward: Reward | Invalid) -> list[CheatIndicator]:
-    """Return the signs of cheating because of which a rollout's reward is 0, the most serious first."""
+    """Return the signs of cheating that set a rollout's reward to 0, the most serious first."""
     return rollout.signs.for_outcome(outcome) if isinstance(reward, Reward) and SIGNS in reward.gates else []
 
 

@@ -212,7 +212,7 @@ async def serve(
     """Answer calls until the other end closes. `handlers`: method → (argument types, coroutine function).
 
     Calls run concurrently, each in its own task, which is cancelled when the caller cancels the call. Every `beat_s`
-    seconds the caller gets a message if this process has made progress: one for all calls."""
+    seconds the caller gets one message for all calls, if this process has made progress."""
     reader, writer = await asyncio.open_connection(sock=sock)
     tasks: dict[int, asyncio.Task[None]] = {}
     beats = asyncio.create_task(_beat(writer, beat_s), name="report progress")
@@ -273,7 +273,7 @@ def _framed(number: int, word: str, payload: bytes, max_bytes: int) -> bytes:
     frame = msgspec.msgpack.encode((number, word, payload))
     if len(frame) > max_bytes:
         what = f"{'the answer of a call' if word in ('ok', 'error', 'failed') else f'a call of {word}'} is too large"
-        hint = "fewer or smaller tasks a step: experience.groups_per_step, experience.group_size"
+        hint = "lower experience.groups_per_step or experience.group_size, or use smaller tasks"
         raise MessageTooLarge(what, f"{len(frame)} bytes, a frame takes {max_bytes}", hint=hint)
     return _LENGTH.pack(len(frame)) + frame
 

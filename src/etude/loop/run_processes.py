@@ -184,9 +184,9 @@ class RunProcesses:
     async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
         """Have a worker run a rollout and store it in a file.
 
-        With `kept` the ledger refers to the rollout. Otherwise the result has a transcript, and the caller must delete
-        the file (`files.drop`). Worker and engines watch the rollout's progress and end it long before the deadline of
-        this call, which allows every turn the longest wait for an engine and for each token."""
+        With `kept` the ledger refers to the rollout. Otherwise the result has its turns as text, and the caller must
+        delete the file (`files.drop`). Worker and engines watch the rollout's progress and end it long before the
+        deadline of this call, which allows every turn the longest wait for an engine and for each token."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
@@ -196,7 +196,7 @@ class RunProcesses:
     async def baseline(self, spec: RolloutSpec, kind: str) -> RolloutResult:
         """Have a worker run a scripted agent on a task; `kind` is "oracle" (plays a known solution) or "random".
 
-        It uses no engine. The result has a transcript, and the caller must delete its file (`files.drop`)."""
+        It uses no engine. The result has its turns as text, and the caller must delete its file (`files.drop`)."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
         reply = await self.workers.call("baseline", RolloutReply, spec, kind, deadline_s=deadline_s)
         return reply.with_task(spec.task)

@@ -61,7 +61,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         )
 
     async def rollout(spec: RolloutSpec, kept: bool) -> RolloutReply:
-        """Run a rollout: of training (`kept`), or of an evaluation, which returns a transcript."""
+        """Run a rollout: of training (`kept`), or of an evaluation, which returns its turns as text."""
         try:
             played = await run_rollout(
                 spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness, logs=run / LOGS

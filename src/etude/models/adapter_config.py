@@ -14,15 +14,19 @@ _MAX_BASES = 8
 
 
 def base_of(folder: Path) -> Path:
-    """Return the directory of the base weights of an adapter directory; any other directory is returned itself.
+    """Return the base model's directory of an adapter directory, and any other directory itself.
 
-    The base is looked for where adapter_config.json says, then beside the adapter as `mid`, where a run keeps it
-    wherever the run is moved. Raises `CheckpointError` when there is none, or after eight adapters of adapters."""
+    It is looked for where adapter_config.json says, then beside the adapter under the name `mid`, where a run keeps it.
+    Raises `CheckpointError` when there is none, or when more than eight adapters build on each other."""
     for _ in range(_MAX_BASES):
         if not (folder / ADAPTER_CONFIG).is_file():
             return folder
         folder = next_base(folder)
-    raise CheckpointError(f"{folder} is an adapter of an adapter", f"{_MAX_BASES} deep", hint="export the merged model")
+    raise CheckpointError(
+        f"{folder} is an adapter on top of too many adapters",
+        f"at most {_MAX_BASES} are followed to their base",
+        hint="export the merged model",
+    )
 
 
 def next_base(folder: Path) -> Path:
@@ -56,6 +60,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def damaged_adapter(where: str, why: str) -> CheckpointError:
-    """Return the error for an adapter that cannot be used. `where`: its path; `why`: the fault."""
+    """Return the error for an adapter that cannot be used. `where` is its path, and `why` says what is wrong."""
     hint = "export it again; or merge it into its base with the tool that trained it, and use the result"
     return CheckpointError(f"{where} is damaged or not supported", why, hint=hint)

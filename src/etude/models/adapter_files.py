@@ -1,8 +1,8 @@
 """Read and write LoRA adapters as directories that peft and vLLM read.
 
 They have an adapter_config.json and an adapter_model.safetensors. Etude's adapter directories also have the base
-model's config.json and tokeniser, so that the directory alone tells the model and its chat format. Loading one merges
-the adapters into the base's weights. The metadata of the safetensors file has the base's digest."""
+model's config.json and tokeniser, so that the directory alone tells the model and its chat format. The metadata of the
+safetensors file has the base's digest."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from etude.errors import CheckpointError, ConfigError
+from etude.errors import CheckpointError
 from etude.file_checksums import verify_files
 from etude.models.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    base_of,
     damaged_adapter,
-    next_base,
     read_adapter_config,
 )
-from etude.models.checkpoint import ASSETS, load_model, load_tensors, save_tensors
+from etude.models.checkpoint_files import ASSETS, load_tensors, save_tensors
 from etude.models.headers import HINT_DAMAGED
 from etude.models.lora import Adapters, round_parameters
 from etude.models.transformer import Transformer
-from etude.numerics.operators import Operators
-from etude.numerics.parallel import SINGLE_RANK, Parallel
 from etude.records.adapter import AdapterConfig
 
 _BASE = "etude_base"
@@ -76,8 +72,8 @@ def merge_adapter(
 ) -> Adapters:
     """Merge an adapter into the weights of `model`, its base, in place. Returns the adapters.
 
-    `tensors`: A and B by PEFT's names, all of one dtype, to which the model is rounded, too. `where`: path of the
-    adapter, for errors. `held`: keep A and B in float32, for an optimiser. Raises `CheckpointError` when the adapter
+    `tensors`: A and B by PEFT's names, all of one dtype; the model is rounded to the same dtype. `where`: path of the
+    adapter, for errors. `held`: keep A and B in float32 for an optimiser. Raises `CheckpointError` when the adapter
     does not fit."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) != 1:
@@ -92,9 +88,10 @@ def merge_adapter(
 
 @torch.no_grad()
 def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Copy tensors, by PEFT's names, into A and B. `where`: path of the adapter, for errors.
+    """Copy tensors, given by PEFT's names, into the matrices A and B of `adapters`. `where`: path of the adapter, for
+    errors.
 
-    Raises `CheckpointError` for a missing or further tensor, or another shape."""
+    Raises `CheckpointError` for a missing or surplus tensor, or a wrong shape."""
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
         facts = f"it lacks {name}" if name in views else f"it has {name}, which the base does not have"
@@ -104,27 +101,3 @@ def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where:
             facts = f"{name} has shape {list(tensors[name].shape)}, expected {list(view.shape)}"
             raise CheckpointError(f"{where} does not fit its base", facts, hint=HINT_DAMAGED)
         view.copy_(tensors[name])
-
-
-def load_merged(
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    operators: Operators | None,
-    held: torch.dtype | None,
-    parallel: Parallel = SINGLE_RANK,
-) -> Transformer:
-    """Load the base model of an adapter directory and merge the adapter into its weights.
-
-    The arguments are those of `checkpoint.load_model`, which calls this function for adapter directories. Every
-    parameter of the result requires a gradient. Raises `CheckpointError`, and `ConfigError` if `parallel` has several
-    ranks."""
-    if parallel is not SINGLE_RANK:
-        raise ConfigError(
-            f"{folder} on several ranks", "it is an adapter", hint="export the merged model, and use that"
-        )
-    base_of(folder)  # checks that the chain of bases ends
-    config, tensors = read_adapter(folder)
-    model = load_model(next_base(folder), dtype=dtype, operators=operators, held=held)
-    merge_adapter(model, config, tensors, str(folder / ADAPTER_WEIGHTS))
-    return model.requires_grad_()

@@ -50,7 +50,7 @@ class Cache(Protocol):
 
 
 class Packed:
-    """A `Cache` for several full sequences, packed one after another: each attends only within itself.
+    """A `Cache` for several full sequences, packed one after another. Each sequence attends only to itself.
 
     Nothing is stored, and a sequence's results do not depend on its neighbours or on padding. `lengths`: tokens of each
     sequence. `operators`: those of the model. `device`: that of the tokens.
@@ -82,9 +82,10 @@ tree, they are not stored for the backward pass but made again, with the attenti
 
 @dataclass(frozen=True)
 class Branch:
-    """The new tokens of a path in a tree of paths: `length` of them, after `start` tokens that earlier paths have.
+    """The tokens of a path in a tree of token sequences that no earlier path has.
 
-    `seen`: the pieces of the tree that form the path, in order; the last ones are the new tokens."""
+    They are `length` tokens after a common beginning of `start` tokens. `seen`: the numbers of the pieces of the tree
+    that form the path, in order; the last pieces are the new tokens."""
 
     start: int
     length: int
@@ -92,10 +93,12 @@ class Branch:
 
 
 class PackedTree:
-    """A `Cache` for paths with common beginnings, whose shared tokens are computed once: a token sees its ancestors.
+    """A `Cache` for sequences with common beginnings, which are computed only once. A token attends to its own
+    sequence.
 
-    Its results are those that each path would have by itself: with exact operators to the bit. `pieces`: numbers of
-    consecutive tokens between places where paths part. `branches`: how they form paths, in the order of their tokens.
+    Each sequence (a path in a tree) gets the results that it would have alone, with exact operators the same bits.
+    `pieces`: the number of tokens in each piece of the tree, between two places where paths part. `branches`: how the
+    pieces form paths.
 
     >>> from etude.numerics import Native
     >>> PackedTree([2, 1, 2], [Branch(0, 3, (0, 1)), Branch(2, 2, (0, 2))], Native()).positions.tolist()
@@ -149,12 +152,13 @@ class AttentionLayer(Protocol):
         operator's name and result."""
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return each weight as a view into the parameters, by the names of `components.AttentionKind.shapes`."""
+        """Return each weight as a view into the parameters. The names are those of
+        `components.AttentionKind.shapes`."""
 
     def matrices(self) -> dict[str, list[int]]:
-        """Return the names of the parameters that the Muon optimiser updates, each with row counts.
+        """Return for each parameter that the Muon optimiser updates: name → row counts of its matrices.
 
-        A parameter may be several matrices stacked along the rows; the row counts are those of each matrix."""
+        A parameter may consist of several matrices, stacked along the rows."""
 
 
 class Attention(nn.Module):

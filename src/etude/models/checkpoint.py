@@ -1,30 +1,28 @@
 """Read and write checkpoints as Hugging Face directories, with config, weights and tokeniser files.
 
-A write is all or nothing: it goes into a hidden sibling directory with checksums (`etude.file_checksums`), which is
-fsynced and renamed into place. A read checks names, shapes, dtypes and the number of weights before it builds a model,
-and every byte where the directory has checksums."""
+A write is all or nothing (`checkpoint_files.atomic_directory`). A read checks names, shapes, dtypes and the number of
+weights before it builds a model, and every byte where the directory has checksums."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 import shutil
-import stat
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from etude import progress
-from etude.errors import CheckpointError
-from etude.file_checksums import verify_files, write_sums
-from etude.models.adapter_config import ADAPTER_CONFIG
+from etude.errors import CheckpointError, ConfigError
+from etude.file_checksums import verify_files
+from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, next_base
+from etude.models.adapter_files import merge_adapter, read_adapter
+from etude.models.checkpoint_files import ASSETS, atomic_directory, read_json, save_tensors
 from etude.models.config import ModelConfig
 from etude.models.finite import find_non_finite
 from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
@@ -39,15 +37,6 @@ from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
 
-ASSETS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files that are copied with the weights from checkpoint to checkpoint."""
-
 SHARD_BYTES = 5_000_000_000
 """More bytes of weights than this are written as shards."""
 
@@ -61,6 +50,7 @@ def save_model(
     dtype: str,
     quantise: Quantise = Quantise.NONE,
     assets: Path | str | None = None,
+    files: Mapping[str, str] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model as a checkpoint directory, all or nothing. An existing directory is replaced.
@@ -68,12 +58,15 @@ def save_model(
     - `dtype`: "bf16" or "f32".
     - `quantise`: the format of the large matrices.
     - `assets`: a directory whose tokeniser files, and special tokens in config.json, are copied.
+    - `files`: further files, as name → content.
     - `shard_bytes`: more weights than this become shards with an index.
 
     Raises `CheckpointError` for disk errors, and `ConfigError` for widths that are not multiples of the format's block
     size."""
     with atomic_directory(path) as folder:
         write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
+        for name, content in files.items():
+            (folder / name).write_text(content)
 
 
 def write_model(
@@ -148,17 +141,6 @@ def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file, with the permissions of the umask.
-
-    Views that share memory are written as separate tensors. `metadata`: further metadata of the file."""
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
-    path.chmod(mode)  # safetensors writes a new file with 0600 and renames it
-    progress.tick()
-
-
 def load_model(
     path: Path | str,
     *,
@@ -179,9 +161,7 @@ def load_model(
     config, weights with NaN or infinities, and a stored output head that differs from tied embeddings."""
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
-        from etude.models.adapter_files import load_merged  # which calls this function for the base
-
-        return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
+        return _load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before an invalid config makes us allocate memory
     verify_weights(path)
@@ -197,6 +177,29 @@ def load_model(
             require_tied(path, tensors.stored(outside(HEAD)), own[EMBEDDING])
     require_finite(hf_views(model.cast(held or operators.storage_dtype)), path)
     return model
+
+
+def _load_merged(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    operators: Operators | None,
+    held: torch.dtype | None,
+    parallel: Parallel = SINGLE_RANK,
+) -> Transformer:
+    """Load the base model of an adapter directory and merge the adapter into its weights.
+
+    The other arguments are those of `load_model`. Every parameter of the result requires a gradient. Raises
+    `CheckpointError`, and `ConfigError` if `parallel` has several ranks."""
+    if parallel is not SINGLE_RANK:
+        raise ConfigError(
+            f"{folder} on several ranks", "it is an adapter", hint="export the merged model, and use that"
+        )
+    base_of(folder)  # checks that the chain of bases ends
+    config, tensors = read_adapter(folder)
+    model = load_model(next_base(folder), dtype=dtype, operators=operators, held=held)
+    merge_adapter(model, config, tensors, str(folder / ADAPTER_WEIGHTS))
+    return model.requires_grad_()
 
 
 def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -292,7 +295,7 @@ def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a tensor with a Hugging Face name, and the memory to read them into.
+    """A request to read rows [start, stop) of a tensor, named as in Hugging Face checkpoints, into given memory.
 
     `shape`: of the full tensor. `out`: [stop - start, *shape[1:]]."""
 
@@ -319,90 +322,3 @@ def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
             require_finite({one.name: one.out}, path)
             if tied and one.name == embedding:
                 require_tied(path, tensors.rows(head, one.shape, one.start, one.stop), one.out)
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of one safetensors file, and verify its checksum if there is one.
-
-    Raises `CheckpointError` when the file is missing or damaged."""
-    with open_safetensors(path) as file:
-        verify_files(path.parent, [path.name], kind=CheckpointError)
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-
-
-@contextlib.contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open one safetensors file, to read it tensor by tensor inside the `with` block.
-
-    Raises `CheckpointError` when the file is missing or damaged, also for read errors inside the block."""
-    if not path.is_file():
-        raise CheckpointError(f"no weights at {path}", hint="a checkpoint directory has config.json and *.safetensors")
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Read the JSON object in a file. Raises `CheckpointError` when the file is missing or damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"no checkpoint at {path.parent}",
-            f"{path.name} cannot be read: {error.strerror}",
-            hint="give a Hugging Face directory, with config.json and *.safetensors",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged", "not a JSON object", hint=HINT_DAMAGED)
-    return content
-
-
-@contextlib.contextmanager
-def atomic_directory(path: Path | str) -> Iterator[Path]:
-    """Yield a hidden directory to fill. It becomes `path` when the block succeeds, and is deleted when it fails.
-
-    Readers see the old directory, for an instant no directory, or the new one; never an incomplete one. Raises
-    `CheckpointError` for disk errors."""
-    path = Path(path)
-    hidden = path.parent / f".{path.name}.{secrets.token_hex(4)}"
-    try:
-        hidden.mkdir(parents=True)
-        yield hidden
-        write_sums(hidden)
-        fsync_directory(hidden)
-        rename_into_place(hidden, path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} could not be written", str(error), hint="free disk space or choose another place"
-        ) from None
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def fsync_directory(folder: Path) -> None:
-    """Sync a directory and its files to disk."""
-    for file in folder.iterdir():
-        _sync(file)
-    _sync(folder)
-
-
-def rename_into_place(hidden: Path, path: Path) -> None:
-    """Rename a complete directory to its final name, in place of an existing directory."""
-    old = hidden.with_name(hidden.name + ".old")
-    if path.exists():
-        path.rename(old)
-    hidden.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -35,7 +35,8 @@ class Sizes(Protocol):
 class CacheLayout:
     """What a KV cache stores for one token in one layer.
 
-    `shared`: a value is the first `value_width` numbers of its key, so only keys are stored."""
+    `heads`: the number of key/value heads. `shared`: a value is the first `value_width` numbers of its key, so only
+    keys are stored."""
 
     heads: int  # G
     key_width: int  # A
@@ -52,7 +53,7 @@ class AttentionKind(Protocol):
 
     @property
     def undivided(self) -> str:
-        """Why tensor-parallel ranks cannot divide its heads, for an error; empty where they can."""
+        """The reason why tensor-parallel ranks cannot divide its heads, for an error message; "" where they can."""
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
         """Return the shape of each weight, by its name under `self_attn` without `.weight`.
@@ -131,7 +132,8 @@ class Routing:
     top_groups: int = ranged(1, low=1)
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """Raise `ValueError` when the experts cannot be divided into the groups, or cannot give `top_k`."""
+        """Raise `ValueError` when the experts cannot be divided into the groups, or the groups have fewer than `top_k`
+        experts."""
         if self.num_groups == 1:
             return
         size, rest = divmod(num_experts, self.num_groups)
@@ -232,14 +234,15 @@ class Yarn:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor of the softmax scale, which only DeepSeek's models have."""
+        """The factor by which the softmax scale is multiplied; 1 except in DeepSeek's models."""
         return self._sharper(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _sharper(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def interpolated(self, rope_dim: int, theta: float) -> list[float]:
-        """Return how far each of the rope_dim / 2 frequencies is changed: 0.0 keeps it, 1.0 divides it by `factor`."""
+        """Return for each of the rope_dim / 2 frequencies how far it is changed: 0.0 keeps it, 1.0 divides it by
+        `factor`."""
 
         def turns(rotations: float) -> float:
             """Return the dimension with this number of rotations within the original context."""

@@ -185,7 +185,7 @@ class ModelConfig:
 
     @property
     def product_shapes(self) -> set[tuple[int, int]]:
-        """(out, in) of every matrix product.
+        """The shapes (out, in) of all matrix products of the model.
 
         Whether two machines compute equal bits (`numerics.parity`) depends on them."""
         d = self.hidden_size
@@ -203,7 +203,7 @@ class ModelConfig:
         Heads and intermediate widths are divided. Raises `ConfigError` where that is not possible."""
         if degree > 1 and (why := self.attention.undivided):
             raise ConfigError(
-                f"a model of family {self.family} on {degree} tensor-parallel ranks",
+                f"a model of family {self.family} cannot run on {degree} tensor-parallel ranks",
                 why,
                 hint="set numerics.degree = 1; data and expert parallelism are possible",
             )
@@ -216,7 +216,7 @@ class ModelConfig:
         odd = [f"{name} = {size}" for name, size in cut.items() if size % degree]
         if odd:
             raise ConfigError(
-                f"a model on {degree} tensor-parallel ranks",
+                f"the model cannot run on {degree} tensor-parallel ranks",
                 f"{', '.join(odd)} cannot be divided by {degree}",
                 hint="use fewer ranks, a divisor of each size (numerics.degree is the maximum)",
             )
@@ -323,7 +323,8 @@ class ModelFamily:
         return GroupedQueries(self.qk_norm) if c.latent is None else c.latent
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
-        """Return the names of tensors in a checkpoint that etude does not compute with. They are dropped, and reported.
+        """Return the names of tensors in a checkpoint that etude does not use. They are dropped, and reported to the
+        user.
 
         `names`: all tensors of the checkpoint."""
         return set()
@@ -350,7 +351,7 @@ class ModelFamily:
             found = default if raw.get(key) is None else raw[key]
             if found != supported:
                 raise CheckpointError(
-                    f"a {self.model_type} variant with {key} = {found!r}",
+                    f"a {self.model_type} model with {key} = {found!r} is not supported",
                     f"etude supports only {key} = {supported!r}",
                     hint=self._may_vary,
                 )
@@ -431,7 +432,7 @@ def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
         known = [family_of(name) for name in (*FAMILY_NAMES, *own_family_names())]
         classes, types = ", ".join(dict.fromkeys(one.hf_class for one in known)), [one.model_type for one in known]
         raise CheckpointError(
-            f"a checkpoint of architecture {listed or kind or 'unnamed'} (model_type {kind})",
+            f"the architecture {listed or kind or 'unnamed'} (model_type {kind}) is not supported",
             f"etude supports only {classes} (model_type {', '.join(types)})",
             hint=f"start from a checkpoint of one of these families, or name your own family in {OWN_FAMILIES}",
         )

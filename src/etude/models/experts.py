@@ -41,9 +41,9 @@ _TINY = 1e-20  # all sigmoids may be 0
 class Choice:
     """The result of one layer's router, for N tokens with K experts each.
 
-    `gates_NK`: float32 weights of the experts, differentiable. `experts_NK`: int64, the experts used, replayed ones
-    included. `live_NK`: int64, the router's own top-k. `balance`: the load-balancing loss, a scalar that is 1.0 at
-    perfect balance; None when not requested."""
+    `gates_NK`: float32 weights of the experts, differentiable. `experts_NK`: int64, the experts that are used; they may
+    be recorded ones. `live_NK`: int64, the router's own top-k. `balance`: the load-balancing loss, a scalar that is 1.0
+    at perfect balance; None when not requested."""
 
     gates_NK: torch.Tensor
     experts_NK: torch.Tensor
@@ -62,7 +62,7 @@ def choose(
     balance: bool = False,
     counts_N: torch.Tensor | None = None,
 ) -> Choice:
-    """Choose experts and gates (the weights of the chosen experts) from router logits [N, E].
+    """Choose `top_k` experts and gates (the weights of the chosen experts) for each token, from router logits [N, E].
 
     - `recorded`: experts that a sampler recorded, to use where they are known and plausible. Gates always come from the
       scores of this forward pass, so that gradients reach the router.
@@ -134,10 +134,10 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int, padded: Callable[[int], int]) -> Dispatch:
-        """Sort the chosen experts of N tokens by expert.
+        """Return the permutation that sorts the chosen experts of N tokens by expert.
 
-        `padded`: returns the number of rows to compute for a number of rows (`Operators.padded_rows`). It runs on the
-        host, which needs the counts to split by expert; a radix sort in numpy is faster than torch's sort."""
+        `padded`: a function from the number of an expert's rows to the number with padding (`Operators.padded_rows`).
+        Sorting is done on the host, which needs the counts; numpy's radix sort is faster than torch's sort."""
         n, k = experts_NK.shape
         flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
@@ -153,7 +153,7 @@ class Dispatch:
 
     @property
     def is_local(self) -> bool:
-        """Whether rows are computed on the rank of their tokens."""
+        """Whether the rows are computed on the rank that has their tokens."""
         return True
 
     def to_experts(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Dispatch:
         return rows_SD
 
     def to_tokens(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
-        """Send rows back to the ranks of their tokens."""
+        """Send rows back to the ranks of their tokens. `what` names the data in errors of the collective."""
         return rows_SD
 
 
@@ -170,8 +170,8 @@ class ExchangedDispatch(Dispatch):
     """Dispatch with expert parallelism: rows travel to the ranks of their experts and back.
 
     `source_S` and `slot_NK` refer to this rank's tokens, without padding. `rows` refer to this rank's experts, with any
-    rank's tokens and padding of zeros. `counts`: numbers of rows to each rank, and from each rank. `place_R`: int64,
-    where each received row is put. `sources`: for each expert, the number of rows from each rank, in that order."""
+    rank's tokens and padding of zeros. `counts`: how many rows go to each rank, and how many come from each rank.
+    `place_R`: int64, the place of each received row. `sources`: for each expert, the number of rows from each rank."""
 
     parallel: Parallel
     counts: tuple[list[int], list[int]]

@@ -213,7 +213,7 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of all tensors of a directory, in one file or in shards with an index.
 
-    For an adapter directory they are those of its base. Raises `CheckpointError` for a missing or damaged file."""
+    For an adapter directory, read those of its base. Raises `CheckpointError` for a missing or damaged file."""
     folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)

@@ -55,8 +55,8 @@ class Adapters(nn.Module):
 
     A and B are zero at first, and nothing is merged yet.
 
-    - `dtype`: the published dtype, to which merged matrices are rounded. Round the rest of the model to it, too
-      (`round_parameters`).
+    - `dtype`: the published dtype, to which merged matrices are rounded. The rest of the model must be rounded to it
+      too (`round_parameters`).
     - `held`: dtype of A and B in memory (None: `dtype`).
     - `digest`: the base model's digest, if known; otherwise it is computed.
     - `device`: of A and B, where the model is on the meta device (`share`).
@@ -109,7 +109,7 @@ class Adapters(nn.Module):
             self._merge(one)
 
     def share(self, rows: Mapping[str, slice]) -> None:
-        """Adopt the shards of a model that FSDP2 has sharded. Call it once, after that.
+        """Use the shards of a model that FSDP2 has sharded. Call it once, after sharding.
 
         Base and merged matrices then have only this rank's rows, and A and B stay complete on every rank. `rows`:
         parameter name → this rank's rows."""
@@ -124,19 +124,19 @@ class Adapters(nn.Module):
 
     @property
     def bases(self) -> dict[str, torch.Tensor]:
-        """Name of each adapted parameter in the model → its frozen base matrix W, or this rank's rows of W."""
+        """The frozen base matrix W, or this rank's rows of it, by name of the adapted parameter in the model."""
         return {one.parameter: one.base for one in self._adapters}
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Name of each adapted parameter in the model → PEFT's names of its A and B matrices.
+        """PEFT's names of the A and B matrices, by name of the adapted parameter in the model.
 
         The parameters are in the order of `trained`."""
         return {one.parameter: tuple(one.views) for one in self._adapters}
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
-        """All A and B matrices by PEFT's names, as contiguous detached views of the trained parameters."""
+        """All A and B matrices by PEFT's names, as contiguous, detached views of the trained parameters."""
         return {name: view for one in self._adapters for name, view in one.views.items()}
 
     @property
@@ -198,8 +198,8 @@ def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
         if adapted and adapted != matrix.rows.keys():
             rest = sorted({module_name(name) for name in matrix.rows.keys() - adapted})
             raise CheckpointError(
-                f"an adapter of {', '.join(sorted(map(module_name, adapted)))[:60]} without {', '.join(rest)}",
-                "etude stores them as one matrix",
+                f"the adapter has {', '.join(sorted(map(module_name, adapted)))[:60]}, but not {', '.join(rest)}",
+                "etude computes them as one matrix",
                 hint="adapt all matrices with the same input, or merge the adapter into its base first",
             )
         if adapted:
@@ -207,7 +207,9 @@ def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
     missing = set(modules) - {module_name(name) for matrix in chosen for name in matrix.rows}
     if missing:
         facts = f"the model, a {model.config.family}, has no {', '.join(sorted(missing))}"
-        raise CheckpointError("an adapter of another architecture", facts, hint="use the base that it was trained on")
+        raise CheckpointError(
+            "the adapter does not belong to this model", facts, hint="use the base that it was trained on"
+        )
     return chosen
 
 

@@ -34,7 +34,7 @@ class Matrix:
     rows: dict[str, int]
 
     def packed(self, format: Format) -> Packed:
-        """Pack the parameter in a quantised format: rows of all its matrices, and a global scale for each name."""
+        """Return the parameter in a quantised format. Each of its matrices has its own global scale."""
         one = pack(self.weight.detach().float(), format, matrix=True)
         outer = one.global_scale
         if outer is not None:
@@ -74,7 +74,7 @@ class PackedWeights:
             self.tensors |= named.get(name, {name: view})
 
     def decode(self) -> None:
-        """Decode all bytes into the model's parameters."""
+        """Decode all packed bytes into the model's parameters."""
         for matrix, bytes_ in self._matrices:
             matrix.decode(bytes_, self.format)
 

@@ -69,9 +69,9 @@ def stored_parts(name: str, shape: tuple[int, ...], kind: Quantise) -> dict[str,
 
 
 def ignored_parts(name: str, kind: Quantise) -> set[str]:
-    """Return the names of tensors that other tools store beside a matrix and etude does not need.
+    """Return the names of tensors that other tools store for a matrix, and that etude ignores.
 
-    It is the scale of static activation quantisation."""
+    This is the scale of static activation quantisation."""
     return {f"{name.removesuffix('.weight')}.input_global_scale"} if FORMATS[kind].has_global_scale else set()
 
 
@@ -91,9 +91,9 @@ def is_readable(scheme: Mapping[str, Any]) -> bool:
 def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str, Any]:
     """Return the `quantization_config` of config.json for a format.
 
-    `router`: name of a router in the family's checkpoints. For NVFP4 it describes weights only: it cannot express a
-    global scale per token, which activations have in etude. An engine that rounds activations in another way computes
-    other numbers."""
+    `router`: name of a router in the family's checkpoints. For NVFP4 it describes only weights, since it cannot express
+    the global scale per token that activations have in etude. An engine that rounds activations in another way gets
+    other results."""
     format = FORMATS[kind]
     weights: dict[str, Any] = {
         "num_bits": format.element.bits,
@@ -135,8 +135,8 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
         return
     how = {key: found[key] for key in ("fmt", "format", "weight_block_size", "bits") if key in found}
     raise CheckpointError(
-        f"a checkpoint quantised by {method!r}{f' with {how}' if how else ''}",
-        f"etude reads bf16, float16, float32, fp8 (e4m3) in blocks of {FP8_BLOCK} × {FP8_BLOCK}, and mxfp8, mxfp4 and "
+        f"etude cannot read a checkpoint quantised by {method!r}{f' with {how}' if how else ''}",
+        f"it reads bf16, float16, float32, fp8 (e4m3) in blocks of {FP8_BLOCK} × {FP8_BLOCK}, and mxfp8, mxfp4 and "
         "nvfp4 of compressed-tensors",
         hint="convert it to bf16 with the tool that quantised it, or take the unquantised checkpoint",
     )

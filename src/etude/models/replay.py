@@ -20,8 +20,8 @@ import torch
 class RecordedRoutes:
     """The experts that a sampler recorded for one layer, to be used again.
 
-    `routes_NK`: uint8 or uint16; the dtype's largest value where a route is missing. `plausible`: the lowest live score
-    that a recorded expert may have, as a share of the lowest score in the live choice.
+    `routes_NK`: uint8 or uint16; the dtype's largest value marks a missing expert. `plausible`: a recorded expert is
+    used only if its score now is at least this share of the lowest score in the router's own choice.
 
     >>> recorded = RecordedRoutes(torch.tensor([[1, 3], [1, 0], [255, 255]], dtype=torch.uint8), plausible=0.5)
     >>> scores = torch.tensor([[.4, .3, .2, .1]] * 3)
@@ -36,9 +36,9 @@ class RecordedRoutes:
     def apply(self, live_NK: torch.Tensor, scores_NE: torch.Tensor) -> torch.Tensor:
         """Return the experts to use, int64 [N, K], distinct for each token.
 
-        Recorded experts keep their slots. Missing and implausible ones are replaced by the best of `live_NK` (the
-        router's own choice, best first) that the token does not use yet. `scores_NE`: the positive scores from which
-        gates are computed."""
+        Recorded experts keep their places. Missing and implausible ones are replaced by the best experts of `live_NK`
+        (the router's own choice, best first) that the token does not use yet. `scores_NE`: the positive scores from
+        which gates are computed."""
         recorded = self.routes_NK.long()
         refused = recorded == torch.iinfo(self.routes_NK.dtype).max
         if self.plausible:

@@ -11,7 +11,9 @@ from etude.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Rope:
-    """Cosine and sine of N tokens, [N, 1, A], in the half-rotation layout. The sine is negative in the first half."""
+    """The RoPE factors of N tokens: cosine and sine, [N, 1, A] each, in the half-rotation layout.
+
+    The sine is negative in the first half."""
 
     cos: torch.Tensor  # [N, 1, A]
     sin: torch.Tensor  # [N, 1, A], negative in the first half

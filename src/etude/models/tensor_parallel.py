@@ -22,7 +22,7 @@ a rank has some experts, and no tensor is divided."""
 def shard_dimension(name: str, parallel: Parallel) -> int | None:
     """Return the dimension along which tensor-parallel ranks divide a tensor; None: every rank has all of it.
 
-    `name` is etude's (`weight_views.views`).
+    `name` is etude's name of the tensor (`weight_views.views`).
 
     >>> two = Parallel(2)
     >>> names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate")
@@ -36,13 +36,14 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
 
 
 def shard_tensor(name: str, full: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """Return this rank's part of a full tensor, as a view. `name` is etude's (`weight_views.views`)."""
+    """Return this rank's part of a full tensor, as a view. `name` is etude's name of the tensor
+    (`weight_views.views`)."""
     dimension = shard_dimension(name, parallel)
     return full if dimension is None else full.chunk(parallel.degree, dimension)[parallel.rank]
 
 
 def full_shape(name: str, part: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
-    """Return the shape of the full tensor of which `part` is this rank's part. `name` is etude's."""
+    """Return the shape of the full tensor of which `part` is this rank's part. `name` is etude's name of the tensor."""
     dimension = shard_dimension(name, parallel)
     return tuple(size * (parallel.degree if at == dimension else 1) for at, size in enumerate(part.shape))
 

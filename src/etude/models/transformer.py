@@ -37,8 +37,8 @@ class Forward:
     """The results of one forward pass of N tokens.
 
     `logits`: [R, V] of the R requested rows, or [N, V]. `routes`: [N, L, K] in `config.route_dtype`, the experts used
-    in the L layers with a router. `live`: [N, L, K], the routers' own choice, equal to `routes` without replay.
-    `balance`: a scalar, the mean over layers of the load-balancing loss; None outside training."""
+    in the L layers with a router. `live`: [N, L, K], the routers' own choice of experts; without replay it equals
+    `routes`. `balance`: a scalar, the mean over layers of the load-balancing loss; None outside training."""
 
     logits: torch.Tensor
     routes: torch.Tensor
@@ -76,7 +76,7 @@ class Mlp(nn.Module):
 class Stack(nn.Module):
     """The matrices of this rank's experts, stacked.
 
-    It is a module of its own, since ranks may shard these matrices over another mesh."""
+    A separate module, since ranks may shard these matrices over another mesh."""
 
     def __init__(self, c: ModelConfig, num_held: int, operators: Operators, parallel: Parallel) -> None:
         super().__init__()
@@ -128,7 +128,8 @@ class Experts(nn.Module):
     ) -> tuple[torch.Tensor, Choice]:
         """Return the layer's output [N, D], shared experts included, and the router's choice.
 
-        `recorded`: experts to use in place of the router's choice. `counts_N`: as in `choose`."""
+        `recorded`: experts to use in place of the router's choice. `hook`: called with each operator's result.
+        `counts_N`: how often each token counts in the load-balancing loss."""
         scores = hook("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(
             scores,
@@ -185,7 +186,9 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, Choice | None]:
         """Return the residual stream after this layer, and the router's choice where the layer has one.
 
-        With `recompute`, intermediate results are recomputed in the backward pass (activation checkpointing)."""
+        `layer` is the number of this layer, and the other arguments are those of `Transformer.run` and
+        `Experts.forward`. With `recompute` set, intermediate results are recomputed in the backward pass (activation
+        checkpointing)."""
         args = (x_ND, rope, cache, layer, recorded, hook, counts_N)
         if not (self.recompute and torch.is_grad_enabled()):
             return self._forward(*args)
@@ -268,9 +271,10 @@ class Transformer(nn.Module):
 
     @property
     def parity(self) -> str:
-        """The parity class on this machine with this number of threads (`numerics.parity`).
+        """The parity class of the model on this machine with this number of threads (`numerics.parity`).
 
-        Machines of equal parity classes compute equal bits. It is that of the full model, whatever this rank's part."""
+        Processes of the same parity class compute the same bits. It is that of the full model, even if this rank has
+        only a part."""
         kept = self.config.cache_layout
         sizes = {"heads": kept.heads, "key_width": kept.key_width}
         return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)
@@ -306,8 +310,8 @@ class Transformer(nn.Module):
         """Compute one forward pass of `tokens_N` (int64).
 
         - `cache`: which tokens attend to each other; None: they are one causal sequence.
-        - `routes`: `config.route_dtype` [N, L, K], the recorded experts to use in place of the routers' choice. They
-          are used where they are known and `plausible` (`replay.RecordedRoutes`).
+        - `routes`: `config.route_dtype` [N, L, K], recorded experts to use in place of the routers' choice, where they
+          are known and `plausible` (`replay.RecordedRoutes`). None: the routers choose.
         - `rows`: int64 [R], the tokens with logits, in that order, also several times; None: all.
         - `counts`: float32 [N], how often each token counts in the load-balancing loss; None: once.
         - `hook`: called with each operator's result."""
@@ -346,7 +350,7 @@ def _shared(config: ModelConfig, operators: Operators, parallel: Parallel) -> Mo
     ranks = parallel.tensor.degree
     if operators.exact and operators.degree % ranks:
         raise ConfigError(
-            f"exact mode over {ranks} tensor-parallel ranks",
+            f"exact mode is not possible on {ranks} tensor-parallel ranks",
             f"the operators give equal bits for {operators.degree} ranks",
             hint=f"set numerics.degree = {ranks}, in engine and learner",
         )
@@ -359,8 +363,8 @@ def initialise(model: Transformer, seed: int) -> None:
     """Initialise the weights from a normal distribution.
 
     The standard deviation is 1/√in. For products into the residual stream it is smaller by √(2L), for the head it is
-    half of 1/√D, and for embeddings it is 0.5 if there is a separate head; with these a small model learns to copy
-    soonest."""
+    half of 1/√D, and for embeddings it is 0.5 if there is a separate head; with these values a small model learns to
+    copy soonest."""
     c, generator = model.config, torch.Generator().manual_seed(seed)
 
     def fill(parameter: torch.Tensor, std: float) -> None:

@@ -31,7 +31,9 @@ def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | 
         return Exact(dtype, degree=numerics.degree)
     if numerics.quantise is not Quantise.NONE:
         raise ConfigError(
-            f"exact mode with {numerics.quantise} on {device}", "only CPUs support it", hint='set device = "cpu"'
+            f"exact mode with {numerics.quantise} is not possible on {device}",
+            "only CPUs support it",
+            hint='set device = "cpu"',
         )
     try:
         from etude.numerics.gpu import ExactGpu

@@ -88,15 +88,15 @@ class Operators:
         raise NotImplementedError
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Do what `linear` does with one rank's part of the output columns of a larger matrix.
+        """Compute `linear` with this rank's part of the output columns of a larger matrix.
 
         `ranks`: the number of ranks that have a part each."""
         return self.linear(x_NI, weight_OI)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Do what `linear` does with one rank's part of the inputs. The result is a partial sum.
+        """Compute `linear` with this rank's part of the inputs. The result is a partial sum.
 
-        The partial sums of all `ranks` are to be added."""
+        The caller adds the partial sums of all `ranks`."""
         if self.exact and ranks > 1:
             facts = "exact sums over tensor-parallel ranks need CPUs and numerics.degree > 1"
             hint = f"use CPUs and numerics.degree = {ranks}, or one rank"
@@ -138,13 +138,13 @@ class Operators:
     def grouped_columns(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """Do what `grouped` does with one rank's part of the output columns. `ranks`: the number of such parts."""
+        """Compute `grouped` with this rank's part of the output columns. `ranks`: the number of such parts."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def grouped_partial(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
-        """Do what `grouped` does with one rank's part of the inputs. The result is one of `ranks` partial sums."""
+        """Compute `grouped` with this rank's part of the inputs. The result is one of `ranks` partial sums."""
         return self.grouped(x_SI, weight_EOI, rows)
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,8 @@ class Operators:
         return torch.addcmul(x_NHA * cos_N1A, x_NHA.roll(half, -1), sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        """Compute a router's logits, float32 [N, E]. Rounded logits would tie."""
+        """Compute a router's logits, float32 [N, E]. They are not rounded, since rounded logits would often be
+        equal."""
         return F.linear(x_ND.float(), weight_ED.float())
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
@@ -228,7 +229,8 @@ class Operators:
         return None
 
     def key_windows(self, heads: int, key_width: int) -> KeyWindows:
-        """Return the numbers of cached keys, padding included, that an engine's queries may see."""
+        """Return for which numbers of cached keys, padding included, an engine may compute attention with equal
+        results."""
         return ANY
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Parallel:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.degree or (self.split is Split.TENSOR and self.degree & (self.degree - 1)):
             raise ConfigError(
-                f"rank {self.rank} of {self.degree} {self.split}-parallel ranks",
+                f"rank {self.rank} of {self.degree} {self.split}-parallel ranks is invalid",
                 "ranks count from 0, and the number of tensor-parallel ranks is a power of two",
                 hint="use 1, 2, 4, ... tensor-parallel ranks",
             )
@@ -78,8 +78,8 @@ class Parallel:
             return range(number)
         if number % self.degree:
             raise ConfigError(
-                f"{number} experts on {self.degree} expert-parallel ranks",
-                "each rank must have as many",
+                f"{number} experts cannot be divided among {self.degree} expert-parallel ranks",
+                "each rank must have the same number of them",
                 hint="use a number of ranks that divides the number of experts",
             )
         each = number // self.degree

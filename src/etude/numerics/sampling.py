@@ -22,7 +22,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Return uniform random numbers, float32 in [0, 1), one per (seed, position).
 
-    They are 24 bits of splitmix64 (Steele et al., OOPSLA 2014) of both.
+    A number is 24 bits of splitmix64 (Steele et al., OOPSLA 2014) of seed and position.
 
     >>> uniform([7, 7], [0, 1]).tolist() == [float(uniform([7], [0])[0]), float(uniform([7], [1])[0])]
     True
@@ -69,7 +69,7 @@ def sample_on_device(
     greedy_R: torch.Tensor | None,
     operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `sample` does with all inputs on the device, without synchronising with the host.
+    """Sample like `sample`, with all inputs on the device and without synchronising with the host.
 
     `divisor`: temperatures [R, 1], with 1 for temperature 0. `uniform_R`: random numbers in [0, 1). `greedy_R`: rows
     with temperature 0 (None: no row)."""

@@ -21,21 +21,27 @@ _ROWS = 16  # computed at once, which bounds the memory
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """How to change the logits of R rows and truncate their distributions. All tensors are on one device."""
+    """How to change the logits of R rows and truncate their distributions. All tensors are on one device.
 
-    uniform_R: torch.Tensor  # float32 random numbers in [0, 1), of 24 bits
-    temperature_R: torch.Tensor  # float32; 1 where greedy
-    greedy_R: torch.Tensor  # bool
-    min_p_R: torch.Tensor  # float64; 0 keeps all
-    top_k_R: torch.Tensor  # int64; V keeps all
-    top_p_R: torch.Tensor  # float64; 1 keeps all
-    sorts: bool  # whether any row has top_k or top_p
-    forbidden_RV: torch.Tensor | None  # bool; None: no row forbids a token
-    rows_N: torch.Tensor  # int64, which row a change is of; no (row, token) twice
-    tokens_N: torch.Tensor  # int64
-    bias_N: torch.Tensor  # float32, added first
-    repetition_N: torch.Tensor  # float32, then positive logits are divided, others multiplied by it
-    penalty_N: torch.Tensor  # float32, subtracted last
+    Per row: `uniform_R` are float32 random numbers in [0, 1); `temperature_R` is 1 where `greedy_R`; `min_p_R` 0,
+    `top_k_R` V and `top_p_R` 1 keep all tokens; `forbidden_RV` masks forbidden tokens (None: none). `sorts`: some row
+    has top_k or top_p. N changes of single logits, in this order: `bias_N` is added to the logit of token `tokens_N` in
+    row `rows_N`, then positive logits are divided and others multiplied by `repetition_N`, then `penalty_N` is
+    subtracted."""
+
+    uniform_R: torch.Tensor
+    temperature_R: torch.Tensor
+    greedy_R: torch.Tensor
+    min_p_R: torch.Tensor
+    top_k_R: torch.Tensor
+    top_p_R: torch.Tensor
+    sorts: bool
+    forbidden_RV: torch.Tensor | None
+    rows_N: torch.Tensor
+    tokens_N: torch.Tensor
+    bias_N: torch.Tensor
+    repetition_N: torch.Tensor
+    penalty_N: torch.Tensor
 
     def part(self, start: int, stop: int) -> Shape:
         """Return the shape of rows [start, stop)."""
@@ -66,7 +72,7 @@ def sample_shaped(logits_RV: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def change_logits(logits_RV: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return the logits, float32 [R, V], with biases, penalties and forbidden tokens (-inf) applied."""
+    """Return the changed logits, float32 [R, V]: with biases and penalties, and -inf for forbidden tokens."""
     logits_RV = logits_RV.float().clone()
     if len(shape.rows_N):
         found = logits_RV[shape.rows_N, shape.tokens_N] + shape.bias_N
@@ -78,8 +84,9 @@ def change_logits(logits_RV: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def truncate(logits_RV: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return the weights of the tokens, int64 [R, V]: probabilities as multiples of 2^-38, and 0 for dropped tokens.
-    They are not normalised again."""
+    """Return the weight of each token after truncation, int64 [R, V]: its probability in units of 2^-38; 0 if dropped.
+
+    The weights of a row are not normalised again."""
     weights_RV: torch.Tensor = (logits_RV.double().softmax(-1).nan_to_num_(0.0) * 2**_BITS).round_().long()
     most_R1 = weights_RV.max(-1, keepdim=True).values
     weights_RV.masked_fill_(weights_RV < shape.min_p_R[:, None] * most_R1, 0)

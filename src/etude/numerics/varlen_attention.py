@@ -45,7 +45,7 @@ def attend(
     scale: float | None = None,
     used_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention output o_NHB.
+    """Compute causal attention of packed sequences, and return the output [N, H, B].
 
     Each sequence's last query attends up to its last key, the query before up to the key before, and so on. `starts_q`,
     `starts_k`: int32 [S + 1]. With `used_k` (int32 [S]) each sequence uses this many keys from its start, and starts

@@ -131,7 +131,7 @@ def adapter_parameters_per_rank(model: ModelConfig, training: Training) -> int:
 
 
 def trained_parameters(model: ModelConfig, training: Training) -> int:
-    """Count the trained parameters: all, or with LoRA the factors A [r, I] and B [O, r] of each adapted matrix [O, I].
+    """Return the number of trained parameters: all, or with LoRA those of the matrices A [r, I] and B [O, r].
 
     Hu et al. 2021 (arXiv 2106.09685), section 4.1."""
     if not training.lora_rank:

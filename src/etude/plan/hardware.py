@@ -49,7 +49,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of this machine by `etude.loop.calibration`: CPU seconds in one thread, for a given model.
+    """Measurements of this machine for one model, by `etude.loop.calibration`. Times are CPU seconds in one thread.
 
     - `training_s`: a learner step, plus `training_s_token` for each of its tokens.
     - `prefill_s_token`: an engine, for each token of a prompt.

@@ -97,6 +97,8 @@ def plan(
 ) -> Plan:
     """Estimate one training step of a model on `hardware`: accelerators, or this machine's measured CPU.
 
+    `shape` describes the rollouts of a step, and `layout` how many devices learner and engines have.
+
     `engines_on` is the device of the engines, if it differs from the learner's."""
     if isinstance(hardware, Measured):
         return _on_cpu(model, shape, layout, hardware)

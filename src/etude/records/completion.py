@@ -67,8 +67,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
 class StopReason(enum.StrEnum):
     """Why a completion ended.
 
-    STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled.
-    CANCELLED: the caller went away."""
+    STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled,
+    or a client's stop text cut the completion off. CANCELLED: the caller went away."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -138,7 +138,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one completion: prompt tokens and how to sample.
 
-    - `prompt_ids`: the [P] tokens of the whole context.
+    - `prompt_ids`: the tokens of the whole context, [P] int32.
     - `session_id`: the id of a conversation. An engine keeps the KV cache of a session for its next request, whose
       prompt extends the context. Requests of other sessions may begin with it too, if the weights are the same.
     - `fork_from`: the id of another session, whose context this prompt begins with. A fleet sends the request to the

@@ -16,6 +16,9 @@ from pathlib import PurePosixPath
 STATE = "/"
 NO_STATE = "/why"
 WHOLE = "./"
+OWN = ".etude/"
+"""The folder of etude's own files in the working directory, such as the history of a conversation. It is no part of an
+exported folder."""
 CONFIGURATION = frozenset(
     {
         "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",

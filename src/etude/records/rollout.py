@@ -45,13 +45,32 @@ class TurnKind(enum.StrEnum):
     SIDE = "side"
 
 
+class Start(enum.StrEnum):
+    """Why a turn does or does not continue the engine session of the turn before it.
+
+    FIRST: the first turn of the tree. NEXT: it continues its parent. FORK: its parent has another continuation already.
+    The others are new roots. TOOLS: the tools are others than in all requests before. SYSTEM: the first message is
+    another one. HISTORY: the first message is known, but no turn of the model is repeated."""
+
+    FIRST = "first"
+    NEXT = "next"
+    FORK = "fork"
+    TOOLS = "tools"
+    SYSTEM = "system"
+    HISTORY = "history"
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call, as a node of the tree of a `Trace`.
 
     It stores only the tokens that it adds to its parent's context. The context of a turn is the tokens of its
     ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the index of the parent in `Trace.turns`; None for
     a root. `prompt_ids`: the tokens of the new messages and of the generation prompt. `sampling`: the parameters that
-    the engine used. `calls`: tool calls in the order of the completion; empty for text only."""
+    the engine used. `calls`: tool calls in the order of the completion; empty for text only. `start`: None if it is
+    not known.
+
+    The sampled tokens of a stop text with which a client cut off a turn are a turn of their own, without `prompt_ids`
+    and a continuation: they are trained, and in no context."""
 
     parent: int | None
     prompt_ids: I32
@@ -59,6 +78,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     calls: tuple[ToolCall, ...] = ()
     kind: TurnKind = TurnKind.ACT
+    start: Start | None = None
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +106,7 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """[T] The oldest version step that each token depends on: its own, or that of a key that it attended to.
+        """The oldest version step that each token depends on, [T]: its own, or that of a key that it attended to.
 
         A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
         the tokens before it, back to the last token of epoch 0."""
@@ -320,8 +340,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """Number of model calls."""
-        return len(self.trace.turns)
+        """Number of model calls. A stop text that cut off a turn is a turn of the trace, but no call of its own."""
+        return sum(turn.parent is None or len(turn.prompt_ids) > 0 for turn in self.trace.turns)
 
     @property
     def num_sampled(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,7 +11,8 @@ import msgspec
 
 from etude.records.completion import Version
 from etude.records.reward import Reward
-from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace
+from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace, TurnKind
+from etude.records.wire import I32
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -18,6 +20,32 @@ class StoredFile(msgspec.Struct, frozen=True):
 
     num_bytes: int
     sha256: str  # 64 hex characters
+
+
+class TurnPlace(msgspec.Struct, frozen=True, array_like=True):
+    """A turn of a rollout without its tokens, for credit by turn.
+
+    `context`: a digest (16 bytes) of all tokens that the model read for it. So turns with the same context continue the
+    same prefix, in whichever rollout they are. `parent`, `kind`: as in `Turn`."""
+
+    context: bytes
+    parent: int | None
+    kind: TurnKind
+
+
+def turn_places(trace: Trace) -> tuple[TurnPlace, ...]:
+    """Return the places of all turns of a trace."""
+    read, ends = list[TurnPlace](), list[bytes]()
+    for turn in trace.turns:
+        before = b"" if turn.parent is None else ends[turn.parent]
+        context = _digest(before, turn.prompt_ids)
+        ends.append(_digest(context, turn.completion.token_ids))
+        read.append(TurnPlace(context, turn.parent, turn.kind))
+    return tuple(read)
+
+
+def _digest(before: bytes, token_ids: I32) -> bytes:
+    return hashlib.blake2b(before + token_ids.astype("<i4").tobytes(), digest_size=16).digest()
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +62,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     - `versions`: versions of the weights that sampled tokens, sorted. After a restart went back to a checkpoint, their
       steps are relative to the weights that continue (`experience.lineage`).
     - `sampled_by`: pairs (indices into `versions` that a token depends on, number of such tokens).
-    - `invalid`: set when the rollout failed outside the agent's reach."""
+    - `invalid`: set when the rollout failed outside the agent's reach.
+    - `places`: of its turns; empty in summaries by earlier versions."""
 
     rollout_id: str
     group_id: str
@@ -55,6 +84,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     sampled_by: tuple[tuple[tuple[int, ...], int], ...]
     invalid: Invalid | None = None
     stored: StoredFile | None = None
+    places: tuple[TurnPlace, ...] = ()
 
     @property
     def oldest_steps(self) -> dict[int, int]:
@@ -123,6 +153,7 @@ def summary_of(rollout: Rollout, stored: StoredFile | None = None) -> RolloutSum
         sampled_by=tuple(sorted(_sampled_by(rollout.trace, versions).items())),
         invalid=rollout.invalid,
         stored=stored,
+        places=turn_places(rollout.trace),
     )
 
 
@@ -130,9 +161,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a planned batch: outcome, reward and advantage.
 
     `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
-    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: 0.0 means that it is recorded
-    and not trained on. `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise one of them is an
-    error."""
+    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
+    `turn_advantages`: one for each of its turns; empty if all have `advantage`. `masks_stale`: whether tokens older
+    than `max_lag` get no loss; otherwise one of them is an error."""
 
     rollout_id: str
     group_id: str
@@ -140,7 +171,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     summary: RolloutSummary | None = None
     reward: Reward | None = None
     advantage: float = 0.0
+    turn_advantages: tuple[float, ...] = ()
     masks_stale: bool = False
+
+    @property
+    def credited(self) -> bool:
+        """Whether any of its tokens has an advantage. Otherwise the rollout is recorded and not trained on."""
+        return any(self.turn_advantages or (self.advantage,))
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):

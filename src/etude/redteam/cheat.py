@@ -83,7 +83,7 @@ class Cheat:
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one cheat on one kind of task. `evidence` says what it got, or why it failed."""
+    """The result of one cheat (a row of attacks) on one kind of task. `evidence` says what it got, or why it failed."""
 
     cheat: str
     row: Row

@@ -15,13 +15,14 @@ from etude.records.rollout import Graded
 class Composition:
     """The settings for composing a reward.
 
-    The reward is the grade plus the terms weighted by `weights` (by name). A gate is a term that can remove a reward:
-    whether the agent submitted (counts if `require_submit`), and whether it cheated (counts if `quarantine`). A closed
-    gate sets a positive reward to 0 and leaves a negative one, so that neither stopping early nor cheating pays.
+    The reward is the grade plus the terms weighted by `weights` (by name). Two terms are gates, which can remove a
+    reward: whether the agent submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). A
+    gate that is not passed sets a positive reward to 0 and keeps a negative one, so that neither stopping early nor
+    cheating pays.
 
-    Then the penalty kl · k1 is subtracted, where k1 estimates KL(policy ‖ reference) from the sampled tokens. As part
-    of the reward its gradient is correct in expectation; as a loss, k1 has no gradient in expectation. A term that was
-    not measured neither closes a gate nor adds a penalty.
+    Then the penalty kl · k1 is subtracted, where k1 = Σ log π − log π_ref over the sampled tokens estimates KL(policy ‖
+    reference). It is part of the reward because k1 as a loss would have an expected gradient of 0. A term that was not
+    measured removes no reward and adds no penalty.
 
     Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022 (arXiv 2203.02155,
     eq. 2)."""
@@ -32,12 +33,13 @@ class Composition:
     weights: Mapping[str, float] = field(default_factory=dict)  # of the terms other than the grade, by name
 
     def of(self, graded: Graded) -> Reward:
-        """Return the reward of one graded rollout."""
+        """Return the reward of one graded rollout by itself. For a group of rollouts use `rewards`."""
         return self.rewards([graded.terms])[0]
 
     @property
     def without_weights(self) -> Composition:
-        """Copy without weighted terms and penalty, for evaluations: the reward is the grade with its gates."""
+        """A copy without weighted terms and KL penalty, for evaluations: the reward is the grade, or 0 if a gate is not
+        passed."""
         return replace(self, weights={}, kl=0.0)
 
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
@@ -73,7 +75,7 @@ class Composition:
         value = raw - self.kl * _value(k1) if self.kl and k1 is not None else raw
         if not math.isfinite(value):
             facts = ", ".join(f"{term.name} = {term.value}" for term in terms.values())
-            raise EtudeError(f"a reward is {value}", facts, hint="find the term that is not finite")
+            raise EtudeError(f"a reward is {value}", facts, hint="fix the reward term that is not finite")
         return Reward(value=value, raw=raw, reason=reason, gates=tuple(gates), missing=missing)
 
 

@@ -28,7 +28,7 @@ class NamedTerm:
 
     @property
     def version(self) -> str:
-        """Version that is stored with the values: that of the term, and the start of `code`."""
+        """The version that is stored with the values: the term's own version and the first characters of `code`."""
         return f"{self.term.version}+{self.code[:12]}" if self.code else self.term.version
 
     def __str__(self) -> str:

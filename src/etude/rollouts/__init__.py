@@ -1,7 +1,6 @@
-"""Run rollouts: one rollout is one attempt at a task by a policy, in a machine, with the harness. The result is a
-record.
+"""Run rollouts. A rollout is one attempt of a policy at a task, in an isolated machine, with an agent program.
 
-Baselines run through the same code, with a script in place of the policy:
+The result is a record. Baselines run through the same code, with a script in place of the policy:
 
 >>> from etude.harness import standard_tools
 >>> from etude.records import Task

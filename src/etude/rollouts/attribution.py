@@ -1,14 +1,15 @@
-"""Attributes what an agent program asks of the model to its rollout: which request is a turn, a retry, a side call.
+"""The model requests of one agent program. Finds out which are new turns, repetitions, or calls beside the
+conversation.
 
-A request becomes a turn of the episode's tree (`Episode.ask`), sampled with the run's parameters. Clients repeat
-requests: their library retries after a timeout, or they lost the connection. A repeated request waits for the first one
-or gets its answer, and samples nothing:
+A request becomes a turn of the episode (`Episode.ask`), sampled with the run's parameters. Clients repeat requests:
+their library retries after a timeout, or they lost the connection. A repeated request samples nothing: it waits for the
+first one, or gets its answer. A request is taken as repeated if
 
-- one that says that it is a retry (`Asking.retry`), or has the idempotency key of an earlier one;
-- one equal to an earlier request whose client went away before the answer was delivered.
+- it says that it is a retry (`Asking.retry`), or has the idempotency key of an earlier one;
+- it equals an earlier request whose client went away before the answer was delivered.
 
-Any other equal request is a new sample, since a program may want several. A client that goes away loses nothing: its
-turn is sampled and recorded."""
+Any other equal request is sampled anew, since a program may want several samples. When a client goes away, its turn is
+sampled to the end and recorded."""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from etude.capture.tree import conversation_keys
+from etude.capture import Summaries
+from etude.capture.context import HISTORY, MAX_ATTEMPTS, Carried, trigger_tokens
+from etude.capture.summaries import Shortened
+from etude.capture.tree import Node, conversation_keys
 from etude.errors import ContextFull, EtudeError
 from etude.gateway import Answer, ChatRequest, ResponseHead, make_answer
-from etude.harness.chat import Message
+from etude.gateway.answers import SummaryUse
+from etude.harness.chat import Message, Reply
+from etude.harness.compaction import write_history
 from etude.harness.episode import Episode, EpisodeEnded, ModelTurn, plain_argument
 from etude.harness.tools import clip
 from etude.records.rollout import Ending, ToolCall, TurnKind
@@ -38,10 +45,10 @@ _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """A request as it arrived: what it asks, and how it may be a repetition of another one.
+    """A request as it arrived: its content, and what shows that it repeats an earlier one.
 
-    `retry`: the client says that it repeats a
-    request. `idempotency_key`: the same for all attempts of one request, or ""."""
+    `retry`: the client says that it is a retry. `idempotency_key`: the same for all attempts of one request; "" for
+    none."""
 
     chat: ChatRequest
     retry: bool = False
@@ -50,10 +57,13 @@ class Asking:
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request that was accepted, and its answers. All attempts of a client at one request share one instance.
+    """An accepted request and its answers. All attempts of a client to send it share one instance.
 
-    `num_clients` counts the connections that wait for it now; `delivered`: one of them has got the whole answer. `head`
-    is the same in all responses."""
+    - `key`: a digest of conversation and limits, equal for equal requests.
+    - `head`: id, model and time, the same in all responses.
+    - `answers`: the asyncio task that samples the answers.
+    - `num_clients`: the connections that wait for the answers now.
+    - `delivered`: one connection has got the whole answer."""
 
     key: bytes
     head: ResponseHead
@@ -64,20 +74,26 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One recorded turn and the request behind it, for the report and for finding side calls."""
+    """A recorded turn with the properties of its request by which side calls are found.
+
+    `max_tokens` is the client's limit of the answer (None: no limit), `tools` says whether it sent tools, and `first`
+    is a digest of the first message."""
 
     model: str
     max_tokens: int | None
     tools: bool
     first: bytes  # key of the first message
     turn: ModelTurn
+    shortened: Shortened
 
 
 class Attribution:
-    """The requests of one rollout. `ask` finds or samples the answers; `finish` decides which turns were side calls.
+    """The model requests of one rollout. `ask` finds or samples the answers. `finish` decides which turns were side
+    calls.
 
-    `side`: patterns (as in file names) of model names, and of texts in a system message, whose requests are side calls.
-    `log` gets lines about what was overridden. `max_requests` bounds all requests, refused ones included."""
+    A side call is a request outside of the conversation, such as for a title. It is not trained on. Requests are side
+    calls if their model name, or a system message, matches one of the patterns `side` (as in `fnmatch`). `log` is
+    called with lines for the rollout's log. `max_requests` limits all requests, refused ones included."""
 
     def __init__(self, episode: Episode, *, side: Sequence[str] = (), log: Callable[[str], None]) -> None:
         self.episode, self.calls = episode, list[Call]()
@@ -90,11 +106,15 @@ class Attribution:
         self._by_idempotency: dict[str, Asked] = {}
         self._running = set[asyncio.Task[tuple[Answer, ...]]]()
         self._logged, self._closed = set[str](), False
+        self._conversations: dict[bytes, int] = {}  # by their first message
+        limits = episode.limits.summaries
+        trigger = trigger_tokens(episode.options.group_seed, context_tokens=episode.limits.context_tokens)
+        self._summaries = Summaries(episode.tree, episode.chat, limits, trigger=trigger) if limits else None
 
     def ask(self, asking: Asking) -> Asked:
-        """Return the request that this one repeats, or begin to sample its answers.
+        """Return the earlier request that this one repeats, or begin to sample its answers.
 
-        Raises `EpisodeEnded` when the rollout has ended or asked too often, and `TooManyRequests`."""
+        Raises `EpisodeEnded` when the rollout has ended or has used `max_requests`, and `TooManyRequests`."""
         self.num_requests += 1
         if self.num_requests > self.max_requests and self.episode.ending is None:
             self._log(f"more than {self.max_requests} requests: the rollout ends")
@@ -151,47 +171,68 @@ class Attribution:
         return tuple(answers)
 
     async def _turn(self, chat: ChatRequest) -> Answer:
-        episode, messages = self.episode, list(chat.messages)
+        episode = self.episode
         kind = TurnKind.SIDE if self._is_side(chat) else TurnKind.ACT
         limit = min(chat.max_tokens or episode.limits.turn_tokens, episode.limits.turn_tokens)
-        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False)
+        shortened = await self._shortened(chat) if kind is TurnKind.ACT else Shortened(chat.messages)
+        messages = list(shortened.messages)
+        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False, stops=chat.stop)
         node = turn.node
         node.calls = tuple(
             ToolCall(name=call.name, arguments={k: plain_argument(v) for k, v in call.arguments.items()}, output="")
             for call in turn.reply.calls
         )
-        if node.parent is not None:
-            node.parent.calls = _with_outputs(node.parent.calls, chat.messages)
+        add_outputs(node, chat.messages)
         first = conversation_keys((), chat.messages[:1])[0]
-        self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
+        self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn, shortened))
         return make_answer(
-            node.completion,
+            turn.completion,
             chat=episode.chat,
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
             prompt_ids=node.prompt_context(),
             reply=turn.reply,
+            summaries=SummaryUse.of(shortened),
+            cut=turn.cut,
         )
+
+    async def _shortened(self, chat: ChatRequest) -> Shortened:
+        """Return the conversation as it goes on after its summaries. A further one is written if it is due.
+
+        Raises `ContextFull` when all attempts at one were refused, as the built-in program ends then."""
+        if self._summaries is None:
+            return Shortened(chat.messages)
+        first = conversation_keys((), chat.messages[:1])[0]
+        number = self._conversations.setdefault(first, len(self._conversations))
+        path = HISTORY if not number else f"{HISTORY.removesuffix('.txt')}-{number + 1}.txt"
+        writer = EpisodeWriter(self.episode, chat.tools, path)
+        shortened = await self._summaries.shorten(writer, chat.messages, chat.tools)
+        if shortened.fault is not None:
+            facts = f"its summary was refused: {shortened.fault}"
+            raise ContextFull("the conversation is too long", facts, hint="ask with fewer messages")
+        return shortened
 
     def _is_side(self, chat: ChatRequest) -> bool:
         texts = [chat.model, *(m["content"] for m in chat.messages if m["role"] == "system")]
         return any(fnmatch.fnmatchcase(text, pattern) for text in texts for pattern in self._side)
 
     def finish(self) -> None:
-        """Mark the turns that were side calls, now that all requests are known.
+        """Mark the turns that were side calls. Call it when the program has ended.
 
-        A side call is a short answer to a conversation of one turn, without tools and with another first message than
-        any conversation with tools. So a program that never sends tools has no side calls but those of a pattern."""
+        A turn is a side call if its answer is limited to `SIDE_TOKENS`, its conversation has no other turn and no
+        tools, and its first message differs from those of all conversations with tools. In a program that never sends
+        tools only the patterns decide."""
         working = {call.first for call in self.calls if call.tools}
         parents = {call.turn.node.parent for call in self.calls}
+        parents |= {node.parent for call in self.calls for node in call.shortened.written}
         for call in self.calls:
             node, short = call.turn.node, call.max_tokens is not None and call.max_tokens <= SIDE_TOKENS
-            alone = node.parent is None and node not in parents
+            alone = node.parent is None and node not in parents and not call.shortened.number
             if working and short and alone and not call.tools and call.first not in working:
                 node.kind = TurnKind.SIDE
 
     async def close(self) -> None:
-        """Refuse requests from now on, cancel those that still run, and wait for their end."""
+        """Refuse further requests, cancel the running ones, and wait until they have ended."""
         self._closed = True
         for task in self._running:
             task.cancel()
@@ -205,7 +246,50 @@ class Attribution:
 
 
 class TooManyRequests(Exception):
-    """Raised when `MAX_PARALLEL` requests of the rollout are running."""
+    """Raised when `MAX_PARALLEL` requests of one rollout are running already."""
+
+
+@dataclass(frozen=True)
+class EpisodeWriter:
+    """Samples summaries as turns of an episode (`etude.capture.summaries.Writer`).
+
+    `tools` are those of the request. `path`: the file in the machine for the messages before a summary."""
+
+    episode: Episode
+    tools: Sequence[dict[str, Any]]
+    path: str
+
+    @property
+    def max_attempts(self) -> int:
+        """How many summaries may be sampled: at least one turn is left to go on with."""
+        return min(MAX_ATTEMPTS, self._turns_left - 1)
+
+    @property
+    def _turns_left(self) -> int:
+        return self.episode.limits.max_turns - self.episode.num_turns
+
+    async def num_tokens(self, messages: list[Message]) -> int:
+        """Return the number of tokens of a prompt."""
+        return await self.episode.num_tokens(messages, tools=self.tools)
+
+    async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, Reply]:
+        """Sample a summary. Raises what `Episode.ask` raises."""
+        limit = self.episode.limits.summary_tokens
+        asked = list(messages)
+        turn = await self.episode.ask(asked, tools=self.tools, kind=TurnKind.SUMMARY, max_tokens=limit)
+        add_outputs(turn.node, messages)
+        return turn.node, turn.reply
+
+    async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
+        """Return what goes on, and write the file. Raises `MachineError`."""
+        path = await write_history(self.episode, covered, self.path)
+        return Carried(summary, number, max(0, self._turns_left), path)
+
+
+def add_outputs(node: Node, messages: Sequence[Message]) -> None:
+    """Add the outputs of tools at the end of a conversation to the turn before `node`, which called them."""
+    if node.parent is not None:
+        node.parent.calls = _with_outputs(node.parent.calls, messages)
 
 
 def _with_outputs(calls: tuple[ToolCall, ...], messages: Sequence[Message]) -> tuple[ToolCall, ...]:

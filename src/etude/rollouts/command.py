@@ -1,10 +1,10 @@
-"""The agent program "command": any program that asks the model over HTTP, inside the machine or beside the worker.
+"""The agent program "command": any program that asks the model over HTTP, in the machine or next to the worker process.
 
     [harness]
     program = { kind = "command", argv = ["python", "agent.py"], where = "outside" }
 
 The program gets URL and key of the rollout's endpoints (`etude.rollouts.endpoints`) in the variables that OpenAI's and
-Anthropic's clients read. It is not changed for etude, and what it asks is trained on."""
+Anthropic's clients read. It needs no change for etude, and its model turns are trained on."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ _ENV_BYTES = 100_000  # Linux takes 131,071 in one variable
 
 
 class Where(enum.StrEnum):
-    """Where an agent program runs: in the machine of its rollout, or beside the worker with tools in the machine."""
+    """Where an agent program runs: inside the rollout's machine, or outside, next to the worker, with tools for the
+    machine."""
 
     INSIDE = "inside"
     OUTSIDE = "outside"
 
 
 class Submits(enum.StrEnum):
-    """What counts as a submission: EXIT is the exit code 0. With NEVER every rollout that ends by itself is STOPPED."""
+    """When a rollout counts as submitted: with EXIT if the program exits with code 0, with NEVER not by its exit
+    code."""
 
     EXIT = "exit"
     NEVER = "never"
@@ -59,13 +61,14 @@ class CommandProgram:
 
     - `argv`: the command line. In it and in `env` the words {instruction}, {base_url}, {model}, {workdir}, {cwd} (the
       folder in which the run was started) and {python} (the interpreter of etude) are replaced.
-    - `where`: "outside", beside the worker in a new folder, or "inside", in the working directory of the machine.
-    - `env`: variables to add.
-    - `warm`: modules that are imported once for all rollouts, if `argv` starts with a Python interpreter: each rollout
-      then begins as a fork of an interpreter that has them. Outside only.
-    - `model`: the name of the model for {model}. The endpoints accept any name.
-    - `submits`: what counts as a submission.
-    - `side`: patterns of model names, or of texts of a system message, whose requests are side calls, not trained on.
+    - `where`: "outside" runs it on the worker's host in a new folder, "inside" in the working directory of the machine.
+    - `env`: environment variables to add.
+    - `warm`: Python modules to import once for all rollouts. Each rollout then starts as a fork of an interpreter that
+      has them. They are imported with the variables of `env`, except for those with {instruction}, {base_url} or
+      {workdir}. Needs `where` "outside" and a Python interpreter as the first word of `argv`.
+    - `model`: the text for {model}. The endpoints accept any model name.
+    - `submits`: "exit": exit code 0 counts as a submission; "never": the exit code does not.
+    - `side`: patterns (as in `fnmatch`). A request whose model name or system message matches one is not trained on.
     - `log_bytes`: the most bytes of output that are kept for each rollout.
 
     Raises `ConfigError` for settings that contradict each other."""
@@ -88,12 +91,13 @@ class CommandProgram:
         elif self.warm and len(self.argv) < 2:
             wrong = "warm needs argv = [python, script], [python, '-m', module] or [python, '-c', code]"
         if wrong:
-            raise ConfigError("[harness.program]", wrong, hint="change the settings that the error names")
+            raise ConfigError("[harness.program] is invalid", wrong, hint="change the settings that the error names")
 
     async def run(self, episode: Episode) -> None:
-        """Run the program on an episode to its end. The episode then has its ending or its failure, and a log.
+        """Run the program on an episode until it ends. Sets the episode's ending or failure, and its log.
 
-        Raises `ConfigError` for a program that cannot be started, or a machine without what it needs."""
+        Raises `ConfigError` for a program that cannot be started, and for a machine that lacks what the program
+        needs."""
         log, limit_s = OutputBuffer(self.log_bytes), episode.limits.rollout_deadline_s
 
         def note(line: str) -> None:
@@ -109,16 +113,23 @@ class CommandProgram:
             attribution.finish()
             note(
                 f"{len(attribution.calls)} turns of {attribution.num_requests} requests, "
-                f"{attribution.num_joined} repeated"
+                f"{attribution.num_joined} repeated, {episode.num_resampled} replies tokenised again"
             )
             episode.log = log.value()
 
     def launcher(self) -> Launcher:
-        """Return what starts the program beside the worker."""
+        """Return the launcher that starts the program on the worker's host. Its warm modules see the variables of
+        `env` that are the same in all rollouts."""
         if not self.warm:
-            return launcher_of(sys.executable, ())
-        python = self.argv[0].replace("{python}", sys.executable).replace("{cwd}", os.getcwd())
-        return launcher_of(shutil.which(python) or python, self.warm)
+            return launcher_of(sys.executable, (), ())
+        fixed = self._fixed()
+        python = _filled(self.argv[0], fixed)
+        same = {name: text for name, text in self.env.items() if not any(f"{{{word}}}" in text for word in _VARYING)}
+        env = tuple((name, _filled(text, fixed)) for name, text in same.items())
+        return launcher_of(shutil.which(python) or python, self.warm, env)
+
+    def _fixed(self) -> dict[str, str]:
+        return {"model": self.model, "cwd": os.getcwd(), "python": sys.executable}
 
     async def _watch(
         self,
@@ -153,7 +164,11 @@ class CommandProgram:
         note(f"exit code {code}")
         if code in _NOT_RUN and not attribution.num_requests and self.where is Where.INSIDE:
             facts = f"{self.argv[0]!r} ended with exit code {code} before it asked anything"
-            raise ConfigError("harness.program.argv cannot be executed in the machine", facts, hint="see its image")
+            raise ConfigError(
+                "harness.program.argv cannot be executed in the machine",
+                facts,
+                hint="check that the machine's image has this program",
+            )
         if attribution.context_full:
             episode.ending = episode.ending or Ending.CONTEXT
         elif code == 0 and self.submits is Submits.EXIT:
@@ -189,34 +204,40 @@ class CommandProgram:
                 await uncancelled(asyncio.create_task(asyncio.to_thread(scratch.close)))  # it may have many files
 
     def words(self, episode: Episode, variables: Mapping[str, str], workdir: str) -> tuple[list[str], dict[str, str]]:
-        """Return the command line and the variables, with their placeholders replaced."""
+        """Return the command line and the environment variables, with their placeholders replaced.
+
+        `variables` are those that every program gets, and `workdir` is the folder in which it runs."""
         values = {
             "instruction": _without_nul(episode.task.instruction),
             "base_url": variables["OPENAI_BASE_URL"],
-            "model": self.model,
             "workdir": workdir,
-            "cwd": os.getcwd(),
-            "python": sys.executable,
+            **self._fixed(),
         }
+        added = {name: _filled(value, values) for name, value in self.env.items()}
+        return [_filled(word, values) for word in self.argv], {**variables, **added}
 
-        def filled(text: str) -> str:
-            parts = text.split("{")
-            for i, part in enumerate(parts[1:], start=1):
-                name, brace, rest = part.partition("}")
-                parts[i] = values[name] + rest if brace and name in values else "{" + part
-            return "".join(parts)
 
-        added = {name: filled(value) for name, value in self.env.items()}
-        return [filled(word) for word in self.argv], {**variables, **added}
+_VARYING = {"instruction", "base_url", "workdir"}
+"""Placeholders that have another value in each rollout."""
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """Replace the placeholders that have a value."""
+    parts = text.split("{")
+    for i, part in enumerate(parts[1:], start=1):
+        name, brace, rest = part.partition("}")
+        parts[i] = values[name] + rest if brace and name in values else "{" + part
+    return "".join(parts)
 
 
 class Starter(Protocol):
-    """Runs the program of one rollout."""
+    """The way to start the program of one rollout: inside or outside of the machine."""
 
     async def run(self, variables: Mapping[str, str], over: asyncio.Event) -> int | None:
-        """Run the program and return its exit code; None if it was killed because the rollout is `over`.
+        """Run the program and return its exit code, or None if it was killed because the rollout is over.
 
-        A cancelled call kills the program, and waits for its end."""
+        `variables` are its environment variables. `over` is set when the rollout is over. Cancelling the call kills the
+        program and waits for its end."""
         ...
 
 

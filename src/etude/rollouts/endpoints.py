@@ -1,16 +1,16 @@
-"""The HTTP endpoints of one rollout: an agent program asks the policy here, and acts on its machine.
+"""The HTTP endpoints of one rollout, through which an agent program asks the policy and uses its machine.
 
 Outside of a machine the URL has the rollout's id and a secret: ``http://127.0.0.1:PORT/r/ROLLOUT/SECRET/v1``. A client
-may instead send the secret as its API key to ``/v1``. Inside a machine the listening socket is the identity: it exists
-in this machine's network namespace only, so there is no secret to steal.
+may instead send the secret as its API key to ``/v1``. Inside a machine no secret is needed: the listening socket exists
+in this machine's network namespace only.
 
     GET  /v1/models
     POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     POST /machine/exec, /machine/read, /machine/write      (outside only)
 
-Any model name is accepted and means the policy. Answers are complete before the first event of a stream is sent, with
-comments as signs of life until then. After the end of the rollout every request gets an error that clients do not
-retry."""
+Any model name is accepted and means the policy. An answer is sampled completely before the first event of a stream is
+sent; until then, comment lines keep the connection open. After the end of the rollout every request gets an error that
+clients do not retry."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ _KEPT = {
 
 
 class RolloutEndpoints:
-    """The endpoints of one rollout, as an ASGI app. `serve_rollout` serves one.
+    """The ASGI app with the endpoints of one rollout. `serve_rollout` makes and serves one.
 
-    `secret`: what a client must know; None inside a machine. `log` gets lines for the log of the rollout."""
+    `secret` is what a client must send; None inside a machine. `log` is called with lines for the rollout's log."""
 
     def __init__(
         self, episode: Episode, attribution: Attribution, *, secret: str | None, log: Callable[[str], None]
@@ -110,7 +110,7 @@ class RolloutEndpoints:
             return None
         if path == "/v1/messages/count_tokens" and request.method == "POST":
             chat = await self._read(messages.read_count, request)
-            return JSONResponse({"input_tokens": self._count(chat)})
+            return JSONResponse({"input_tokens": await self._count(chat)})
         if self._secret is not None and path.startswith("/machine/") and request.method == "POST":
             return await self._machine(path.removeprefix("/machine/"), request)
         raise RequestRefused(404, f"{request.method} {path} is not offered to programs of a rollout", code="not_found")
@@ -204,9 +204,9 @@ class RolloutEndpoints:
                 return
         asked.delivered = True
 
-    def _count(self, chat: ChatRequest) -> int:
+    async def _count(self, chat: ChatRequest) -> int:
         try:
-            return self._episode.num_tokens(chat.messages, tools=chat.tools)
+            return await self._episode.num_tokens(chat.messages, tools=chat.tools)
         except EtudeError as error:
             raise _refusal(error, self._episode) from None
 
@@ -238,6 +238,8 @@ class RolloutEndpoints:
                 asked[refused.param] = fields.pop(refused.param)
         if chat.must_call:
             asked["tool_choice"] = fields.get("tool_choice")
+        if chat.schema is not None:
+            asked["schema"] = chat.schema
         try:
             self._episode.chat.signatures(chat.tools)
         except ValueError as error:
@@ -321,10 +323,10 @@ async def serve_rollout(
     *,
     log: Callable[[str], None],
 ) -> AsyncIterator[tuple[str, str]]:
-    """Serve the endpoints of a rollout during the block. Yields the URL that they are under, and the API key.
+    """Serve the endpoints of a rollout while the block runs. Yields their base URL (without /v1) and the API key.
 
-    `listener`: the socket inside the machine; None: a free port of this host, with a secret. At the end requests that
-    still run are cancelled."""
+    `listener` is the listening socket inside the machine; None: a free port of this host, protected by a secret. `log`
+    is called with lines for the rollout's log. At exit, running requests are cancelled."""
     secret = secrets.token_urlsafe(24) if listener is None else None
     app = RolloutEndpoints(episode, attribution, secret=secret, log=log)
     sock = bind("127.0.0.1", 0) if listener is None else listener
@@ -385,7 +387,7 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
 
 
 class Ended(RequestRefused):
-    """A refusal after which the program should stop. OpenAI's and Anthropic's clients do not retry it."""
+    """A refusal that tells the program to stop. OpenAI's and Anthropic's clients do not retry it."""
 
     def __init__(self, message: str, status: int = 403, code: str = "rollout_ended") -> None:
         super().__init__(status, message, code=code)

@@ -1,14 +1,14 @@
-"""Starts programs, each under a supervisor that leaves none of its processes behind. Runs alone: standard library only.
+"""A script that starts programs, each under a supervisor process that kills all its child processes at its end.
 
-The parent process executes this file with a Python interpreter, which first imports the modules that programs need, so
-that a forked program has them at once. Arguments: the descriptor of a Unix socket (SOCK_SEQPACKET) to the parent, then
-the modules.
+The parent process executes this file with a Python interpreter. It uses only the standard library. It first imports the
+modules that programs need, so that a forked program has them at once. Arguments: the file descriptor of a Unix socket
+(SOCK_SEQPACKET) to the parent, then the modules.
 
 The launcher sends one message when it is ready, a JSON object with `error` if a module cannot be imported. Each message
 from the parent has two descriptors and starts a program: a stream socket for its supervisor, and the program's output.
 The supervisor reads one line from the stream, ``{"argv", "env", "cwd", "fork"}``, and answers ``{"exit": code}`` when
 the program has ended, or ``{"error": text}`` when it could not be started. When the parent closes the stream, or dies,
-the supervisor kills the program. In any case it kills all processes that the program has started, daemons included."""
+the supervisor kills the program. At the end it kills all processes that the program has started, daemons included."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    signal.signal(signal.SIGCHLD, reap)
     sock.send(json.dumps({"threads": threading.active_count() - 1}).encode())
     while True:
         data, fds, _, _ = socket.recv_fds(sock, 1, 2)
@@ -64,8 +64,17 @@ def main() -> None:
             os.close(fd)
 
 
+def reap(*_: object) -> None:
+    """Wait for the supervisors that have ended, so that their CPU time is added to that of this process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def supervise(stream: socket.socket, output: int) -> None:
-    """Run one program to its end, report it, kill what it leaves, and exit."""
+    """Run one program to its end, report its exit code, kill all processes that it has left, and exit.
+
+    `stream` is the socket to the parent, and `output` the file descriptor for the program's output."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -95,7 +104,7 @@ def supervise(stream: socket.socket, output: int) -> None:
 
 
 def read_order(stream: socket.socket) -> dict[str, Any] | None:
-    """Read the line that says what to run; None if the parent has closed the stream."""
+    """Read the JSON line that says what to run. None if the parent has closed the stream."""
     data = bytearray()
     while not data.endswith(b"\n"):
         part = stream.recv(1 << 16)
@@ -107,7 +116,9 @@ def read_order(stream: socket.socket) -> dict[str, Any] | None:
 
 
 def run(order: dict[str, Any], output: int, failing: int) -> None:
-    """Become the program: execute it, or run it in this interpreter. Does not return."""
+    """Become the program of an order: execute it, or run it in this interpreter. Does not return.
+
+    `output` is the file descriptor for its output. The text of an error is written to the descriptor `failing`."""
     argv = order["argv"]
     try:
         os.setsid()
@@ -159,7 +170,7 @@ def run_here(argv: list[str]) -> None:
 
 
 def exit_code(value: object) -> int:
-    """Return the exit code of a SystemExit, as an interpreter does."""
+    """Return the exit code that an interpreter gives for the value of a SystemExit."""
     if value is None:
         return 0
     if isinstance(value, int):
@@ -169,7 +180,8 @@ def exit_code(value: object) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill all processes below this one, until none is left. Orphans among them are children of this process."""
+    """Kill all processes below this one, until none is left. Orphaned ones are children of this process too
+    (subreaper)."""
     end = time.monotonic() + KILL_S
     while time.monotonic() < end:
         for pid in descendants(os.getpid()):
@@ -184,7 +196,7 @@ def kill_descendants() -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """List the processes below `root`."""
+    """Return the ids of all processes below `root`."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

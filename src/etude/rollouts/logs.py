@@ -15,9 +15,9 @@ MOST_LOGS = 4096
 
 
 def write_log(folder: Path, rollout_id: str, attempt: int, data: bytes) -> None:
-    """Write the log of one attempt, and delete the oldest ones if there are too many.
+    """Write the log of one attempt at a rollout, and delete the oldest logs beyond `MOST_LOGS`.
 
-    A disk that is full costs the log, not the rollout."""
+    If the disk is full, the log is lost, but no error is raised."""
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
         path = folder / f"{quote(rollout_id, safe='')}.{attempt}.log"

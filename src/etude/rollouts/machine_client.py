@@ -1,10 +1,13 @@
-"""Runs a command in the machine of a rollout, from a program beside it. Runs alone: standard library only.
+"""The program `etude-machine`. With it an agent program outside of the machine runs commands in it.
 
-    etude-machine [-c] COMMAND...     run a shell command; its output and exit code become those of this program
-    etude-machine --read PATH         print a file of the machine
-    etude-machine --write PATH        replace a file of the machine by standard input
+    etude-machine [-i] [-c] COMMAND...  run a shell command; its output and exit code become those of this program
+    etude-machine --read PATH           print a file of the machine
+    etude-machine --write PATH          replace a file of the machine by standard input
 
-The variable ETUDE_MACHINE_URL says which machine, and has the secret."""
+With -i the command gets standard input, which is read to its end first. Without it the command gets an empty one: many
+agents start their shell with an input that they never close.
+
+The environment variable ETUDE_MACHINE_URL is the machine's URL with its secret. Only the standard library is used."""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from typing import Any
 
 
 def call(what: str, **order: object) -> dict[str, Any]:
-    """Send an order to the machine and return the answer. Exits with 125 if it is refused."""
+    """Send an order to the machine, and return its JSON answer. Exits with code 125 if the order is refused.
+
+    `what` is "exec", "read" or "write", and `order` are the fields of its JSON body."""
     body = json.dumps(order).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{os.environ['ETUDE_MACHINE_URL']}/{what}", body, headers)
@@ -33,8 +38,10 @@ def call(what: str, **order: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the program with the arguments of the command line."""
     words = sys.argv[1:]
+    if interactive := words[:1] == ["-i"]:
+        words = words[1:]
     if not words:
         sys.exit(__doc__)
     if words[0] == "--read":
@@ -43,7 +50,7 @@ def main() -> None:
         call("write", path=words[1], content=base64.b64encode(sys.stdin.buffer.read()).decode())
     else:
         command = words[1] if words[0] in ("-c", "-lc") else shlex.join(words) if len(words) > 1 else words[0]
-        done = call("exec", command=command, stdin="" if sys.stdin.isatty() else sys.stdin.read())
+        done = call("exec", command=command, stdin=sys.stdin.read() if interactive else "")
         sys.stdout.write(done["output"])
         sys.stdout.flush()
         sys.exit(done["exit_code"])

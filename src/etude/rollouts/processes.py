@@ -1,4 +1,5 @@
-"""Programs beside the worker: started by a launcher process (`launcher`), and killed with all that they started."""
+"""Agent programs on the worker's host. A launcher process starts them, and kills them with all their child
+processes."""
 
 from __future__ import annotations
 
@@ -28,17 +29,21 @@ LOST = 137
 
 
 @functools.lru_cache(maxsize=8)
-def launcher_of(python: str, modules: tuple[str, ...]) -> Launcher:
-    """Return the launcher of this process for programs of the interpreter `python` that need `modules`."""
-    return Launcher(python, modules)
+def launcher_of(python: str, modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> Launcher:
+    """Return the launcher for programs of the interpreter `python` that need `modules` imported. Each exists once a
+    process.
+
+    `env`: environment variables, added to those of this process, that the modules have when they are imported."""
+    return Launcher(python, modules, dict(env))
 
 
 class Launcher:
-    """A process that starts programs, itself started at the first one. `launcher_of` makes one.
+    """A process that starts programs. It is itself started with the first program. `launcher_of` makes one.
 
-    It ends when this process does. A launcher that has died is started again."""
+    It ends when this process ends. If it has died, it is started again."""
 
-    def __init__(self, python: str, modules: Sequence[str]) -> None:
+    def __init__(self, python: str, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self._env = env
         self._command = [python, str(Path(__file__).with_name("launcher.py"))]
         self._modules = tuple(modules)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launcher")  # starting it may take long
@@ -47,17 +52,18 @@ class Launcher:
         self.notes = ""  # what is unsafe about the imported modules
 
     async def start(self) -> None:
-        """Start the launcher, if it does not run, and wait until it has imported its modules.
+        """Start the launcher process, unless it runs, and wait until it has imported its modules.
 
-        Raises `ConfigError` if a module cannot be imported, and `MachineError` if there is no launcher."""
+        Raises `ConfigError` if a module cannot be imported, and `MachineError` if the launcher does not start."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._send, [])
 
     async def launch(
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, fork: bool, log_bytes: int
     ) -> Program:
-        """Start a program. With `fork` it runs in a copy of the launcher's interpreter, without ``argv[0]``.
+        """Start a program in the folder `cwd` with the environment `env`.
 
-        Raises what `start` raises."""
+        With `fork` it runs in a fork of the launcher's interpreter, and ``argv[0]`` is ignored. Its output is kept up
+        to `log_bytes`. Raises what `start` raises."""
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
@@ -102,7 +108,11 @@ class Launcher:
         with theirs:
             command = [*self._command, str(theirs.fileno()), *self._modules]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **self._env},
             )
         self._sock = ours
         atexit.register(self._end)
@@ -111,7 +121,11 @@ class Launcher:
         if "error" in said:
             self._end()
             facts = f"{self._command[0]} cannot import {', '.join(self._modules)}: {said['error']}"
-            raise ConfigError("harness.program.warm", facts, hint="install the modules there, or leave them out")
+            raise ConfigError(
+                "the modules of harness.program.warm cannot be imported",
+                facts,
+                hint="install the modules there, or leave them out",
+            )
         if said.get("threads"):
             self.notes = f"the warm modules started {said['threads']} threads, which forked programs do not have"
         return ours
@@ -126,7 +140,7 @@ class Launcher:
 
 
 class Program:
-    """A program that runs. `Launcher.launch` starts one; `close` must be called."""
+    """A running program. `Launcher.launch` starts one, and its caller must call `close`."""
 
     def __init__(self, stream: socket.socket, output: int, log_bytes: int) -> None:
         stream.setblocking(False)
@@ -137,9 +151,9 @@ class Program:
         self._ended: asyncio.Task[bytes] = asyncio.create_task(self._message(), name="end of a program")
 
     async def wait(self) -> int:
-        """Wait for the end of the program and of all that it started, and return its exit code.
+        """Wait until the program and all processes that it started have ended, and return its exit code.
 
-        Raises `ConfigError` if it could not be executed. No deadline: the caller has one."""
+        Has no deadline of its own. Raises `ConfigError` if the program could not be executed."""
         data = await asyncio.shield(self._ended)
         said = json.loads(data or b"{}")
         if "error" in said:
@@ -149,9 +163,9 @@ class Program:
         return code if code >= 0 else 128 - code
 
     async def close(self) -> None:
-        """Kill the program, if it runs, and all that it started, and wait for their end. Idempotent.
+        """Kill the program and all processes that it started, and wait for their end. Idempotent.
 
-        Raises `MachineError` if they have not ended within `END_S`."""
+        Raises `MachineError` if they have not ended within `END_S` seconds."""
         try:
             with contextlib.suppress(OSError):
                 self._stream.shutdown(socket.SHUT_WR)
@@ -160,7 +174,9 @@ class Program:
                     await asyncio.shield(self._ended)
         except TimeoutError:
             facts = f"{END_S:g} s after SIGKILL"
-            raise MachineError("an agent program does not end", facts, hint="see dmesg") from None
+            raise MachineError(
+                "an agent program does not end", facts, hint="it probably hangs in the kernel: see dmesg"
+            ) from None
         finally:
             self._ended.cancel()
             self._read(until_empty=True)
@@ -194,7 +210,7 @@ class Program:
 
 
 async def uncancelled(work: asyncio.Future[T]) -> T:
-    """Wait for `work` to its end, even if this call is cancelled meanwhile, and return its result."""
+    """Wait for the end of `work`, even if this call is cancelled meanwhile, and return its result."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

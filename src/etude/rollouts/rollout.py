@@ -1,4 +1,4 @@
-"""Run one rollout: fork a machine with the task's files, run the agent, freeze the machine, read the exported files.
+"""One rollout from start to end: create a machine with the task's files, run the agent, read the exported files.
 
 This module decides whether a rollout can be graded or is invalid. Everything that the agent can cause leads to exports
 that are graded; files that were deleted, are too large or became links are not exported. An invalid rollout needs
@@ -17,6 +17,7 @@ from etude import __version__
 from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
 from etude.harness import ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness.compaction import remove_history
 from etude.harness.episode import AgentRun
 from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
@@ -38,12 +39,16 @@ async def run_rollout(
     clock: Callable[[], float] = time.monotonic,
     logs: Path | None = None,
 ) -> Rollout:
-    """Run one rollout to its end and return its record.
+    """Run one rollout to its end, and return its record.
 
-    `chat` converts messages to token ids, and `clock` returns seconds. `logs` is the folder for the output of an agent
-    program that is a process (`etude.rollouts.logs`). Failures of machines and engines are not raised:
-    they make the rollout invalid (`Rollout.invalid`). Raises only `EngineBehind`, if no engine has the policy version
-    that the rollout needs; run it again later."""
+    - `spec`: the task, the seed and the versions of the weights that may sample.
+    - `runtime`: makes the machine. `policy`: samples the model's turns.
+    - `chat`: converts messages to token ids and back. `harness`: agent program, tools and limits.
+    - `clock`: returns the time in seconds.
+    - `logs`: the folder for the output of an agent program that is a process; None keeps no logs.
+
+    Failures of machines and engines are not raised: they make the rollout invalid (`Rollout.invalid`). Raises only
+    `EngineBehind`, if no engine has the policy version that the rollout needs yet: run it again later."""
     began = clock()
     try:
         snapshot = await prepare(runtime, spec.task)
@@ -67,7 +72,7 @@ async def run_on_machine(
     began: float,
     logs: Path | None = None,
 ) -> Rollout:
-    """Run one rollout on a machine that was forked for it, then close the machine.
+    """Run one rollout on a machine that was created for it, then close the machine.
 
     `began` is the start of the rollout by `clock`. The other arguments are those of `run_rollout`."""
     try:
@@ -90,6 +95,7 @@ async def run_on_machine(
             boundary = Boundary.MACHINE if isinstance(run.failure, MachineError) else Boundary.PROVIDER
             return _invalid(spec, boundary, run.failure, run, wall_s=clock() - began)
         try:
+            await remove_history(episode)
             exports = await take_exports(machine, spec.task, runtime, max_bytes=harness.export_bytes)
         except (MachineError, TaskError) as error:
             boundary = Boundary.TASK if isinstance(error, TaskError) else Boundary.MACHINE
@@ -110,7 +116,7 @@ async def run_on_machine(
 
 
 def submitted(rollout: Rollout | RolloutSummary) -> Term:
-    """Return the reward term `SUBMITTED`: 1.0 if the agent submitted, 0.0 if a limit ended the rollout.
+    """Return the reward term `SUBMITTED`: 1.0 if the agent submitted its work, 0.0 if a limit ended the rollout.
 
     Without this term a policy would not learn to stop."""
     value = float(rollout.ending is Ending.SUBMITTED)
@@ -118,7 +124,7 @@ def submitted(rollout: Rollout | RolloutSummary) -> Term:
 
 
 def session_of(spec: RolloutSpec) -> str:
-    """Return the session id that a rollout's requests to engines have: "rollout_id/attempt"."""
+    """Return the session id of a rollout's requests to engines: "rollout_id/attempt"."""
     return f"{spec.rollout_id}/{spec.attempt}"
 
 
@@ -154,7 +160,7 @@ def _invalid(
 
 
 def not_run(spec: RolloutSpec, boundary: Boundary, error: EtudeError, *, wall_s: float = 0.0) -> Rollout:
-    """Return the record of a rollout that could not start, because there was no machine or no engine.
+    """Return the record of a rollout that could not start because it got no machine or no engine.
 
-    `boundary` says which part failed, `error` how, `wall_s` the seconds spent on it."""
+    `boundary` says which part failed, `error` why, and `wall_s` how many seconds it took."""
     return _invalid(spec, boundary, error, wall_s=wall_s)

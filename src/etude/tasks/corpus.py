@@ -121,6 +121,8 @@ def assert_no_heldout(texts: Iterable[str]) -> int:
             checked += 1
             if (split := split_of_key(key)) is not Split.TRAIN:
                 raise TaskError(
-                    f"a {split} function is in the corpus", key, hint="draw the corpus from training functions"
+                    f"a {split} function, which is never trained on, is in the corpus",
+                    key,
+                    hint="draw the corpus from training functions",
                 )
     return checked

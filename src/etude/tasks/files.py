@@ -52,7 +52,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """The content of ``task.toml``, with the fields of `Task`.
+    """The content of ``task.toml``. Fields that `etude.records.Task` has too mean the same.
 
     `trust` is optional and must match the kind of the answer. `entry_point` is the function to grade,
     "module:function". `base` names a set of files in ``.bases/``, to which ``files/`` adds or replaces files. Raises
@@ -141,10 +141,14 @@ class DirectorySource:
         toml, kind = _read_toml(folder), kind_of(folder)
         trust = kind.trust
         if toml.trust not in (None, trust):
-            raise TaskError(f"{folder}: trust = {toml.trust}", f"its answer is {trust}", hint="remove `trust`")
+            raise TaskError(
+                f"{folder}: trust = {toml.trust} is wrong",
+                f"with its answer files it is {trust}",
+                hint="remove `trust`",
+            )
         if toml.running and kind is not Kind.VERIFIER:
             raise TaskError(
-                f"{folder}: running = true",
+                f"{folder}: running = true is not possible",
                 f"its answer is {kind}",
                 hint="write answer/verifier.json: only a verifier can check running processes",
             )
@@ -190,7 +194,7 @@ def _read_toml(folder: Path) -> TaskFile:
         return config.load(folder / "task.toml", TaskFile)
     except ConfigError as error:
         facts = f"{error.what}: {error.facts}" if error.facts else error.what
-        raise TaskError(f"task {folder}", facts, hint=error.hint) from None
+        raise TaskError(f"{folder}/task.toml is invalid", facts, hint=error.hint) from None
 
 
 def _image(image: ImageFile | None) -> Image | None:

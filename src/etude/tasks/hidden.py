@@ -83,7 +83,8 @@ def _tests(hidden: Path) -> HiddenTests:
         raise TaskError(f"{hidden / Kind.TESTS} has missing or repeated test names", facts, hint="list each test once")
     if strange := [root for root in tests.roots if not is_plain(root)]:
         raise TaskError(
-            f"{hidden / Kind.TESTS}: root {strange[0]!r}", hint='roots are folders of the task, such as "src"'
+            f"{hidden / Kind.TESTS}: root {strange[0]!r} is invalid",
+            hint='roots are folders of the task, such as "src"',
         )
     return tests
 
@@ -111,7 +112,9 @@ def _record(hidden: Path, kind: Kind, of: type[R]) -> R:
     except ValueError as error:
         raise TaskError(f"{path} is invalid", str(error), hint="see docs/formats/tasks.md") from None
     if not 0 < record.deadline_s <= 86_400:
-        raise TaskError(f"{path}: deadline_s = {record.deadline_s}", hint="give more than 0 and at most 86400 seconds")
+        raise TaskError(
+            f"{path}: deadline_s = {record.deadline_s} is invalid", hint="give more than 0 and at most 86400 seconds"
+        )
     return record
 
 

@@ -36,7 +36,7 @@ def patched(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
     {'a': '1\\n3\\n'}
     """
     if len(patch) > MAX_CHARS:
-        raise TaskError(f"a patch of {len(patch)} characters", hint=f"at most {MAX_CHARS}")
+        raise TaskError(f"the patch has {len(patch)} characters", hint=f"at most {MAX_CHARS} are allowed: split it")
     result: dict[str, str | None] = {}
     for file in _parsed(patch):
         for path in (file.old, file.new):

@@ -23,7 +23,7 @@ Tests = Callable[[Task, Answer], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that failed validation, and why."""
+    """A task that failed validation: its index in the split, and the reason."""
 
     index: int
     task_id: str

@@ -15,10 +15,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from etude.experience.credit import advantages
+from etude.experience.credit import advantages, turn_advantages
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Reward, Term
-from etude.records.rollout import Ending, Graded, Rollout, Trace, Turn
+from etude.records.rollout import Ending, Graded, Rollout, Trace, Turn, TurnKind
+from etude.records.summary import TurnPlace
 from etude.records.task import Split, Task, Trust
 from etude.records.wire import pack
 from etude.rewards import NamedTerm, measure
@@ -73,11 +74,26 @@ class CreditSchemeContract(Contract):
             first, again = advantages(rewards, scheme), advantages(rewards, scheme)
             assert first == again, f"{values}: first {first}, then {again}"
 
+    def test_a_scheme_by_turn_gives_the_same_bits_again_whatever_the_order_of_the_siblings(self) -> None:
+        for values in GROUPS:
+            rewards = [Reward(value=value, raw=value, reason="") for value in values]
+            turns = [_places(i) for i in range(len(values))]
+            found, again = turn_advantages(rewards, turns, self.make()), turn_advantages(rewards, turns, self.make())
+            back = turn_advantages(rewards[::-1], turns[::-1], self.make())[::-1]
+            assert found == again, f"{values}: first {found}, then {again}"
+            assert all(np.allclose(own, other, atol=1e-9) for own, other in zip(found, back, strict=True)), f"{values}"
+
     def test_it_has_a_name_and_a_version(self) -> None:
         scheme = self.make()
         for what in ("name", "version"):
             assert isinstance(getattr(scheme, what), str), f"its {what} is not a string"
             assert getattr(scheme, what), f"its {what} is empty"
+
+
+def _places(number: int) -> list[TurnPlace]:
+    """The turns of one of several siblings, every other one of which takes the same first turn."""
+    contexts = (b"task", b"task, %d" % (number % 2), b"task, %d, %d" % (number % 2, number))
+    return [TurnPlace(context, i - 1 if i else None, TurnKind.ACT) for i, context in enumerate(contexts)]
 
 
 class RewardTermContract(Contract):

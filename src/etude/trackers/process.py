@@ -44,7 +44,7 @@ Report = Callable[[Plugin, PluginError], None]
 
 
 class TrackerProcess:
-    """The process of one tracker, seen from the conductor. Only `finish` and `join` wait for it.
+    """The process of one tracker, as the conductor (the main process of a run) uses it. Only `finish` and `join` wait.
 
     It starts when the object is created. `report` is called with the plug-in and an error for each failure of the
     tracker. `logs` is the folder of its log file."""
@@ -88,13 +88,14 @@ class TrackerProcess:
     def finish(self, outcome: str, end: float) -> None:
         """Tell the tracker how the run ended: "finished", "stopped" or "failed".
 
-        While its queue is full this waits, until the time `end` of `time.monotonic`."""
+        While its queue is full this waits, until the time `end` (`time.monotonic`)."""
         for message in ({"outcome": outcome}, None):
             with contextlib.suppress(queue.Full):  # it hangs, which `join` reports
                 self._waiting.put(message, timeout=max(0.0, end - time.monotonic()))
 
     def join(self, end: float, deadline: str) -> None:
-        """Wait until the process has ended, and kill it at the time `end` of `time.monotonic`. Reports dropped calls.
+        """Wait until the process has ended, and kill it at the time `end` (`time.monotonic`). Reports how many calls
+        were dropped.
 
         `deadline` is the time limit as text, such as "30 s", for the report."""
         try:

@@ -56,7 +56,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def by_part(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group metrics by the part of the run in their names, which is defined by `split_name`.
+    """Group metrics by the part of the run that their names begin with (`split_name`).
 
     >>> by_part({"rl/loss": 0.5, "eval/during/rate": 1.0})
     {'rl': {'rl/loss': 0.5}, 'eval/during': {'eval/during/rate': 1.0}}

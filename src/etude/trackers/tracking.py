@@ -100,7 +100,7 @@ def _finish(processes: list[TrackerProcess], outcome: str) -> None:
 
 
 class MetricReader:
-    """Reads the metrics that the processes of a run append to their event files after it is created."""
+    """Reads the metrics that the processes of a run append to their event files, from the time it is created."""
 
     def __init__(self, events: Path) -> None:
         self._events = events

@@ -40,7 +40,7 @@ def balance_bias_update(bias_E: torch.Tensor, load_E: torch.Tensor, *, speed: fl
 class ExpertBalancer:
     """Updates a model's router biases from the expert loads since the last update.
 
-    It does nothing for a model without biases, or with speed 0, the amount that a bias changes per step."""
+    `speed` is the amount by which a bias changes per step. With 0, or a model without biases, nothing is done."""
 
     def __init__(self, model: Transformer, *, speed: float) -> None:
         self._biases = router_biases(model) if speed else []

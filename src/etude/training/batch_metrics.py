@@ -18,11 +18,14 @@ from etude.training.losses import PolicyLoss, k1, k3
 class BatchMetrics:
     """Metrics of one batch while they are summed over its forward passes. `report` returns the result.
 
-    `num_forwarded`: tokens that the model computed; `num_tokens`: those of all paths, each on its own. `balance`:
-    weighted by the latter. `num_routed`: (token, layer) pairs with a replayed route; `num_slots`: all
-    experts in them; `num_replaced`: those that were implausible and replaced. `num_flipped`: pairs whose own choice
-    differs. `num_replayed`: tokens with replayed routes. `live`: log-ratios of a few tokens, without replay. `fresh`:
-    the largest |ratio - 1| of each forward pass with tokens of the live weights."""
+    - `num_tokens`: tokens of all paths. `num_forwarded`: tokens that the model computed, shared ones once.
+    - `balance`: the load-balancing loss, weighted by `num_tokens`.
+    - `num_routed`: (token, layer) pairs with replayed experts. `num_slots`: the experts in these pairs. `num_replaced`:
+      those of them that were implausible and replaced. `num_flipped`: pairs in which the router itself chose other
+      experts.
+    - `num_replayed`: tokens with replayed experts.
+    - `live`: log-ratios of a few tokens, computed without replay.
+    - `fresh`: the largest |ratio - 1| of each forward pass over tokens that the current weights sampled."""
 
     num_tokens: int = 0
     num_forwarded: int = 0

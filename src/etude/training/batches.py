@@ -63,7 +63,7 @@ def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
 def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:
     """Return a rank's part of a batch.
 
-    From the longest document on, each goes to the rank with the fewest tokens so far."""
+    Documents are assigned from the longest to the shortest, each to the rank with the fewest tokens so far."""
     lengths = spans[:, 1] - spans[:, 0]
     load = [0] * ranks
     mine = []

@@ -11,9 +11,9 @@ from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
-    """Precision of the learner's live weights. They are always stored as float32 tensors.
+    """The precision of the weights with which the learner computes. They are always stored as float32 tensors.
 
-    BF16: the optimiser's float32 weights rounded to bf16, which are exactly the published bytes."""
+    BF16: the optimiser's float32 weights, rounded to bf16. These are exactly the published bytes."""
 
     BF16 = "bf16"
     F32 = "f32"
@@ -78,18 +78,17 @@ class LearnerConfig:
     - `ratio_cap`: the largest importance ratio of a token; None: 2 for cispo, 3 for others.
     - `clip_low`, `clip_high`: the range of the ratio in PPO.
     - `budget_tokens`: tokens of one forward pass; it bounds memory and changes nothing else.
-    - `replay_routes`: use the experts that engines recorded; None: in native mode only, since in exact mode both
-      sides choose the same experts. Routes more than `replay_max_lag` versions old are not replayed, nor experts
-      whose score is below `replay_plausible` times that of the live k-th expert.
+    - `replay_routes`: use the experts that engines recorded; None: in native mode only, since in exact mode both sides
+      choose the same experts. Routes more than `replay_max_lag` versions old are not replayed, nor experts whose score
+      is below `replay_plausible` times the score of the last expert that the router would choose.
     - `balance`: the coefficient of the routers' load-balancing loss. `balance_bias`: the update step of the router
       bias, in families with one (published: 1e-3).
-    - `kl`: the coefficient of the k2 estimate of the KL to the starting checkpoint in the loss (`experience.kl`: in
-      the reward).
-    - `correction`: of importance ratios, with its bounds `correction_low` and `correction_high`; None: its
-      defaults.
+    - `kl`: the coefficient of the k2 estimate of the KL to the starting checkpoint in the loss (`experience.kl`: in the
+      reward).
+    - `correction`: of importance ratios, with its bounds `correction_low` and `correction_high`; None: its defaults.
     - `dtype`: of activations; gradients accumulate in float32.
-    - `ranks`: processes that share the weights and the work. Of these, `expert_parallel` neighbours share the
-      experts, and `context_parallel` neighbours share each text.
+    - `ranks`: processes that share the weights and the work. Of these, `expert_parallel` neighbours share the experts,
+      and `context_parallel` neighbours share each text.
     - `recompute`: activation checkpointing, which takes less memory and a third more compute.
     - `lora_rank`: 0: train all weights; else adapters, at 4 to 10 times the lr, whose output is multiplied by
       `lora_alpha` / rank."""

@@ -33,7 +33,7 @@ class RankDied(RunError):
 
 
 class RankGroup(Protocol):
-    """The other ranks as one data-parallel rank sees them. `run_ranks` makes one for each rank."""
+    """The interface of one data-parallel rank to the others. `run_ranks` makes one for each rank."""
 
     rank: int
     size: int
@@ -134,7 +134,11 @@ def _answer(ready: Connection, processes: list[SpawnProcess]) -> Any:
         for process in processes:  # the other ranks end soon after
             process.join(timeout=1.0)
         codes = ", ".join(f"{rank}: {p.exitcode}" for rank, p in enumerate(processes) if p.exitcode is not None)
-        raise RankDied("a rank died", f"exit codes by rank {codes}", hint="resume; -9 is out of memory") from None
+        raise RankDied(
+            "a rank died",
+            f"exit codes by rank {codes}",
+            hint="resume the run; exit code -9 usually means that the host ran out of memory",
+        ) from None
     if error is not None:
         raise error
     return result

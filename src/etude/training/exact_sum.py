@@ -54,5 +54,5 @@ def rounded_sum(parts: Iterable[ExactSum]) -> float:
 
 
 def exact_norm(squares: Mapping[str, torch.Tensor]) -> float:
-    """Return √ of the sum of all squares (float64, by parameter), rounded once."""
+    """Return the square root of the sum of all given squares (float64, by parameter), rounded once."""
     return math.sqrt(rounded_sum([exact_sum(torch.cat(list(squares.values())))]))

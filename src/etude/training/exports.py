@@ -25,7 +25,7 @@ _CODES = {
 def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
     """Return every tensor of a model by its Hugging Face name, as integers with its bits (`encode_tensors`).
 
-    `weights`: the precision. `quantise`: the packed format of the large matrices."""
+    `weights`: the precision. `quantise`: the quantised format of the large matrices."""
     return encode_tensors(
         hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise]), weights
     )
@@ -34,9 +34,9 @@ def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quanti
 def encode_tensors(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
     """Encode tensors as integers with their bits in bf16 or float32.
 
-    bf16 is exact when the live weights are rounded. Tensors of `stays_float32` keep float32. Memory shared by several
-    tensors is converted once; under an optimiser that is all of it. In host memory the integers of float32 are views of
-    the live weights: copy what you keep."""
+    bf16 is exact when the live weights are already rounded to it. Tensors of `stays_float32` keep float32. Memory that
+    several tensors share is converted once. In host memory the integers of float32 are views of the live weights: copy
+    what you keep."""
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
     for name, view in views.items():

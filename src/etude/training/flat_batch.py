@@ -48,19 +48,20 @@ class FlatBatch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of paths; 0 for a batch that is forwarded only because other ranks wait for this one."""
+        """The number of tokens of all paths; 0 for a batch without rows, which only keeps this rank in step with
+        others."""
         if self.tree is not None:
             return len(self.tree.index_P)
         return self.num_forwarded
 
     @property
     def num_forwarded(self) -> int:
-        """The number of tokens of paths that the model computes: each shared one of a tree counts once."""
+        """The number of tokens that the model computes. A token that several paths share counts once."""
         return len(self.tokens_N) if self.lengths else 0
 
     @property
     def counts_N(self) -> torch.Tensor | None:
-        """The number of paths with each token, float32; None: 1 for all."""
+        """How many paths have each token, float32 [N]; None: each token is in one path."""
         return None if self.tree is None else self.tree.counts_N.to(self.tokens_N.device)
 
     def cache(self, operators: Operators) -> Cache:
@@ -70,7 +71,7 @@ class FlatBatch:
         return Packed(self.lengths or [1], operators, device=self.tokens_N.device)
 
     def by_path(self, each_N: torch.Tensor) -> torch.Tensor:
-        """Return what each position of each path has, [P], from what each forwarded token has."""
+        """Expand a value per forwarded token, [N], to one per position of each path, [P]."""
         return each_N if self.tree is None else each_N[self.tree.index_P.to(each_N.device)]
 
     def place(self, token: int, sample: int | None = None) -> tuple[int, int]:
@@ -93,7 +94,8 @@ class FlatBatch:
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
 
     def temperature(self, run: float) -> torch.Tensor | float:
-        """Return the temperature of each row's log-probability: [R, 1], or `run` if it is that of all rows."""
+        """Return the temperature of each row's log-probability, [R, 1]; or just `run`, if all rows have the run's
+        temperature."""
         if self.temperatures_R is None:
             return run
         return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]

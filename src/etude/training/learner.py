@@ -22,7 +22,7 @@ from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.file_checksums import verify_files
-from etude.models.checkpoint import read_json
+from etude.models.checkpoint_files import read_json
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.numerics.config import Mode, NumericsConfig
@@ -66,10 +66,11 @@ UNREPLAYED_EVERY = 64
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """The samples of a batch, by forward pass: `rows` with one list of samples for each share.
+    """The samples of a batch, by forward pass.
 
-    `shared`: whether each forward pass computes tokens that paths share once. `num_tokens`: those of all paths.
-    `num_unique`: the same when each shared one counts once."""
+    `rows`: for each forward pass, one list of samples for each data-parallel rank. `shared`: whether tokens that paths
+    share are computed once. `num_tokens`: tokens of all paths. `num_unique`: the same number with shared tokens counted
+    once."""
 
     rows: list[list[list[Sample]]]
     shared: bool
@@ -84,8 +85,8 @@ class TorchLearner:
 
     - `channel`: where versions are published.
     - `num_steps`: length of the run, for the learning-rate decay (None: no decay).
-    - `temperature`: the run's sampling temperature, since the ratio is of the distribution sampled from. Samples may
-      have their own (`Sample.temperatures`).
+    - `temperature`: the run's sampling temperature, at which probabilities are compared. Samples may have their own
+      (`Sample.temperatures`).
     - `reference`: the reference policy of `config.kl`.
     - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
     - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
@@ -333,10 +334,10 @@ class TorchLearner:
         return sample.path.digest == self.version.digest
 
     def defend(self, *, truncate: bool) -> None:
-        """Change the settings so as to continue with engines that compute other numbers than the learner.
+        """Change the settings to continue with engines whose probabilities differ from the learner's.
 
-        From now on it replays their routes, and reports the ratio on the live weights instead of refusing it. With
-        `truncate` it also truncates importance weights."""
+        From now on the learner replays the engines' routes (chosen experts), and a ratio other than 1 on the live
+        weights is reported, not refused. With `truncate` it also truncates importance weights."""
         self._refuse_mismatch = False
         correction = self.config.correction
         if truncate and correction is CorrectionKind.NONE:
@@ -371,7 +372,7 @@ class TorchLearner:
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of a text's tokens, all but the first, under the live weights.
+        """Return the log-probability of each token of a text but the first, under the live weights.
 
         They are those at temperature 1."""
         tokens = torch.tensor(token_ids, device=self._device)
@@ -417,7 +418,7 @@ class TorchLearner:
         `StoreError` where publishing failed; then call `offer` again."""
         publisher = self._publisher
         if publisher is None or self._offered is None:
-            raise WeightsError("no version is being published", hint="call offer first")
+            raise WeightsError("no version is being published", hint="call `offer` first")
         try:
             published = publisher.wait()
         except DeadlineExceeded:  # publishing continues

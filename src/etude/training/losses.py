@@ -35,7 +35,7 @@ class PolicyLoss:
     """The result of a policy loss.
 
     `loss`: a scalar to differentiate. `ratio_R`: learner probability over sampler probability, detached. `clipped_R`:
-    bool, whether the ratio is outside the range in which the loss does not clip it."""
+    bool, whether the ratio is in the range in which the loss clips it."""
 
     loss: torch.Tensor
     ratio_R: torch.Tensor

@@ -24,7 +24,8 @@ from etude.config import to_plain
 from etude.errors import CheckpointError, ParityError, RunError
 from etude.file_checksums import verify_files
 from etude.models.attention import Packed
-from etude.models.checkpoint import atomic_directory, load_model, load_tensors, read_json, save_tensors, write_model
+from etude.models.checkpoint import load_model, write_model
+from etude.models.checkpoint_files import atomic_directory, load_tensors, read_json, save_tensors
 from etude.models.config import ModelConfig
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer

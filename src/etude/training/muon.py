@@ -41,7 +41,7 @@ class HasMatrices(Protocol):
 
 
 class ShardExchange(Protocol):
-    """Exchange between the rows of parameters that each rank has and full parameters. Its calls are collective."""
+    """The exchange of sharded parameters for full parameters, and back. Its calls are collective."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
@@ -53,7 +53,7 @@ class ShardExchange(Protocol):
 
 
 class Muon(AdamW):
-    """`AdamW`, with Muon for matrices (`muon_matrices`).
+    """An optimiser that uses Muon for matrices (`muon_matrices`) and AdamW for all other parameters.
 
     `exchange`: gathers full matrices where weights are sharded. `settings`: the other arguments of `AdamW`."""
 
@@ -84,10 +84,10 @@ class Muon(AdamW):
 
 
 def muon_matrices(model: nn.Module) -> dict[str, list[int]]:
-    """Return the names of the parameters that Muon updates, each with row counts.
+    """Return for each parameter that Muon updates: name → row counts of its matrices.
 
-    A parameter may be several matrices stacked along the rows; the row counts are those of each matrix. For experts
-    they are those within one expert."""
+    A parameter may consist of several matrices, stacked along the rows. For experts the row counts are those of one
+    expert."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, HasMatrices))
     return {f"{name}.{part}": rows for name, module in layers for part, rows in module.matrices().items()}
 
@@ -111,7 +111,7 @@ def orthogonalise(parameter: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximate the nearest matrix with orthonormal rows (or columns, where there are fewer), of the same shape.
+    """Return an approximation of the nearest matrix with orthonormal rows, or columns where there are fewer columns.
 
     >>> turned = newton_schulz(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
     >>> [0.6 < x < 1.3 for x in torch.linalg.svdvals(turned).tolist()]

@@ -105,7 +105,7 @@ def checked_step(
     step: int,
     propagate_errors: PropagateErrors = lambda what: nullcontext(),
 ) -> float:
-    """Apply the gradient, with checks of gradient and new weights. Returns the gradient norm before clipping.
+    """Apply the gradient, and check it and the new weights for NaN and infinity. Returns the norm before clipping.
 
     `views`: returns the trained tensors by name. `step`: for the errors. `propagate_errors`: makes a context manager in
     which an error of one rank is raised on all (`ProcessGroup.propagate_errors`). A gradient that is not finite changes

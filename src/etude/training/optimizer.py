@@ -112,7 +112,11 @@ class AdamW:
         self._collect()
         norm = self._norm(_squares(self.by_parameter(self.grad)))
         if not norm < float("inf"):
-            raise NotFinite(f"the gradient of step {self.num_steps + 1} is not finite", f"norm {norm}", hint="lower lr")
+            raise NotFinite(
+                f"the gradient of step {self.num_steps + 1} is not finite",
+                f"its norm is {norm}",
+                hint="lower the learning rate (lr)",
+            )
         if norm == 0.0:
             self.clear()
             return norm

@@ -22,7 +22,7 @@ _CLOSE = 1e-3  # how near the largest cost of a bin comes to the smallest possib
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of forwarding a sequence, in tokens of a sequence without attention.
+    """The cost of forwarding a sequence. The unit is the cost of one token without attention.
 
     `even_tokens`: the length at which attention costs as much as the other products.
 
@@ -35,7 +35,7 @@ class Cost:
 
     @classmethod
     def for_model(cls, config: ModelConfig) -> Cost:
-        """Return the cost for a model.
+        """Return the cost function of a model.
 
         A token multiplies with each active parameter once. Two tokens of which one attends to the other multiply the
         widths of a key and a value per head; half of all pairs do. The backward pass doubles both."""
@@ -67,7 +67,7 @@ def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost)
 
 
 def pack_prefixes(found: PrefixOrder, *, shares: int, budget_tokens: int, cost: Cost) -> list[list[list[int]]]:
-    """Do what `pack` does for paths whose shared tokens are computed once in each bin.
+    """Distribute paths like `pack`, where the tokens that paths of a bin share are computed once.
 
     Bins are consecutive in the order of `found`, so that only the prefix at a cut is computed twice. The largest cost
     of a bin is as small as such cuts allow.

@@ -28,9 +28,10 @@ from etude.training.routes import RouteReplay
 class PrefixOrder:
     """Paths in an order in which those with a common beginning are neighbours.
 
-    `order`: indices of the paths. `shared`: the number of tokens that each shares with the path before it in this
-    order, which is the most that it shares with any earlier one; 0 for the first. `lengths`: tokens of each path, in
-    the order of the paths."""
+    - `order`: indices of the paths.
+    - `shared`: how many tokens each path shares with the one before it in this order, 0 for the first. It shares no
+      more with any earlier path.
+    - `lengths`: tokens of each path, in the original order."""
 
     order: tuple[int, ...]
     shared: tuple[int, ...]
@@ -38,7 +39,7 @@ class PrefixOrder:
 
     @property
     def num_unique(self) -> int:
-        """Number of tokens when each shared one counts once."""
+        """The number of tokens, with shared tokens counted once."""
         return sum(self.lengths) - sum(self.shared)
 
 
@@ -104,7 +105,7 @@ class PrefixTree:
     - `pieces`: numbers of consecutive tokens between places where paths part, N in all.
     - `branches`: how the pieces form paths, in the order of their tokens.
     - `index_P`: int64, the token of the tree at each position of each path, in the order of the samples.
-    - `first_N`: int64, for each token of the tree the first such place: the `index_P` of it is the token.
+    - `first_N`: int64, for each token of the tree, its first position in `index_P`.
     - `counts_N`: float32, the number of paths with each token."""
 
     pieces: tuple[int, ...]

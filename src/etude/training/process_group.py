@@ -21,7 +21,7 @@ import torch
 from etude.errors import CheckpointError
 from etude.file_checksums import files_in, verify_files
 from etude.models.attention import Cache
-from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
+from etude.models.checkpoint_files import atomic_directory, load_tensors, save_tensors
 from etude.models.transformer import Transformer
 from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum
@@ -57,7 +57,7 @@ class ProcessGroup(Protocol):
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
         """Return the `Cache` for one forward pass of `rows`, which `local_tokens` returned.
 
-        With context parallelism, it lets this rank's tokens attend to those of other ranks."""
+        With context parallelism, the cache lets this rank's tokens attend to those of other ranks."""
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a block without collectives, at whose end an error of one rank is raised on all.
@@ -114,7 +114,7 @@ class ProcessGroup(Protocol):
 
 
 class SingleProcess:
-    """The process group of a learner in one process. Its calls never wait."""
+    """A `ProcessGroup` of one process. Its calls never wait."""
 
     rank, size = 0, 1
 
@@ -195,7 +195,7 @@ class ShareAccumulator:
         gradient.zero_()
 
     def add_share(self) -> None:
-        """Take the gradient of a share, after its backward pass, and clear the buffer."""
+        """Add the gradient that a share's backward pass has left in the buffer, and clear the buffer."""
         self._shares.append(self._gradient.clone())
         self._gradient.zero_()
 

@@ -26,9 +26,9 @@ HINT_OFF = "make the engines return routes, or set learner.replay_routes = false
 
 @dataclass(frozen=True)
 class RouteReplay:
-    """Which recorded routes (the experts of each token) a forward pass uses again.
+    """The rule for which recorded routes (the experts of each token) a forward pass uses again.
 
-    They are those computed by a model like `model` at most `max_lag` steps before `step`."""
+    It uses those that were computed by a model like `model` at most `max_lag` steps before `step`."""
 
     model: ModelConfig
     step: int
@@ -59,8 +59,8 @@ class RouteReplay:
     def stale(self, sample: Sample, end: int) -> Bools:
         """Return whether the route of each of the first `end` positions is too old, [end].
 
-        A position was computed by the version that sampled or read the next token. An unknown version counts as new;
-        one below `UNKNOWN` is from a lost lineage."""
+        A position was computed by the version that sampled or read the next token. An unknown version counts as new. A
+        step below `UNKNOWN` marks weights that a restart took back."""
         computed_by = sample.path.steps[1 : end + 1]
         stale: Bools = (computed_by != UNKNOWN) & (self.step - computed_by > self.max_lag)
         return stale
@@ -70,7 +70,7 @@ def _check_kind(sample: Sample, of: ModelConfig) -> None:
     routes, num_tokens = sample.path.routes, len(sample.path.token_ids)
     if len(routes) < num_tokens:
         raise ParityError(
-            f"rollout {sample.rollout_id} lacks a route at position {len(routes)}",
+            f"rollout {sample.rollout_id} lacks the chosen experts at position {len(routes)}",
             f"it has {len(routes)} for {num_tokens} tokens",
             hint=HINT_OFF,
         )
@@ -92,9 +92,9 @@ def _wrong(routes: Routes, num_experts: int) -> Bools:
 
 def _refusal(rollout_id: str, position: int, route: Routes, num_experts: int) -> ParityError:
     if (route == missing_route(route.dtype)).any():
-        what = "lacks a route"
+        what = "lacks the chosen experts"
     elif (route >= num_experts).any():
-        what = "has a route to no expert"
+        what = "names an expert that does not exist"
     else:
         what = "names an expert twice"
     return ParityError(

@@ -105,7 +105,8 @@ class LoadRequest:
         return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
 
     def check_kind(self) -> None:
-        """Raise `CheckpointError` when only one of the checkpoint's learner and this one trains adapters."""
+        """Raise `CheckpointError` unless the checkpoint's learner and this one both train adapters, or both all
+        weights."""
         if self.resumed and (self.path / ADAPTER_CONFIG).is_file() != bool(self.config.lora_rank):
             was = "adapters" if not self.config.lora_rank else "all weights"
             raise CheckpointError(

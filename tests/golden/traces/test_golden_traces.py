@@ -1,4 +1,4 @@
-"""Trace files of formats 1 and 2, written by the etude that wrote that format, are still read."""
+"""Trace files of formats 1 to 3, written by the etude that wrote that format, are still read."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def test_the_rollouts_of_a_file_of_format_1_are_found_with_their_outcomes() -> N
     assert index.graded == {"g000000.0", "g000000.1", "g000001.0", "g000001.1"}
     outcomes = {one.rollout_id: one.outcome for one in read_trace(FILE).rollouts}
     assert outcomes["g000002.1"] is None
-    outcome, [tokens] = read_rollout(FILE, "g000000.0") or (None, [])
-    assert isinstance(outcome, Graded)
-    assert tokens.tolist() == read_trace(FILE).batch.samples[0].path.token_ids.tolist()
+    found = read_rollout(FILE, "g000000.0")
+    assert found is not None
+    assert isinstance(found.rollout.outcome, Graded)
+    [turn] = found.trace.turns
+    assert turn.prompt_ids.tolist() == read_trace(FILE).batch.samples[0].path.token_ids.tolist()
     assert read_rollout(FILE, "g000009.0") is None
 
 
@@ -47,6 +49,23 @@ def test_the_batch_of_a_file_of_format_2_is_the_one_that_was_trained_on() -> Non
     recorded = read_trace(file)
     assert recorded.digest == batch_digest(recorded.batch) == DIGEST_2
     assert read_index(file).trained == {"g000000.0", "g000000.1"}
-    outcome, [tokens] = read_rollout(file, "g000000.0") or (None, [])
-    assert isinstance(outcome, Graded)
-    assert tokens.tolist() == recorded.batch.samples[0].path.token_ids.tolist()
+    found = read_rollout(file, "g000000.0")
+    assert found is not None
+    assert isinstance(found.rollout.outcome, Graded)
+    [(leaf, sample)] = found.samples
+    assert {turn.start for turn in found.trace.turns} == {None}
+    assert (
+        found.trace.path(leaf).token_ids.tolist()
+        == sample.path.token_ids.tolist()
+        == recorded.batch.samples[0].path.token_ids.tolist()
+    )
+
+
+def test_the_batch_of_a_file_of_format_3_is_the_one_that_was_trained_on() -> None:
+    file = Path(__file__).parent / "format-3" / "batch-000005.parquet"
+    recorded = read_trace(file)
+    assert recorded.digest == batch_digest(recorded.batch) == DIGEST_2
+    found = read_rollout(file, "g000000.1")
+    assert found is not None
+    assert (found.rollout.reward, found.first_row, len(found.samples)) == (0.0, 1, 1)
+    assert {(turn.start, turn.completion.num_cached) for turn in found.trace.turns} == {(None, 0)}

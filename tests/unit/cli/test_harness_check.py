@@ -64,4 +64,4 @@ def test_a_script_of_answers_is_said_in_order(check: Callable[..., tuple[int, st
     answers.write_text("no json")
     code, said = check(["{python}", str(AGENT)], "--answers", str(answers))
     assert code == 2
-    assert "is no script of answers" in said
+    assert "is not a file of scripted answers" in said

@@ -51,7 +51,7 @@ def test_a_runs_own_settings_are_taken_where_no_flag_says_otherwise(tmp_path: Pa
     low = run_of(tmp_path / "low", RunConfig(numerics=NumericsConfig(quantise=Quantise.MXFP8)))
     assert asked(low) == ("exact", "float32", "float32", "mxfp8", 0.0)
     assert asked(low, "--engine", "transformers") == ("native", "float32", "float32", "none", 1e-3)
-    with pytest.raises(InputError, match="two dtypes"):
+    with pytest.raises(InputError, match="needs one dtype"):
         asked(mixed, "--mode", "exact")
 
 

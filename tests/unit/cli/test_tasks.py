@@ -97,4 +97,4 @@ def test_what_cannot_be_mined_is_named(tmp_path, capsys) -> None:
     assert "hint: give a Git repository" in capsys.readouterr().err
     assert main(["tasks", "mine", str(tmp_path / "plain"), "--module", "a.py"]) == Exit.BAD_INPUT
     assert main(["tasks", "mine", str(tmp_path / "plain"), "--deletions"]) == Exit.FAILED
-    assert "nothing to delete" in capsys.readouterr().err
+    assert "can be deleted to make a task" in capsys.readouterr().err

@@ -316,7 +316,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
         (["relay", "store", "--listen", "8800"], 2, "is not an address"),
         (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: the folder does not exist"),
         (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "only a host and a port"),
-        (["log", "ftp://x/y"], 2, "no store supports 'ftp'"),
+        (["log", "ftp://x/y"], 2, "no kind of store has URLs that begin with 'ftp'"),
         (["log", "htp://x/y"], 2, "did you mean 'http'?"),
         (["diff", "nosuchA", "nosuchB"], 2, "no checkpoint at nosuchA"),
         (["diff", "1", "2"], 2, "no run in runs/"),

@@ -221,9 +221,9 @@ def test_rows_are_made_of_rollouts_and_their_outcomes() -> None:
         tool_s=0.5,
     )
     summary = summary_of(rollout)
-    graded = make_row(summary, Reward(value=1.0, raw=1.0, reason="all"), transcript="t")
+    graded = make_row(summary, Reward(value=1.0, raw=1.0, reason="all"), turns=())
     assert (graded.solved, graded.task_id, graded.ending, graded.outcome) == (True, task.task_id, "submitted", "graded")
-    lost = make_row(summary, Invalid(boundary=Boundary.GRADER, reason="died", evidence="exit 9"), transcript="t")
+    lost = make_row(summary, Invalid(boundary=Boundary.GRADER, reason="died", evidence="exit 9"), turns=())
     assert (lost.valid, lost.outcome, lost.reward, lost.ending) == (False, "grader", 0.0, "")
 
 

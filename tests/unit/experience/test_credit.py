@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from etude.errors import EtudeError
 from etude.experience import SCHEMES, Credit
-from etude.experience.credit import DrGrpo, Grpo, Rloo, advantages
+from etude.experience.credit import DrGrpo, Fork, Grpo, Rloo, advantages, turn_advantages
 from etude.records.reward import Reward
+from etude.records.rollout import TurnKind
+from etude.records.summary import TurnPlace
 
 values_of_a_group = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
@@ -95,3 +98,107 @@ def test_a_scheme_that_fails_or_gives_no_finite_number_per_reward_is_named_with_
     with pytest.raises(EtudeError, match="credit scheme 'broken'") as caught:
         advantages(rewards([1.0, 0.0]), Broken(found))
     assert "[1.0, 0.0]" in caught.value.facts
+
+
+def chain(*contexts: str) -> list[TurnPlace]:
+    """The turns of a rollout without branches, with these contexts."""
+    return [TurnPlace(c.encode(), i - 1 if i else None, TurnKind.ACT) for i, c in enumerate(contexts)]
+
+
+def forked(values: Sequence[float], *turns: list[TurnPlace]) -> list[tuple[float, ...]]:
+    return turn_advantages(rewards(values), turns, Fork())
+
+
+PROMPT, FIRST, LAST = "", "a", "b"
+POLICY = {PROMPT: 0.4, FIRST: 0.7, LAST: 0.45}  # the probability of action "a" in each context
+OUTCOME = {"aa": 1.0, "ab": 0.75, "ba": 0.0, "bb": 0.125}
+NUM = 4
+
+
+def gradients(scheme: Any) -> tuple[dict[str, float], float]:
+    """The mean over all groups of four rollouts of two turns of the gradient by the logit of each context, and the
+    summed variance of its parts."""
+    first, second = dict.fromkeys(POLICY, 0.0), dict.fromkeys(POLICY, 0.0)
+    for group in itertools.product(OUTCOME, repeat=NUM):
+        chances = [(POLICY[PROMPT] if one[0] == "a" else 1 - POLICY[PROMPT]) for one in group]
+        chances += [(POLICY[one[0]] if one[1] == "a" else 1 - POLICY[one[0]]) for one in group]
+        values = [OUTCOME[one] for one in group]
+        turns = [chain(PROMPT, one[0]) for one in group]
+        given = turn_advantages(rewards(values), turns, scheme)
+        if not given[0]:
+            given = [(one, one) for one in advantages(rewards(values), scheme)]
+        gradient = dict.fromkeys(POLICY, 0.0)
+        for one, own in zip(group, given, strict=True):
+            for context, action, advantage in zip((PROMPT, one[0]), one, own, strict=True):
+                gradient[context] += advantage * ((action == "a") - POLICY[context]) / NUM
+        for context, value in gradient.items():
+            first[context] += math.prod(chances) * value
+            second[context] += math.prod(chances) * value**2
+    return first, sum(second.values()) - sum(value**2 for value in first.values())
+
+
+def test_fork_credit_is_unbiased_over_all_groups_of_a_small_tree_and_varies_less_than_rloo():
+    value = {c: POLICY[c] * OUTCOME[c + "a"] + (1 - POLICY[c]) * OUTCOME[c + "b"] for c in "ab"}
+    slope = {c: p * (1 - p) for c, p in POLICY.items()}
+    true = {
+        PROMPT: slope[PROMPT] * (value["a"] - value["b"]),
+        FIRST: POLICY[PROMPT] * slope[FIRST] * (OUTCOME["aa"] - OUTCOME["ab"]),
+        LAST: (1 - POLICY[PROMPT]) * slope[LAST] * (OUTCOME["ba"] - OUTCOME["bb"]),
+    }
+    found, variance = gradients(Fork())
+    assert found == pytest.approx(true, abs=1e-12)
+    plain, of_rloo = gradients(Rloo())
+    assert plain == pytest.approx(true, abs=1e-12)
+    assert variance < 0.97 * of_rloo
+    with_itself, _ = gradients(DrGrpo())
+    assert with_itself != pytest.approx(true, abs=1e-3), "a baseline with the rollout's own reward is biased"
+
+
+def test_a_turn_is_compared_with_the_siblings_that_came_to_the_same_context():
+    left, *others = forked(
+        [1.0, 0.0, 0.0, 1.0], chain("p", "pa", "pax"), chain("p", "pa", "pay"), chain("p", "pb"), chain("p", "pb")
+    )
+    fork = 1.0 - (0.0 + 4 * 1 / 3) / 5
+    assert left == pytest.approx((1.0 - 1 / 3, fork, fork))
+    assert others[1] == pytest.approx((-2 / 3, -(1.0 + 4 * 2 / 3) / 5))
+
+
+def test_without_a_common_context_fork_credit_is_rloo():
+    values = [1.0, 0.5, 0.0]
+    turns = [chain(f"{i}", f"{i}a") for i in range(3)]
+    assert forked(values, *turns) == [(one, one) for one in advantages(rewards(values), Rloo())]
+    assert advantages(rewards(values), Fork()) == advantages(rewards(values), Rloo())
+    assert forked(values, [], [], []) == [(), (), ()]
+
+
+def test_turns_that_one_rollout_asked_twice_have_one_baseline_without_its_own_reward():
+    act = TurnKind.ACT
+    twice = [TurnPlace(b"p", None, act), TurnPlace(b"pa", 0, act), TurnPlace(b"pa", 0, act), TurnPlace(b"s", None, act)]
+    found = forked([1.0, 0.0, 0.5], twice, chain("p", "pa"), chain("p"))
+    assert found[0] == pytest.approx((0.75, 1.0 - 4 * 0.25 / 5, 1.0 - 4 * 0.25 / 5, 0.75))
+    assert found[1][1] == pytest.approx(0.0 - (1.0 + 4 * 0.75) / 5), "the sibling that asked twice counts once"
+
+
+def test_turns_that_the_same_siblings_reached_have_the_same_baseline():
+    [one, _, _] = forked([1.0, 0.0, 1.0], chain("p", "pa", "pab"), chain("p", "pa", "pab"), chain("p"))
+    assert one[1] == one[2] == pytest.approx(1.0 - (0.0 + 4 * 0.5) / 5)
+
+
+@given(values_of_a_group, st.integers(0, 2**32))
+def test_fork_credit_does_not_depend_on_the_order_of_the_siblings(values, seed):
+    rng = np.random.default_rng(seed)
+    turns = [chain("p", *("p" + "ab"[rng.integers(2)] for _ in range(rng.integers(0, 2)))) for _ in values]
+    order = rng.permutation(len(values))
+    found = forked(values, *turns)
+    again = forked([values[i] for i in order], *(turns[i] for i in order))
+    for place, i in enumerate(order):
+        assert again[place] == pytest.approx(found[i], abs=1e-9)
+
+
+def test_a_scheme_by_turn_that_gives_another_number_of_advantages_is_named():
+    class Short(Fork):
+        def turn_advantages(self, rewards, turns):
+            return [[0.0] for _ in turns]
+
+    with pytest.raises(EtudeError, match="did not return one finite number per turn"):
+        turn_advantages(rewards([1.0, 0.0]), [chain("p", "q"), chain("p")], Short())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 
-from benchmarks.ledger import LIVE, past, play
+from benchmarks.run.ledger import LIVE, past, play
 
 from etude.experience import Ledger, audit
 

@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_metrics
-from etude.experience.credit import advantages, assign_credit
+from etude.experience.credit import Fork, advantages, assign_credit, turn_advantages
 from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
 from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Graded, Trace
@@ -238,6 +238,49 @@ def test_credit_is_computed_again_from_a_trace_to_the_bit_and_under_other_settin
     others = assign_credit(graded, Composition(require_submit=False), scheme)
     assert [one.value for one, _ in others] == [1.0, 0.1, 0.7]
     assert all((K1 in one.values) is bool(kl) for one in graded)
+
+
+def test_advantages_by_turn_are_in_the_samples_and_computed_again_from_a_trace_to_the_bit(
+    kit: Any, tmp_path: Path
+) -> None:
+    base = kit.group("g000000", [1.0, 0.0, 0.3])
+    traces = [kit.chain([(0, 4)], [(0, 3)]), kit.chain([(0, 4)], [(0, 2)]), kit.chain([(0, 5)], [(0, 2)])]
+    finished = tuple(
+        msgspec.structs.replace(one, summary=kit.summary(one.rollout_id, trace))
+        for one, trace in zip(base.finished, traces, strict=True)
+    )
+    plan = plan_batch(
+        [type(base)(base.group_id, base.rollout_ids, finished)], batch_id="b", step=1, max_lag=0, scheme=Fork()
+    )
+    given = [member.turn_advantages for member in plan.members]
+    assert given[0] == pytest.approx((1.0 - 0.15, 1.0 - (0.0 + 4 * 0.15) / 5)), (
+        "two siblings sampled the same first turn"
+    )
+    assert given[2] == pytest.approx((-0.2, -0.2))
+    batch, _ = record_batch(tmp_path, plan, kit.read)
+    for sample, own in zip(batch.samples, given, strict=True):
+        sizes = [len(turn.completion.token_ids) for turn in traces[int(sample.rollout_id[-1])].turns]
+        assert sample.advantages.tolist() == np.repeat(np.array(own, np.float32), sizes).tolist()
+    recorded = read_trace(trace_path(tmp_path, 1))
+    assert [one.advantages.tolist() for one in recorded.batch.samples] == [
+        one.advantages.tolist() for one in batch.samples
+    ]
+    graded = [one.outcome for one in recorded.rollouts if isinstance(one.outcome, Graded)]
+    rewards = [reward for reward, _ in assign_credit(graded, Composition(), Fork())]
+    assert turn_advantages(rewards, [one.places for one in recorded.rollouts], Fork()) == given
+
+
+def test_a_refused_summary_is_masked_only_where_its_own_advantage_is_positive(kit: Any) -> None:
+    trace = summarised(kit, refused=True)
+    group = kit.group("g000000", [1.0, 0.0], trace)
+
+    class ByTurn(Fork):
+        def turn_advantages(self, rewards: Any, turns: Any) -> list[list[float]]:
+            return [[0.5, -1.0, 0.5, 0.5, 0.5], [0.0] * 5]
+
+    batch = make_batch(plan_batch([group], batch_id="b", step=1, max_lag=0, scheme=ByTurn()), kit.read)
+    assert [one.rollout_id for one in batch.samples] == ["g000000.0"] * 3, "without an advantage there is no sample"
+    assert batch.samples[0].advantages.tolist() == [0.5] * 4 + [-1.0] * 3
 
 
 def summarised(kit: Any, *, refused: bool = False, steps: tuple[int, int, int] = (0, 0, 0)) -> Trace:

@@ -22,7 +22,7 @@ from etude.experience import traces as trace_module
 from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
 from etude.records import Batch, Completion, Sampling, Version, VersionSpan
 from etude.records.completion import StopReason
-from etude.records.rollout import Trace, Turn, TurnKind
+from etude.records.rollout import Start, Trace, Turn, TurnKind
 from etude.records.wire import I32, Routes, pack
 from etude.stores import MemoryStore
 
@@ -79,13 +79,19 @@ def test_every_consumed_rollout_and_its_outcome_is_kept(tmp_path, kit):
 
 def test_one_rollout_is_read_with_its_outcome_and_the_tokens_of_its_paths(tmp_path, kit):
     batch, path = recorded(tmp_path, kit, max_lag=1)
-    outcome, [tokens] = read_rollout(path, "g000000.0")
-    assert outcome == kit.graded(1.0)
-    assert tokens.tolist() == batch.samples[0].path.token_ids.tolist()
-    outcome, paths = read_rollout(path, "g000001.1")  # of a group without a signal
-    assert outcome == kit.graded(1.0)
-    assert len(paths) == 1
-    assert read_rollout(path, "g000002.1") == (None, [])
+    found = read_rollout(path, "g000000.0")
+    assert (found.rollout.outcome, found.rollout.reward, found.first_row) == (kit.graded(1.0), 1.0, 0)
+    [(leaf, sample)] = found.samples
+    assert leaf == found.trace.leaves()[0]
+    same = batch.samples[0]
+    assert sample.path.token_ids.tolist() == same.path.token_ids.tolist()
+    assert sample.path.mask.tolist() == same.path.mask.tolist()
+    assert sample.advantages.tolist() == same.advantages.tolist()
+    assert read_rollout(path, "g000000.1").first_row == 1
+    found = read_rollout(path, "g000001.1")  # of a group without a signal
+    assert (found.rollout.outcome, len(found.trace.turns), found.samples) == (kit.graded(1.0), 2, ())
+    found = read_rollout(path, "g000002.1")
+    assert (found.rollout.outcome, found.trace.turns) == (None, ())
     assert read_rollout(path, "g000009.0") is None
 
 
@@ -224,6 +230,7 @@ def turn_of(
         spans=(VersionSpan(Version(version_step, "0" * 8, f"{version_step:064d}"), len(sampled)),),
         stop_reason=StopReason.LENGTH,
         engine="engine-1",
+        num_cached=known,
     )
     return Turn(parent=parent, prompt_ids=prompt, completion=done, **{"sampling": SAMPLING, **fields})
 
@@ -305,7 +312,7 @@ def test_the_temperature_of_a_token_is_kept_where_it_is_not_the_runs(tmp_path, k
     assert batch.samples[1].temperatures is None
     assert [row["sampling"]["temperature"] for row in rows if row["row"] == "turn"] == [0.5, 0.0, 0.5]
     facts = json.loads(pq.read_schema(trace_path(tmp_path, 5)).metadata[b"etude.batch"])
-    assert (facts["format"], facts["temperature"]) == (3, 0.5)
+    assert (facts["format"], facts["temperature"]) == (4, 0.5)
 
 
 def test_a_turn_that_was_not_sampled_plainly_is_recorded_and_counted_but_not_trained(tmp_path, kit):
@@ -348,6 +355,7 @@ def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
                 version_step=int(rng.integers(3, 5)),
                 routes=kind,
                 kind=list(TurnKind)[int(rng.integers(3))],
+                start=[None, *Start][int(rng.integers(7))],
             )
         )
         contexts.append(np.concatenate([before, prompt, sampled]))
@@ -381,8 +389,8 @@ def test_every_turn_of_any_tree_comes_back(tmp_path, kit, seed, kind, group_byte
 def test_a_file_of_a_later_format_is_refused_by_name(tmp_path, kit):
     _, path = recorded(tmp_path, kit, max_lag=1)
     table = pq.read_table(path)
-    facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 4}
+    facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 5}
     pq.write_table(table.replace_schema_metadata({b"etude.batch": json.dumps(facts).encode()}), path)
     for read in (read_trace, read_index, lambda path: read_rollout(path, "g000000.0")):
-        with pytest.raises(LedgerError, match="it has format 4, this etude reads 1 to 3"):
+        with pytest.raises(LedgerError, match="it has format 5, this etude reads 1 to 4"):
             read(path)

@@ -46,7 +46,11 @@ GOOD: dict[str, dict[str, Any]] = {
             {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "x"}]},
         ],
         "instructions": "x",
-        "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}, {"type": "custom", "name": "patch"}],
+        "tools": [
+            {"type": "function", "name": "weather", "parameters": SCHEMA},
+            {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": "a"}},
+            {"type": "namespace", "name": "box", "tools": [{"type": "function", "name": "shell"}]},
+        ],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
         "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
         "include": ["message.output_text.logprobs"],
@@ -133,7 +137,9 @@ def mutated(chance: random.Random, body: Any) -> Any:
     return value(chance)
 
 
-@pytest.mark.parametrize("requests", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "requests", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])]
+)
 def test_no_body_makes_an_answer_of_the_class_500(requests: int) -> None:
     chance = random.Random(requests)
     statuses: dict[int, int] = {}

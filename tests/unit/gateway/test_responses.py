@@ -99,6 +99,67 @@ def test_custom_tools_get_their_input_as_text() -> None:
     run(work)
 
 
+BOX: dict[str, Any] = {
+    "type": "namespace",
+    "name": "box",
+    "description": "A box.",
+    "tools": [
+        {"type": "function", "name": "shell", "description": "Run.", "parameters": SCHEMA},
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}},
+    ],
+}
+
+
+def test_a_call_of_a_tool_in_a_namespace_has_its_own_name_and_continues_its_turn() -> None:
+    async def work() -> None:
+        shell = '<tool_call>\n{"name": "box__shell", "arguments": {"city": "x"}}\n</tool_call>\n'
+        patch = '<tool_call>\n{"name": "box__patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
+        async with served([said(shell + patch), said("ok")] * 2) as at:
+            for stream in (False, True):
+                ask: dict[str, Any] = {"model": MODEL, "tools": [*TOOLS, BOX]}
+                if stream:
+                    async with await at.openai.responses.create(**ask, input=f"{stream}", stream=True) as events:
+                        ends = [event async for event in events]
+                    calls = [e.item for e in ends if e.type == "response.output_item.done"]
+                else:
+                    calls = (await at.openai.responses.create(**ask, input=f"{stream}")).output
+                found = [item.model_dump(exclude_none=True) for item in calls]
+                assert [(c["type"], c["namespace"], c["name"]) for c in found] == [
+                    ("function_call", "box", "shell"),
+                    ("custom_tool_call", "box", "patch"),
+                ]
+                assert found[1]["input"] == "*** Begin"
+                outputs = [
+                    {"type": f"{c['type']}_output", "call_id": c["call_id"], "output": f"of {c['name']}"} for c in found
+                ]
+                talk: list[Any] = [{"role": "user", "content": f"{stream}"}, *found, *outputs]
+                await at.openai.responses.create(**ask, input=talk)
+                one, two = at.engine.requests[-2:]
+                before = [*one.prompt_ids.tolist(), *said(shell + patch)]
+                assert two.prompt_ids[: len(before)].tolist() == before
+                read = qwen().decode(one.prompt_ids)
+                assert "A box.\\n\\nRun." in read
+                assert "follows this grammar (lark):\\nstart: x" in read
+
+    run(work)
+
+
+def test_a_tool_of_a_namespace_can_be_chosen_and_a_regex_of_a_custom_tool_is_enforced() -> None:
+    def read(**more: Any) -> Any:
+        return responses.read(json.dumps({"model": "m", "input": "x", **more}).encode())
+
+    named = {"type": "function", "namespace": "box", "name": "shell"}
+    functions = {**BOX, "tools": BOX["tools"][:1]}
+    [tool] = read(tools=[*TOOLS, functions], tool_choice=named).tools
+    assert tool["function"]["name"] == "box__shell"
+    form = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+    [custom] = read(tools=[{"type": "custom", "name": "n", "format": form}], tool_choice="required").tools
+    assert custom["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[0-9]+)$"
+    with pytest.raises(RequestRefused, match="grammar of lark cannot be enforced") as refused:
+        read(tools=[BOX], tool_choice="required")
+    assert refused.value.param == "tool_choice"
+
+
 def test_parameters_reach_the_policy() -> None:
     async def work() -> None:
         async with served([said("{}"), said("far too long"), said(CALLS), said("ab")]) as at:
@@ -158,6 +219,8 @@ def test_a_broken_stream_ends_with_an_error_and_a_failed_response() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"type": "message", "content": "x"}]}, "input[0].role"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0]"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [BOX]}]}, "tools[0].tools[0]"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

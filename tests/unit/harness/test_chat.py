@@ -69,7 +69,7 @@ def test_a_continuation_ends_the_message_of_a_completion_that_was_cut_off() -> N
 def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:
     template = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     chat = ChatFormat(laptop_tokenizer(), template)
-    with pytest.raises(ChatError, match="does not only append"):
+    with pytest.raises(ChatError, match="changes earlier messages"):
         chat.continuation(MESSAGES[:1], MESSAGES[1:2])
 
 

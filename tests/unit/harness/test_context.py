@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
-from etude.harness import Call, Episode, HarnessConfig, RequestOptions, run_agent, run_program, standard_tools
-from etude.harness.chat import Message, Reply
-from etude.harness.compaction import Compactor
-from etude.harness.context import (
+from etude.capture.context import (
     HIGH_SHARE,
     HISTORY,
     LOW_SHARE,
@@ -29,6 +26,9 @@ from etude.harness.context import (
     with_request,
     without_last_exchange,
 )
+from etude.harness import Call, Episode, HarnessConfig, RequestOptions, run_agent, run_program, standard_tools
+from etude.harness.chat import Message, Reply
+from etude.harness.compaction import Compactor
 from etude.harness.episode import AgentRun
 from etude.records.rollout import Ending, TurnKind
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine

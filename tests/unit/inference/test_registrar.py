@@ -299,7 +299,7 @@ def test_what_cannot_work_is_refused_when_it_joins() -> None:
     async def story() -> None:
         async with world() as home, served() as (_, url), served(context_tokens=64) as (_, small):
             refusals = [
-                (home.registration("engine-0", url), MalformedRequest, "there is an engine 'engine-0'"),
+                (home.registration("engine-0", url), MalformedRequest, "the fleet already has an engine 'engine-0'"),
                 (home.registration("", url), MalformedRequest, "a name and a URL"),
                 (home.registration("west", "ftp://there"), MalformedRequest, "a name and a URL"),
                 (home.registration("small", small), MalformedRequest, "has a context of 64 tokens"),
@@ -314,7 +314,7 @@ def test_what_cannot_work_is_refused_when_it_joins() -> None:
                     await registration.run()
             keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.CATCHING_UP)
-            with pytest.raises(MalformedRequest, match="there is an engine 'west'"):
+            with pytest.raises(MalformedRequest, match="the fleet already has an engine 'west'"):
                 await home.registration("west", small).run()
             keeping.cancel()
             async with aiohttp.ClientSession(headers={"authorization": "Bearer t"}) as session:
@@ -341,7 +341,7 @@ def test_who_computes_other_bits_than_the_learner_is_refused_in_exact_mode() -> 
 
     async def story() -> None:
         async with world(other) as home, served() as (_, url):
-            with pytest.raises(MalformedRequest, match="computes other bits"):
+            with pytest.raises(MalformedRequest, match="does not compute the same bits"):
                 await home.registration("west", url).run()
 
     run(story)

@@ -369,11 +369,13 @@ def test_tool_calls_are_forced_token_by_token(tokenizer):
     own = grammars.from_tool_calls(
         [grammars.Tool("run", pattern="( [a-z]{1,3}){1,2}")], "<|call|>NAMEARGUMENTS", tokens={"<|call|>": 4}
     )
+    either = grammars.with_answer(own, {"enum": ["yes", "no"]})
     given = {"stop_token_ids": (5,), "temperature": 1.5, "vocab_size": 300}
     answers = run(
         with_vocabulary(tokenizer),
         *(sampled(f"h{i}", 5, 300, grammar=hermes, **given) for i in range(3)),
         *(sampled(f"o{i}", 5, 60, grammar=own, **given) for i in range(3)),
+        *(sampled(f"e{i}", 5, 60, grammar=either, **given) for i in range(16)),
     )
     for found in answers[:3]:
         for call in text_of(tokenizer, found, 5).split("</tool_call>")[:-1]:
@@ -383,9 +385,13 @@ def test_tool_calls_are_forced_token_by_token(tokenizer):
                 {"name": "run", "arguments": {"x": 2}},
                 {"name": "look", "arguments": {}},
             ]
-    for found in answers[3:]:
+    for found in answers[3:6]:
         assert found.token_ids[0] == 4
         assert text_of(tokenizer, found, 5).startswith("<|call|>run ")
+    texts = [text_of(tokenizer, found, 5) for found in answers[6:]]
+    called = [text.startswith("<|call|>run ") for text in texts]
+    assert all(call or text in ('"yes"', '"no"') for call, text in zip(called, texts, strict=True))
+    assert 0 < sum(called) < len(called)
 
 
 def test_a_special_token_is_never_spelt_by_text_that_a_grammar_forces(tokenizer):

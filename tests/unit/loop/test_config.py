@@ -125,7 +125,7 @@ def test_a_damaged_ledger_is_found_before_anything_is_started(run: RunFolder, wh
     start = {"head": 0, "middle": len(data) // 2 // 4096 * 4096}.get(where, len(data) - 4096)
     damaged = data[:start] if where == "end" else data[:start] + b"\xa5" * 4096 + data[start + 4096 :]
     (run / "ledger.sqlite").write_bytes(damaged)
-    with pytest.raises(LedgerError, match="is not a sound ledger") as caught:
+    with pytest.raises(LedgerError, match="is not a valid ledger") as caught:
         check_ledger(run)
     assert "copy" in caught.value.hint
     assert main(["run", "--resume", str(run.path)]) == Exit.FAILED

@@ -89,7 +89,7 @@ def test_an_engine_over_the_budget_of_its_dtype_ends_the_run_by_name(tmp_path: P
     rounded = Engine([-1.000001, -2.0, -0.5])  # in native mode that is allowed
     assert probed(tmp_path, rounded, exact=False, patience=1)[0] == []
     wrong = Engine([-1.5, -2.0, -0.1])  # other weights than the version's, whatever bytes it says that it holds
-    with pytest.raises(ParityError, match="e0 and the learner disagree about v000003"):
+    with pytest.raises(ParityError, match="e0 and the learner compute different probabilities with v000003"):
         probed(tmp_path, wrong, exact=False, patience=1)
 
 

@@ -103,7 +103,7 @@ def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradi
     ledger, events = rolled(tmp_path)
     sign = "exit: ends the process by os._exit (calc.py:3)"
     assert ledger.states() == {"graded": 4}
-    assert ledger.ready_groups(["g000000"]) == ledger.groups_with_signal(["g000000"]) == {"g000000"}
+    assert ledger.ready_groups(["g000000"]) == {"g000000"}
     group = ledger.group("g000000")
     assert rewards(ledger) == [0.0, 1.0, 1.0, 1.0]
     assert ledger.row("g000000.0").reward == 0.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import atomic_directory, load_tensors, save_tensors
+from etude.models.checkpoint_files import atomic_directory, load_tensors, save_tensors
 from etude.models.headers import check_weights, hf_weight_shapes
 
 SIZES = ModelConfig(
@@ -100,7 +100,7 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
         (lambda c: c | {"num_hidden_layers": 1}, r"a tensor 'model\.layers\.1"),
         (lambda c: c | {"vocab_size": "many"}, "vocab_size = 'many'"),
         (lambda c: c | {"norm_topk_prob": "no"}, "norm_topk_prob = 'no'"),
-        (lambda c: c | {"attention_bias": True}, "qwen3_moe variant with attention_bias = True"),
+        (lambda c: c | {"attention_bias": True}, "qwen3_moe model with attention_bias = True"),
         (lambda c: c | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type = 'llama3'"),
         (lambda c: c | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_theta = 1.0"),
         (lambda c: c | {"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor = 0"),

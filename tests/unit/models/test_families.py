@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.models.components import Routing, Scores
 from etude.models.config import FAMILY_NAMES
 from etude.models.experts import choose
@@ -277,7 +277,7 @@ def test_biases_of_choosing_stay_float32(tmp_path: Path) -> None:
         ({"n_group": 4}, "6 experts cannot be divided into 4 groups"),
         ({"topk_group": 9}, "top_groups = 9"),
         ({"num_key_value_heads": 1}, "num_kv_heads = 1"),
-        ({"scoring_func": "softmax"}, "deepseek_v3 variant with scoring_func = 'softmax'"),
+        ({"scoring_func": "softmax"}, "deepseek_v3 model with scoring_func = 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ({"n_shared_experts": None}, "n_shared_experts = None"),

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.models.components import Latent, Routing, Scores
 from etude.models.headers import check_blocks
 from etude.models.packed_weights import PackedWeights, pack_weights

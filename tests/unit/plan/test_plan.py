@@ -436,7 +436,7 @@ def test_a_number_out_of_its_range_is_refused_with_the_range(capsys, flag, value
     [
         (["--prompt-tokens", "96", "--sampled-tokens", "12000"], "rollouts of 12,096 tokens do not fit"),
         (["--engine-ranks", "999"], "--engine-ranks 999 does not divide"),
-        (["--region", "tokyo:1"], "a region is NAME:ENGINES:GBITS:MS"),
+        (["--region", "tokyo:1"], "write it as NAME:ENGINES:GBITS:MS"),
         (["--region", "tokyo:7:10:160"], "the regions have 7 engines: there are 2"),
         (["--region", "tokyo:2:nan:160"], "'nan' is not a number"),
         (["--price", "h20=3"], "--price 'h20=3': unknown hardware"),

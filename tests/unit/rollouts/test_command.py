@@ -248,13 +248,56 @@ def test_a_warm_program_has_its_modules_at_once_and_its_own_world() -> None:
         play(argv, settings={"warm": ["no_such_module"]})
 
 
+def test_warm_modules_are_imported_with_the_variables_that_all_rollouts_share(tmp_path: Path) -> None:
+    (tmp_path / "reads_at_import.py").write_text("import os\nSEEN = [os.environ.get(n) for n in ('SAME', 'OWN')]\n")
+    env = {"PYTHONPATH": str(tmp_path), "SAME": "{model} {cwd}", "OWN": "{workdir}"}
+    script = "import os, reads_at_import; print(reads_at_import.SEEN, os.environ['OWN'] == os.getcwd())"
+    run = play(["{python}", "-c", script], settings={"warm": ["reads_at_import"], "env": env})
+    assert f"['etude {os.getcwd()}', None] True" in run.log.decode(), run.log.decode()
+
+
+def test_the_cpu_time_of_a_warm_program_is_counted_in_that_of_its_launcher() -> None:
+    script = "import time\nwhile time.process_time() < 0.4: pass"
+    config = config_of(["{python}", "-c", script], {"warm": ["fractions", "cmath"]})
+
+    async def work() -> float:
+        await run_program(episode_of(config, EnginePolicy(ScriptedEngine([]))))
+        process = commands.launcher_of(sys.executable, ("fractions", "cmath"), ())._process
+        assert process is not None
+        for _ in range(100):
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            if (ended_s := sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")) > 0.3:
+                break
+            await asyncio.sleep(0.02)
+        return ended_s
+
+    assert asyncio.run(work()) > 0.3
+
+
+def test_the_log_counts_replies_that_are_tokenised_again() -> None:
+    script = """
+def send(*messages):
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+user = lambda text: {"role": "user", "content": text}
+reply = send(user("a"))
+send(user("a"), reply, user("go on"))
+send(user("another beginning"), reply, user("go on"))
+"""
+    run = play(script, [text("x"), text("y"), text("z")])
+    assert b"3 turns of 3 requests, 0 repeated, 1 replies tokenised again" in run.log
+
+
 def test_a_launcher_that_was_killed_is_started_again() -> None:
     async def work() -> None:
         config = config_of(["{python}", "-c", "print('hello')"], {"warm": ["fractions"]})
         for _ in range(2):
             run = await run_program(episode_of(config, EnginePolicy(ScriptedEngine([]))))
             assert b"hello" in run.log
-            launcher = commands.launcher_of(sys.executable, ("fractions",))
+            launcher = commands.launcher_of(sys.executable, ("fractions",), ())
             assert launcher._process is not None
             launcher._process.kill()
             launcher._process.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from benchmarks.sharded_ranks import Job, Trained, steps
+from benchmarks.learner.sharded_ranks import Job, Trained, steps
 
 from etude.errors import ParityError
 from etude.numerics.config import NumericsConfig, Quantise

@@ -194,7 +194,7 @@ def test_the_hard_check_spares_stale_mixed_and_foreign_samples(learner: TorchLea
 
 def test_a_position_without_a_route_is_named(learner: TorchLearner) -> None:
     sample = sampled(learner, 2)
-    for value, what in ((255, "lacks a route"), (SIZES.num_experts, "no expert")):
+    for value, what in ((255, "lacks the chosen experts"), (SIZES.num_experts, "does not exist")):
         routes = sample.path.routes.copy()
         routes[3, 1] = value
         with pytest.raises(ParityError, match=f"{what} at position 3"):

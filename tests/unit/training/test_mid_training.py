@@ -13,7 +13,7 @@ import pytest
 
 from etude.errors import DeadlineExceeded, NotFinite, RunError, TaskError
 from etude.models import ModelConfig, hf_views, load_model
-from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.telemetry import Telemetry, read_events
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
 from etude.training.balance import router_biases

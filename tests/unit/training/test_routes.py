@@ -94,14 +94,14 @@ def broken(what: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("missing", "lacks a route at position 2"),
-        ("beyond", "has a route to no expert at position 2"),
+        ("missing", "lacks the chosen experts at position 2"),
+        ("beyond", "names an expert that does not exist at position 2"),
         ("twice", "names an expert twice at position 2"),
         ("layers", "routes of another model"),
         ("choices", "routes of another model"),
         ("wide", "routes of another model"),
-        ("short", "lacks a route at position 2"),
-        ("none", "lacks a route at position 0"),
+        ("short", "lacks the chosen experts at position 2"),
+        ("none", "lacks the chosen experts at position 0"),
     ],
 )
 def test_a_route_that_cannot_be_replayed_is_named_with_its_rollout_and_a_hint(what: str, says: str) -> None:

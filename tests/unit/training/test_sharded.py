@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import sharded_ranks as ranked
-from benchmarks.sharded_ranks import Job, Trained
+from benchmarks.learner import sharded_ranks as ranked
+from benchmarks.learner.sharded_ranks import Job, Trained
 from tests.unit.models.families import DEEPSEEK, DENSE
 from tests.unit.training import ranked_learner
 

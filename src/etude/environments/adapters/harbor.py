@@ -132,27 +132,31 @@ class EtudeEnvironment(BaseEnvironment):
         )
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        """Copy a file of this host into the machine. Raises `RuntimeError` if that fails there."""
+        """Copy the file `source_path` of this host to `target_path` in the machine. Raises `RuntimeError` if that fails
+        there."""
         data = await asyncio.to_thread(Path(source_path).read_bytes)
         folder = shlex.quote(str(Path(target_path).parent))
         await self._run_or_raise(f"mkdir -p {folder} && cat > {shlex.quote(target_path)}", stdin=data)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        """Copy the content of a folder of this host into a folder of the machine. Raises `RuntimeError` if that fails
-        there."""
+        """Copy the content of the folder `source_dir` of this host to `target_dir` in the machine.
+
+        Raises `RuntimeError` if that fails there."""
         packed = await asyncio.to_thread(_pack, Path(source_dir))
         target = shlex.quote(target_dir)
         await self._run_or_raise(f"mkdir -p {target} && tar -xf - -C {target} --no-same-owner", stdin=packed)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        """Copy a file of the machine to this host. Raises `RuntimeError` if that fails there."""
+        """Copy the file `source_path` of the machine to `target_path` on this host. Raises `RuntimeError` if that fails
+        there."""
         data = await self._run_or_raise(f"cat {shlex.quote(source_path)}")
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(Path(target_path).write_bytes, data)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Copy the content of a folder of the machine into a folder of this host. Raises `RuntimeError` if that fails
-        there."""
+        """Copy the content of the folder `source_dir` of the machine to `target_dir` on this host.
+
+        Raises `RuntimeError` if that fails there."""
         data = await self._run_or_raise(f"tar -cf - -C {shlex.quote(source_dir)} .")
         await asyncio.to_thread(_unpack, data, Path(target_dir))
 

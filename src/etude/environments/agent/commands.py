@@ -140,7 +140,7 @@ def as_outcome(refusal: UnknownUser | ConfinementFailed, *, used: bool) -> ExecR
 def _refusal(number: int, text: str) -> Exception:
     if text in _USER_ERRORS:
         return UnknownUser(text)
-    return ConfinementFailed("a command could not be confined", text, hint="check the machine's limits")
+    return ConfinementFailed("the limits of a command could not be set", text, hint="check the machine's limits")
 
 
 async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], handler: _CommandHandler) -> None:

@@ -157,7 +157,7 @@ class AgentMachine:
             await self._channel.renew(seed=seed, clock_ns=clock_ns, host_name=host_name)
         except (ChannelLost, OSError) as error:
             raise MachineError(
-                "a restored machine could not get a new identity", str(error), hint="see its log"
+                "a restored machine could not get a new identity", str(error), hint="fork another machine"
             ) from None
 
     async def _request(self, kind: bytes, body: bytes, *, max_bytes: int = 0) -> bytes:
@@ -196,7 +196,7 @@ class AgentMachine:
         if self._closing is None and self._gone is None:
             why = self._blame() or ("" if self._channel.is_up else f"its agent did not start: {lost}")
             if why:
-                raise MachineError("a machine was lost", why, hint="fork again")
+                raise MachineError("the connection to a machine was lost", why, hint="fork again")
             self._gone = str(lost)
             await self._end_once()
         else:

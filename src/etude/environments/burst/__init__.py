@@ -2,7 +2,7 @@
 uses it.
 
 `FleetRuntime` is a `Runtime` over the runtimes of several hosts. `Placement` decides which host forks what. It is pure
-and does no I/O, so it also serves fleets of your own. `benchmarks.fleet_model` tests it on simulated hosts.
+and does no I/O, so it also serves fleets of your own. `benchmarks.fleet.model` tests it on simulated hosts.
 
 >>> from etude.environments.burst import Capacity, Placement
 >>> placement = Placement()

@@ -34,8 +34,8 @@ def require_portable(runtime: Runtime) -> Portable:
     """Return the runtime, typed as `Portable`. Raises `MachineError` if it is not: then its snapshots cannot be
     packed."""
     if not isinstance(runtime, Portable):
-        facts = f"snapshots of {runtime.info.name} machines cannot be packed"
-        raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")
+        facts = f"snapshots of {runtime.info.name} machines cannot be moved to another host"
+        raise MachineError("this runtime cannot export snapshots", facts, hint="use a runtime that is `Portable`")
     return runtime
 
 
@@ -161,7 +161,9 @@ class FleetRuntime:
                 continue
             self._placement.add_snapshot(snapshot, name, self._clock(), need=self._need)
             return
-        raise failure or MachineError("no host can prepare a snapshot", self._facts(), hint="see why hosts are lost")
+        raise failure or MachineError(
+            "no host can prepare a snapshot", self._facts(), hint="see the logs of the lost hosts"
+        )
 
     def _forget_oldest(self) -> None:
         for snapshot in self._recipes.surplus():
@@ -187,7 +189,7 @@ class FleetRuntime:
             origin, state = msgspec.msgpack.decode(packed, type=tuple[str, bytes])
         except msgspec.MsgspecError as error:
             raise ValueError(f"not a packed state: {error}") from None
-        failure = MachineError("no host can restore a state", self._facts(), hint="see why hosts are lost")
+        failure = MachineError("no host can restore a snapshot", self._facts(), hint="see the logs of the lost hosts")
         for name in dict.fromkeys([*self._placement.choose_homes(2), *({origin} & self._hosts.keys() - {*self.lost})]):
             try:
                 return self._register_state(name, await require_portable(self._hosts[name].runtime).unpack(state))
@@ -233,14 +235,14 @@ class FleetRuntime:
     def _recipe_of(self, snapshot: str) -> Recipe:
         recipe = self._recipes.get(snapshot)
         if recipe is None:
-            raise MachineError(f"no snapshot {snapshot!r}", "this fleet does not hold it", hint="prepare it first")
+            raise MachineError(f"no snapshot {snapshot!r}", "no host of this fleet has it", hint="prepare it first")
         return recipe
 
     async def _prepare_again(self, snapshot: str, recipe: Recipe) -> None:
         if recipe.of_machine:
             self._recipes.drop(snapshot)
-            facts = "it was the state of a machine there"
-            raise MachineError("the snapshot is lost with its host", facts, hint="start again from a prepared snapshot")
+            facts = "no other host has this state of a machine"
+            raise MachineError("the host of the snapshot was lost", facts, hint="start again from a prepared snapshot")
         await self._prepare_somewhere(snapshot, recipe)
 
     async def _place(self, snapshot: str, n: int) -> list[Batch]:
@@ -439,8 +441,8 @@ class _FleetMachine:
 
     def _require_host(self) -> Machine:
         if self._lost:
-            facts = f"host {self._lost} was silent past its lease"
-            raise MachineError("the machine is lost with its host", facts, hint="fork another one, as a new attempt")
+            facts = f"host {self._lost} has not responded for longer than its lease"
+            raise MachineError("the host of the machine was lost", facts, hint="fork another one, as a new attempt")
         return self.inner
 
 

@@ -23,7 +23,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Resources that a host has for machines.
+    """The resources that a host has for machines: CPU cores, memory in bytes, and free slots.
 
     `rack`: hosts with the same rack can fail together, for example by losing power; "" if unknown.
     """

@@ -162,7 +162,8 @@ class Placement:
     # hosts and snapshots
 
     def join(self, name: str, capacity: Capacity, now_s: float) -> None:
-        """Add a host that runs no machines. Raises `ValueError` if a host of this name has joined and is not lost."""
+        """Add the host `name`, which runs no machines yet. `now_s` is the current time in seconds. Raises `ValueError`
+        if a host of this name has joined and is not lost."""
         if self.hosts.get(name) is not None:
             raise ValueError(f"host {name!r} has joined already")
         self.hosts.add(Host(name, capacity, now_s))
@@ -249,7 +250,8 @@ class Placement:
         return placed
 
     def started(self, batch_id: int, now_s: float) -> bool:
-        """Record that a host has forked the machines of a batch, and return whether they are wanted.
+        """Record at the time `now_s` that a host has forked the machines of a batch. Returns whether they are still
+        wanted.
 
         If not, because another batch has won the group or it was cancelled, close the machines and call `ended`.
         """
@@ -284,7 +286,8 @@ class Placement:
         self._resize(batch, self._open_machines[batch_id] - n)
 
     def failed(self, batch_id: int, now_s: float) -> Batch | None:
-        """Record that a host could not fork a batch, and return the next attempt, on another host if possible.
+        """Record at the time `now_s` that a host could not fork a batch. Returns the next attempt, on another host if
+        possible.
 
         Returns None if another attempt is in progress, or if no host has enough free slots; then a later `review`
         returns it.

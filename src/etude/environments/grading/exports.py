@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from etude.errors import MachineError, TaskError
-from etude.records.exports import NO_STATE, STATE, WHOLE, covering, is_declarable, is_plain
+from etude.records.exports import NO_STATE, OWN, STATE, WHOLE, covering, is_declarable, is_plain
 from etude.records.task import Answer, Task
 from etude.seams import Machine, Portable, Runtime
 
@@ -102,7 +102,9 @@ async def _paths(machine: Machine, task: Task, runtime: Runtime) -> list[str]:
     if folders:
         listed = await _list_files(machine, folders, task, runtime)
         inside = covering(folders)
-        paths |= dict.fromkeys(path for path in sorted(listed) if is_plain(path) and inside(path))
+        paths |= dict.fromkeys(
+            path for path in sorted(listed) if is_plain(path) and inside(path) and not path.startswith(OWN)
+        )
     return [*paths][:MAX_FILES]
 
 
@@ -141,8 +143,12 @@ async def _fork_of(machine: Machine, task: Task, runtime: Runtime) -> Machine | 
 
 async def _state(machine: Machine, runtime: Runtime) -> dict[str, bytes]:
     if not isinstance(runtime, Portable):
-        facts = f"snapshots of {runtime.info.name} machines cannot be packed"
-        raise MachineError("this task is graded by its machine's state", facts, hint="use a runtime that is `Portable`")
+        facts = f"snapshots of {runtime.info.name} machines cannot be exported"
+        raise MachineError(
+            "this runtime cannot grade a task by the state of its machine",
+            facts,
+            hint="use a runtime that is `Portable`",
+        )
     try:
         return {STATE: await runtime.pack(await machine.snapshot(), max_bytes=MAX_STATE_BYTES)}
     except OSError:
@@ -243,16 +249,16 @@ def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
     if task.running and not info.forks_memory:
         facts = f"snapshots of {info.name} machines contain files but no processes"
         hint = 'use machines whose snapshots hold memory: backend "microvm"'
-        raise MachineError(f"task {task.task_id} is graded by the processes that run in its machine", facts, hint=hint)
+        raise MachineError(f"task {task.task_id} cannot be graded by the processes of its machine", facts, hint=hint)
     if task.state and task.image is not None and not info.whole_snapshots:
         facts = f"snapshots of {info.name} machines of images contain only the working directory"
         hint = 'use backend "microvm" or "namespace"'
-        raise MachineError(f"task {task.task_id} is graded by its whole machine", facts, hint=hint)
+        raise MachineError(f"task {task.task_id} cannot be graded by its whole machine", facts, hint=hint)
 
 
 def _check_declared(declared: Sequence[str]) -> None:
     if len(declared) > MAX_DECLARED:
-        raise TaskError(f"{len(declared)} exports are declared", hint=f"at most {MAX_DECLARED}; declare a folder")
+        raise TaskError(f"the task declares {len(declared)} exports", hint=f"at most {MAX_DECLARED}; declare a folder")
     for path in declared:
         if not is_declarable(path):
             raise TaskError(f"export {path!r} is not a plain relative path", hint='such as "src/calc.py" or "logs/"')

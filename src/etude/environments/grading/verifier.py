@@ -320,7 +320,9 @@ async def installed_modules(
     finally:
         await machine.close()
     if listed.timed_out:
-        raise MachineError("the modules of a task's machine could not be listed", "within 60 s", hint="grade again")
+        raise MachineError(
+            "the modules of a task's machine could not be listed", "within 60 s", hint="grade the rollout again"
+        )
     try:
         return frozenset(json.loads(listed.output)) - _ALWAYS_ALLOWED if listed.exit_code == 0 else frozenset()
     except (ValueError, TypeError):

@@ -110,7 +110,9 @@ class GVisorRuntime:
         packed = self._snapshots.require(snapshot)
         if unpack_state(packed) is not None:
             facts = "snapshots of gVisor lack changes outside of the working directory"
-            raise MachineError("this machine's state is incomplete", facts, hint="use backend microvm or namespace")
+            raise MachineError(
+                "this machine cannot be graded by its state", facts, hint="use backend microvm or namespace"
+            )
         if len(packed) > max_bytes:
             raise ValueError(f"the snapshot has {len(packed)} bytes, at most {max_bytes}")
         return packed
@@ -135,7 +137,9 @@ class GVisorRuntime:
         if num_alive + n > self._max_machines:
             facts = f"{num_alive} machines are alive, {n} more were requested"
             raise MachineError(
-                f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
+                f"more than {self._max_machines} machines were requested",
+                facts,
+                hint="close some, or raise max_machines",
             )
         self._num_starting += n
         forking = [asyncio.create_task(self._fork(packed if state is None else state.tree, image)) for _ in range(n)]
@@ -144,8 +148,10 @@ class GVisorRuntime:
                 return list(await asyncio.gather(*forking))
         except TimeoutError:
             await _close_all(forking)
-            facts = f"{n} machines in {deadline_s:g} s"
-            raise MachineError("a fork timed out", facts, hint="fork fewer at once, or raise the deadline") from None
+            facts = f"{n} machines were not ready after {deadline_s:g} s"
+            raise MachineError(
+                "machines could not be forked in time", facts, hint="fork fewer at once, or raise the deadline"
+            ) from None
         except BaseException:
             await _close_all(forking)
             raise
@@ -176,7 +182,11 @@ class GVisorRuntime:
             raise MachineError("a sandbox did not start", f"{lost}; {log}", hint="try: runsc do true") from None
         except (OSError, ValueError) as error:
             await machine.close()
-            raise MachineError("a tree does not fit into a machine", str(error), hint="see MachineLimits") from None
+            raise MachineError(
+                "the task's files do not fit into a machine",
+                str(error),
+                hint="raise the size limits in [machines] (MachineLimits)",
+            ) from None
         except BaseException:
             await machine.close()
             raise
@@ -242,7 +252,7 @@ async def _make_workdir(machine: AgentMachine, image: Image) -> None:
     if made.exit_code:
         facts = f"exit code {made.exit_code}: {made.output[-200:].decode(errors='replace').strip()}"
         hint = "images for gVisor machines need sh, mkdir and chown"
-        raise MachineError(f"no working directory {image.workdir}", facts, hint=hint)
+        raise MachineError(f"the working directory {image.workdir} could not be made", facts, hint=hint)
 
 
 def _kill_unresponsive(sandbox: Sandbox) -> str:

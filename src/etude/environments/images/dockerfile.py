@@ -50,8 +50,9 @@ class Document(NamedTuple):
 class Instruction(NamedTuple):
     """One instruction of a Dockerfile.
 
-    `line` is its first line, counted from 1. In exec form (`is_exec`, a JSON list) `args` are the arguments; in shell
-    form it is one item with the whole text."""
+    `line` is its first line, counted from 1. `flags` are options such as ``--from=build``, and `documents` its
+    here-documents. In exec form (`is_exec`, a JSON list) `args` are the arguments; in shell form it is one item with
+    the whole text."""
 
     line: int
     name: str
@@ -91,7 +92,11 @@ def parse(text: str, limits: ImageLimits) -> Dockerfile:
     """
     found = list(_instructions(text))
     if len(found) > limits.num_layers:
-        raise BadSource(f"a Dockerfile with {len(found)} instructions", f"at most {limits.num_layers}", hint="split it")
+        raise BadSource(
+            f"the Dockerfile has {len(found)} instructions",
+            f"at most {limits.num_layers} are allowed",
+            hint="join some RUN lines",
+        )
     starts = [i for i, instruction in enumerate(found) if instruction.name == "FROM"]
     before = found[: starts[0]] if starts else found
     for instruction in before:
@@ -100,7 +105,7 @@ def parse(text: str, limits: ImageLimits) -> Dockerfile:
                 f"{instruction.name} before FROM", "start with FROM and an image of the store, or scratch"
             )
     if not starts:
-        raise BadSource("a Dockerfile without FROM", hint="start with FROM and an image of the store, or scratch")
+        raise BadSource("the Dockerfile has no FROM", hint="start with FROM and an image of the store, or scratch")
     stages: list[Stage] = []
     for start, end in zip(starts, [*starts[1:], len(found)], strict=True):
         base, name = _from(found[start])
@@ -115,7 +120,9 @@ def _instructions(text: str) -> Iterator[Instruction]:
     begun = False
     for number, line in lines:
         if not begun and re.match(r"#\s*escape\s*=", line.strip(), re.I):
-            raise BadSource(f"Dockerfile line {number}: escape is set", hint="only the backslash can continue a line")
+            raise BadSource(
+                f"Dockerfile line {number} sets another escape character", hint="only the backslash can continue a line"
+            )
         if _is_ignored(line):
             continue
         begun = True

@@ -51,7 +51,7 @@ def git(
     deadline_s: float = 600.0,
     variables: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Run a git command to its end and return its standard output.
+    """Run a git command in a repository to its end, and return its standard output. `stdin` is its input.
 
     `args` are the command and its arguments, `variables` additional environment variables. If `stdout` is a file, the
     output goes there and b"" is returned. Raises `BadSource` with git's message if it fails or takes longer than
@@ -129,4 +129,4 @@ def git_failed(repository: Path, args: Sequence[str], stderr: bytes) -> BadSourc
 
 def git_missing() -> MachineError:
     """Build the error for a host on which git is not installed."""
-    return MachineError("repositories cannot be read here", "no git on the path", hint="install git")
+    return MachineError("repositories cannot be read here", "the program git was not found", hint="install git")

@@ -80,7 +80,7 @@ def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = Tr
 def _uncovered(name: str) -> str:
     name = name.removeprefix(_WHITEOUT)
     if name in ("", ".", ".."):
-        raise BadSource(f"the archive deletes {name!r}", hint="do not trust this source")
+        raise BadSource(f"the archive deletes {name!r}", hint="the source may be hostile: do not use it")
     return name
 
 

@@ -26,7 +26,7 @@ _UNESCAPES = {escape[1]: plain for plain, escape in _ESCAPES.items()}
 
 
 class Owner(NamedTuple):
-    """Permissions, user id and group id of a path, as the processes in the machine see them."""
+    """Permission bits, user id and group id of a path, as the processes in the machine see them."""
 
     mode: int
     uid: int = 0

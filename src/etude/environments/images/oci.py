@@ -99,7 +99,9 @@ def build_from_oci(store: ImageStore, source: str | os.PathLike[str], *, tag: st
             facts = f"{len(layers)} layers, {len(config.rootfs.diff_ids)} digests"
             raise BadSource("the config of the image does not match its layers", facts, hint=_HINT)
         if len(layers) > store.limits.num_layers:
-            raise BadSource(f"an image with {len(layers)} layers", f"at most {store.limits.num_layers}", hint=_HINT)
+            raise BadSource(
+                f"the image has {len(layers)} layers", f"at most {store.limits.num_layers} are allowed", hint=_HINT
+            )
         for layer, diff_id in zip(layers, config.rootfs.diff_ids, strict=True):
             _unpack(root, layer, diff_id, building.tree)
         return building.commit(_record(config, path, layers))

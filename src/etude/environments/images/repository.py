@@ -93,7 +93,9 @@ def export_commit(source: Path, commit: str, to: Path, limits: ImageLimits) -> s
     unexpected = objects_of(to) - objects_of(source, tree=found) - {made}
     if unexpected:
         raise StoreError(
-            f"{len(unexpected)} unexpected objects in a new repository", min(unexpected), hint="report this"
+            f"{len(unexpected)} unexpected objects in a new repository",
+            min(unexpected),
+            hint="this is a defect of etude: report it",
         )
     return found
 
@@ -112,7 +114,11 @@ def _move_objects(source: Path, tree: str, to: Path, limits: ImageLimits) -> Non
     with open(pack, "xb") as file:
         git(source, "-c", "pack.packSizeLimit=0", "pack-objects", *options, stdin=f"{tree}\n".encode(), stdout=file)
     if pack.stat().st_size > limits.total_bytes:
-        raise BadSource(f"{source} is too large", f"a pack of {pack.stat().st_size} bytes", hint="raise ImageLimits")
+        raise BadSource(
+            f"{source} is too large",
+            f"a pack of {pack.stat().st_size} bytes",
+            hint="raise the limits of images (ImageLimits)",
+        )
     with open(pack, "rb") as file:
         git(to, "-c", "pack.writeReverseIndex=false", "index-pack", "--stdin", "--strict", stdin=file)
     pack.unlink()
@@ -128,7 +134,8 @@ def _write_files(source: Path, tree_id: str, tree: Tree) -> None:
             path = os.fsdecode(name)
             if path.split("/")[0].lower() in (".git", "git~1"):
                 raise BadSource(
-                    f"{source} has a file {path[:80]!r}", hint="git forbids such paths: do not trust this repository"
+                    f"{source} has a file {path[:80]!r}",
+                    hint="git forbids such paths: the repository may be hostile, do not use it",
                 )
             if kind == b"commit":
                 tree.folder(path)  # a submodule, which is another repository

@@ -125,7 +125,9 @@ class ImageStore:
     def root(self, digest: str) -> Path:
         """Return the path of the root filesystem of an image, which must not be changed."""
         if not _DIGEST.fullmatch(digest):
-            raise InputError(f"{digest[:80]!r} is not a digest of an image", hint="etude machines image list")
+            raise InputError(
+                f"{digest[:80]!r} is not a digest of an image", hint="list the images: etude machines image list"
+            )
         return self.path / digest / "root"
 
     def listing(self, digest: str) -> list[listing.Entry]:

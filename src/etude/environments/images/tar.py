@@ -21,7 +21,7 @@ _HINT = "get the archive again, or write it with `tar --format=pax`"
 
 
 class Member(NamedTuple):
-    """The header of one entry of an archive.
+    """The header of one entry of an archive: path, kind, size, permissions and owner.
 
     `kind` is "f" for a file, "d" folder, "l" symbolic link, "h" hard link, "c" or "b" device, "p" pipe. `size` is the
     number of content bytes that follow. `target` is where a link leads, `device` the device's major and minor number.

@@ -112,7 +112,11 @@ class Tree:
         An absolute target starts at this tree's root."""
         path = normalize_path(path, self.budget.limits)
         if not target or "\0" in target or len(os.fsencode(target)) > self.budget.limits.path_bytes:
-            raise BadSource(f"{path} is a link with an invalid target", repr(target[:80]), hint="fix the source")
+            raise BadSource(
+                f"{path} is a link with an invalid target",
+                repr(target[:80]),
+                hint="correct this path in the image's source, then build again",
+            )
         parent, name = self._make_free(path)
         os.symlink(target, name, dir_fd=parent)
         self._set_owner(parent, name, self._real(parent, name), owner._replace(mode=0o777))
@@ -126,7 +130,11 @@ class Tree:
                 return
             found = _lstat(there, source)
             if found is None or not stat.S_ISREG(found.st_mode) or path.startswith(f"{existing}/"):
-                raise BadSource(f"{path} is a hard link to {existing}", "which is no file", hint="fix the source")
+                raise BadSource(
+                    f"{path} is a hard link to {existing}",
+                    "which is no file",
+                    hint="correct this path in the image's source, then build again",
+                )
             parent, name = self._parent(path)
             if _same(_lstat(name, parent), found):
                 return
@@ -150,7 +158,9 @@ class Tree:
         """Delete a path and everything below it. Does nothing if it does not exist."""
         path = normalize_path(path, self.budget.limits)
         if not path:
-            raise BadSource("the archive deletes the root folder", hint="fix the source")
+            raise BadSource(
+                "the archive deletes the root folder", hint="correct this path in the image's source, then build again"
+            )
         try:
             parent, name = self._parent(path, make=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -188,7 +198,9 @@ class Tree:
     def _make_free(self, path: str) -> tuple[int, str]:
         """Delete what exists at a path. Returns the descriptor of its parent folder, and its name."""
         if not path:
-            raise BadSource("the archive replaces the root folder", hint="fix the source")
+            raise BadSource(
+                "the archive replaces the root folder", hint="correct this path in the image's source, then build again"
+            )
         self.budget.take_file()
         parent, name = self._parent(path)
         if _lstat(name, parent) is not None:
@@ -294,7 +306,7 @@ def normalize_path(path: str, limits: ImageLimits) -> str:
         raise BadSource(
             f"{shown!r} is not a path inside an image",
             "it contains '..' or a zero byte",
-            hint="do not trust this source",
+            hint="the source may be hostile: do not use it",
         )
     if len(parts) > limits.depth or any(len(os.fsencode(part)) > 255 for part in parts):
         raise BadSource(
@@ -304,7 +316,11 @@ def normalize_path(path: str, limits: ImageLimits) -> str:
         )
     found = "/".join(parts)
     if len(os.fsencode(found)) > limits.path_bytes:
-        raise BadSource(f"{shown!r} is too long", f"more than {limits.path_bytes} bytes", hint="fix the source")
+        raise BadSource(
+            f"{shown!r} is too long",
+            f"more than {limits.path_bytes} bytes",
+            hint="correct this path in the image's source, then build again",
+        )
     return found
 
 

@@ -122,7 +122,9 @@ def _disk_of(image: GuestImage, own: BaseImage) -> Path:
             os.replace(new, path)
         except OSError as error:
             facts, hint = f"{path.parent}: {error.strerror}", "free space in the folder of the images"
-            raise MachineError(f"no disk of image {image.record.digest[:12]}", facts, hint=hint) from None
+            raise MachineError(
+                f"the disk of image {image.record.digest[:12]} could not be made", facts, hint=hint
+            ) from None
         finally:
             with contextlib.suppress(OSError):
                 new.unlink()

@@ -136,6 +136,10 @@ def _verified(path: Path, sha256: str) -> Package:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         path.unlink()
-        raise MachineError(f"{path.name} is damaged", f"SHA-256 {found}, signed {sha256}", hint="try again")
+        raise MachineError(
+            f"{path.name} is damaged",
+            f"its SHA-256 is {found}, expected {sha256}",
+            hint="try again: it is then downloaded again",
+        )
     name, version, _ = path.name.split("_", 2)
     return Package(name, version.replace("%3a", ":"), sha256, path)

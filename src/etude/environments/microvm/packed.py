@@ -121,8 +121,10 @@ def head_of(packed: bytes, key: bytes) -> Head:
     if not ordered or len(body) != _LENGTH.size + length + _content_bytes(head):
         raise ValueError("the snapshot does not match its header")
     if head.key != _name(key):
-        facts = "another user or host has packed it, and has its base"
-        raise MachineError("a snapshot of another host", facts, hint="use it on the host where it was made")
+        facts = "it contains only differences to a base machine that exists there"
+        raise MachineError(
+            "the snapshot was made on another host or by another user", facts, hint="use it where it was made"
+        )
     if not hmac.compare_digest(seal, _seal(key, digest)):
         raise ValueError("the seal of the snapshot is invalid")
     return head

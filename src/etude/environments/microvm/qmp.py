@@ -65,7 +65,9 @@ class Monitor:
             except TimeoutError:
                 facts = f"no response within {deadline_s:g} s"
                 raise MachineError(
-                    f"QEMU hangs in {command}", facts, hint="the host is overloaded, or fork again"
+                    f"QEMU hangs in {command}",
+                    facts,
+                    hint="fork another machine; if this repeats, the host is overloaded",
                 ) from None
         del self._in_progress[number]
         message = self._answers.pop(number)
@@ -84,7 +86,9 @@ class Monitor:
             except TimeoutError:
                 facts = f"not within {deadline_s:g} s"
                 raise MachineError(
-                    f"QEMU did not send {name}", facts, hint="the host is overloaded, or fork again"
+                    f"QEMU did not send {name}",
+                    facts,
+                    hint="fork another machine; if this repeats, the host is overloaded",
                 ) from None
             self._events.remove(name)
 

@@ -141,7 +141,9 @@ class MicroVMRuntime:
         if len(self._guests) + self._num_coming + n > self._max_machines:
             facts = f"{len(self._guests) + self._num_coming} machines are alive, {n} more were requested"
             raise MachineError(
-                f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
+                f"more than {self._max_machines} machines were requested",
+                facts,
+                hint="close some, or raise max_machines",
             )
         self._num_coming += n
         self._watching = self._watching or asyncio.create_task(self._watch())
@@ -153,9 +155,9 @@ class MicroVMRuntime:
         except BaseException as error:
             await _close_all(forking)
             if isinstance(error, TimeoutError):
-                facts = f"{n} machines in {deadline_s:g} s"
+                facts = f"{n} machines were not ready after {deadline_s:g} s"
                 raise MachineError(
-                    "the fork exceeded its deadline", facts, hint="fork fewer at once, or increase the deadline"
+                    "machines could not be forked in time", facts, hint="fork fewer at once, or increase the deadline"
                 ) from None
             raise
         finally:
@@ -187,9 +189,11 @@ class MicroVMRuntime:
         image = GuestImage.of(head.image, self._image, self._roots)
         base = (await self._spares(image)).base
         if (base.name, base.boot) != (head.base, head.boot):
-            facts = "the base had other limits, or was deleted from the cache"
+            facts = (
+                "a snapshot contains only differences to its base, which had other limits or was deleted from the cache"
+            )
             raise MachineError(
-                "the snapshot needs a base that is missing",
+                "the base machine of the snapshot is missing",
                 facts,
                 hint="use the same limits and cache as for the snapshot",
             )

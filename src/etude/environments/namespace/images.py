@@ -78,15 +78,23 @@ def image_settings(store: ImageStore, image: Image, limits: MachineLimits) -> di
     try:
         record: ImageRecord = store.get(image.digest)
     except EtudeError as error:
-        raise MachineError(f"no machine of image {image.digest[:16]}", error.what, hint=error.hint) from None
+        raise MachineError(
+            f"no machine can be made from image {image.digest[:16]}", error.what, hint=error.hint
+        ) from None
     if not image.workdir.startswith("/") or "\0" in image.workdir or ".." in image.workdir.split("/"):
         raise MachineError(
-            "no machine of that image", f"its working directory is {image.workdir!r}", hint="use an absolute path"
+            "no machine can be made from the image",
+            f"its working directory is {image.workdir!r}",
+            hint="use an absolute path",
         )
     for variable, value in image.env.items():
         if not variable or "=" in variable or "\0" in variable + value:
             facts = f"it sets {variable[:40]!r}"
-            raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="fix its environment")
+            raise MachineError(
+                f"no machine can be made from image {image.digest[:16]}",
+                facts,
+                hint="remove this environment variable from the image",
+            )
     uid, gid, name, home, users = _find_user(store, image)
     env = {"PATH": _PATH, "HOME": home, "USER": name, "LANG": "C.UTF-8", **image.env, "PWD": image.workdir}
     words = f"{image.workdir}{image.user}{env['PATH']}"
@@ -114,14 +122,20 @@ def _find_user(store: ImageStore, image: Image) -> tuple[int, int, str, str, lis
     found = next((f for f in known if user in (f[0], f[2])), None)
     if found is None and not _NUMBER.fullmatch(user):
         facts = f"its /etc/passwd has no {user[:60]!r}"
-        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint="fix the image's user")
+        raise MachineError(
+            f"no machine can be made from image {image.digest[:16]}",
+            facts,
+            hint="add this user to the image, or choose another one",
+        )
     name = found[0] if found else ("root" if user == "0" else user)
     home = found[5] if found else ("/root" if user == "0" else "/")
     uid, gid = (int(found[2]), int(found[3])) if found else (int(user), int(user))
     gid = int(group) if _NUMBER.fullmatch(group) else gid
     if max(uid, gid) >= NUM_IDS or uid == AGENT:
         facts = f"its user is {uid}:{gid}"
-        raise MachineError(f"no machine of image {image.digest[:16]}", facts, hint=f"use ids below {AGENT}")
+        raise MachineError(
+            f"no machine can be made from image {image.digest[:16]}", facts, hint=f"use ids below {AGENT}"
+        )
     return uid, gid, name, home, [f[0] for f in known if int(f[2]) < NUM_IDS and int(f[2]) != AGENT]
 
 

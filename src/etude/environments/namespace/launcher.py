@@ -128,7 +128,11 @@ class LauncherProcess:
         image: Mapping[str, Any] | None = None,
     ) -> None:
         if sys.platform != "linux":
-            raise MachineError("machines need Linux", sys.platform, hint="use the container recipe or a remote backend")
+            raise MachineError(
+                "machines need Linux",
+                sys.platform,
+                hint="run etude in a container (examples/containers), or use a remote backend",
+            )
         self.failure: str | None = None
         self.image = image  # settings of `namespace.images.image_settings`
         self._pending: deque[PendingMachine] = deque()
@@ -339,7 +343,7 @@ class LauncherProcess:
         self.discard(number)
         if not future.done():
             hint = "raise the limit of open files (ulimit -n): a machine needs three, one of an image five"
-            future.set_exception(MachineError("a machine could not be received", "too many open files", hint=hint))
+            future.set_exception(MachineError("a new machine could not be used", "too many open files", hint=hint))
 
     def is_gone(self, number: int) -> bool:
         """Return whether the machine `number` has died without a call of `kill` or `discard`."""

@@ -414,7 +414,9 @@ def _check_confined(request: int, request_bytes: bytes) -> None:
     found = os.pread(request, len(request_bytes) + 4096, 0)
     if found != request_bytes:
         facts = found.decode(errors="replace")
-        raise MachineError("a command could not be confined", facts, hint="check MachineLimits and the host's limits")
+        raise MachineError(
+            "the limits of a command could not be set", facts, hint="check MachineLimits and the host's limits"
+        )
 
 
 def _pid_of(pidfd: int) -> int:

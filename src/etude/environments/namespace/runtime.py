@@ -287,7 +287,11 @@ class NamespaceRuntime:
             await loaded
         except (OSError, ValueError) as error:
             machine.abandon()
-            raise MachineError("a tree does not fit into a machine", str(error), hint="check MachineLimits") from None
+            raise MachineError(
+                "the task's files do not fit into a machine",
+                str(error),
+                hint="raise the size limits in [machines] (MachineLimits)",
+            ) from None
         except BaseException:
             machine.abandon()
             raise

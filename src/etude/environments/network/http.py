@@ -41,7 +41,8 @@ class RequestHead(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The server and path that a proxy request asks for. `path` includes the query; it is "" for CONNECT."""
+    """The server (host and port) and the path that a proxy request asks for. `path` includes the query; it is "" for
+    CONNECT."""
 
     host: str  # lower case, without brackets and a last dot
     port: int

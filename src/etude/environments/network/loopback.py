@@ -59,7 +59,7 @@ def listen_on_loopback(pid: int, port: int = 0) -> socket.socket:
             return _create_in_namespace(net, user, port, receiver, sender)
     except (OSError, subprocess.TimeoutExpired) as error:
         hint = "run as root, or as the user who owns the machine"
-        raise MachineError("a socket in the machine could not be created", str(error), hint=hint) from None
+        raise MachineError("no listening socket could be made in the machine", str(error), hint=hint) from None
     finally:
         for fd in (net, user):
             if fd >= 0:

@@ -89,7 +89,9 @@ class Packages:
                 self.known = msgspec.json.decode(data, type=list[Package])
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 facts = str(error)[:200]
-                raise StoreError(f"{self.folder}/packages.json is damaged", facts, hint="fetch again") from None
+                raise StoreError(
+                    f"{self.folder}/packages.json is damaged", facts, hint="fetch the packages again"
+                ) from None
 
     def path(self, package: Package) -> Path:
         """Return the path of a package's file."""

@@ -37,7 +37,7 @@ def sandbox_of(manager: SandboxManager, request: Request, *, signed: str = "") -
         raise ApiError(400, "the request names no sandbox", hint=hint)
     sandbox = manager.get(sandbox_id)
     if sandbox.paused is not None:
-        raise ApiError(404, f"{sandbox_id} is paused", hint="connect to it to resume it")
+        raise ApiError(404, f"sandbox {sandbox_id} is paused", hint="connect to it to resume it")
     given = request.headers.get("x-access-token", "")
     if not hmac.compare_digest(given.encode(), sandbox.token.encode()) and not _is_signed(
         request, signed, sandbox.token

@@ -165,7 +165,7 @@ class SandboxRoutes:
         sandbox = self._find_sandbox(request)
         self._check_memory((await _read_message(request, m.Pause)).memory)
         if not await self._call(self._manager.pause(sandbox), "it could not be paused"):
-            raise ApiError(409, f"{sandbox.id} is paused", hint="connect to it first")
+            raise ApiError(409, f"sandbox {sandbox.id} is paused", hint="connect to it first")
         return Response(status_code=204)
 
     async def connect(self, request: Request) -> Response:
@@ -297,7 +297,7 @@ def _page(request: Request, rows: list[T]) -> tuple[list[T], dict[str, str]]:
 
 
 def json_response(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Encode `value` as JSON and return it as an HTTP response."""
+    """Return an HTTP response with `value` as JSON, and with this status and these headers."""
     return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 

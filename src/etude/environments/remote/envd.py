@@ -159,7 +159,11 @@ class EnvdRoutes:
         process = sandbox.processes.find(message.process)
         name = _SIGNALS.get(message.signal)
         if name is None:
-            raise RpcError(Code.INVALID_ARGUMENT, f"signal {str(message.signal)[:40]!r}", hint="SIGTERM, SIGKILL")
+            raise RpcError(
+                Code.INVALID_ARGUMENT,
+                f"signal {str(message.signal)[:40]!r} is not supported",
+                hint="send SIGTERM or SIGKILL",
+            )
         await sandbox.processes.signal(process, name)
         return {}
 
@@ -309,7 +313,9 @@ async def _send_input(process: Process, given: m.Input, offset: int | None) -> N
     if (given.pty is not None) != (process.spec.pty is not None):
         raise RpcError(Code.INVALID_ARGUMENT, "terminal input for a process without a terminal, or the reverse")
     if process.input is None:
-        raise RpcError(Code.FAILED_PRECONDITION, "the process was started without standard input", hint="stdin=True")
+        raise RpcError(
+            Code.FAILED_PRECONDITION, "the process was started without standard input", hint="start it with stdin=True"
+        )
     await process.input.add(given.stdin or given.pty or b"", offset)
 
 

@@ -18,7 +18,8 @@ ListFolder = Callable[[], Awaitable[Mapping[str, Found]]]
 
 
 def changes(before: Mapping[str, Found], after: Mapping[str, Found], *, include_entry: bool) -> list[m.Change]:
-    """Return the changes between two listings of a folder, which map relative paths to entries.
+    """Return the changes from the listing `before` to the listing `after` of a folder. Both map relative paths to
+    entries.
 
     With `include_entry`, a change contains the new entry.
 

@@ -78,7 +78,7 @@ class HttpClient:
         idempotent: bool = True,
         max_bytes: int = _MAX_ANSWER,
     ) -> Reply:
-        """Send a request, if necessary several times, and return the response, whatever its status.
+        """Send an HTTP request, if necessary several times, and return the response, whatever its status.
 
         `what` names the purpose of the request in errors. `deadline_s` covers all attempts. `idempotent` says that the
         request may be sent again even if the service may have received it. Raises `MachineError` if the service does

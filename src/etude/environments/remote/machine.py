@@ -132,7 +132,7 @@ class RemoteMachine:
         self._require_open()
         snapshot_id = await self._owner.take_snapshot(self.id, None)
         if snapshot_id is None:
-            raise MachineError("the service has no snapshots", hint="use another one, or etude machines serve")
+            raise MachineError("the service has no snapshots", hint="use another service, such as etude machines serve")
         return snapshot_id
 
     async def take_snapshot(self, name: str) -> str | None:

@@ -53,7 +53,7 @@ class Exact(Message, frozen=True, kw_only=True):
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """Request of the RPC Start: run a command.
+    """The request of the RPC Start: run the command `process`. `etude` are etude's extensions, if any.
 
     `pty` runs it in a terminal. `tag` is a name by which other requests find it. `stdin` False: no standard input."""
 
@@ -123,7 +123,7 @@ class Update(Message, frozen=True, kw_only=True):
 
 
 class ProcessInfo(Message, frozen=True, kw_only=True):
-    """A running process in the response of the RPC List."""
+    """A running process in the response of the RPC List: its id, its tag, and what it runs."""
 
     config: Config
     pid: int
@@ -143,7 +143,7 @@ class Began(Message, frozen=True, kw_only=True):
 
 
 class Output(Message, frozen=True, kw_only=True):
-    """Event: a process has written bytes; the field says where to."""
+    """Event: a process has written bytes to standard output, to standard error, or to its terminal (`pty`)."""
 
     stdout: bytes | None = None
     stderr: bytes | None = None
@@ -334,7 +334,7 @@ class Pause(Resource, frozen=True, kw_only=True):
 
 
 class Sandbox(Resource, frozen=True, kw_only=True):
-    """Response: a sandbox and how to connect to it.
+    """Response: a sandbox (its id and its template's) and how to connect to it.
 
     `envd_access_token` must be sent with each request to the sandbox. `domain`, if set, is the end of its host name."""
 

@@ -251,7 +251,9 @@ class Processes:
             if by_pid or (selector.tag is not None and selector.tag == process.spec.tag):
                 return process
         name = f"tag {selector.tag[:80]!r}" if selector.tag is not None else f"pid {selector.pid}"
-        raise RpcError(Code.NOT_FOUND, f"no process with {name} runs here", hint="List returns those that do")
+        raise RpcError(
+            Code.NOT_FOUND, f"no process with {name} runs here", hint="call List to see the running processes"
+        )
 
     async def _run(self, process: Process, deadline_s: float) -> None:
         exact, config = process.exact, process.spec.process

@@ -205,7 +205,12 @@ class SandboxManager:
 
         Raises `ApiError` for an invalid number or lease, or over the quota."""
         if not 1 <= n <= _MAX_FORKS:
-            raise ApiError(400, f"{n} forks", f"at most {_MAX_FORKS} in one request", hint="send more requests")
+            raise ApiError(
+                400,
+                f"{n} forks were requested",
+                f"at most {_MAX_FORKS} are allowed in one request",
+                hint="send more requests",
+            )
         self._check_lease(sandbox.account, timeout)
         self._check_open()
         async with self._locked(sandbox):
@@ -290,7 +295,10 @@ class SandboxManager:
         longest = account.quota.max_lifetime_s
         if not 0 <= seconds <= longest:
             raise ApiError(
-                400, f"a lease of {seconds} s", f"at most {longest} for {account.name!r}", hint="use a shorter lease"
+                400,
+                f"a lease of {seconds} s is too long",
+                f"{account.name!r} may have at most {longest} s",
+                hint="use a shorter lease",
             )
 
     def _check_open(self) -> None:
@@ -423,7 +431,7 @@ async def run_backend_call(work: Awaitable[T], *, deadline_s: float, what: str) 
     except MachineError as error:
         raise api_error_of(error) from None
     except ValueError as error:
-        raise ApiError(400, what, str(error), hint="see the message") from None
+        raise ApiError(400, what, str(error), hint="correct the request as the message says") from None
     except TimeoutError:
         raise ApiError(504, what, f"not within {deadline_s:g} s", hint="try again later") from None
     except OSError as error:

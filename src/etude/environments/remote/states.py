@@ -62,8 +62,8 @@ class Seal:
         if not sealed.startswith(_MAGIC) or len(sealed) < start + _MAC:
             raise ValueError("these bytes are not a sealed state")
         if sealed[:start] != self._head:
-            hint = "ask where it was packed, or a server with the same keys"
-            raise ApiError(409, "the state is of another server", hint=hint)
+            hint = "send it to that server, or to one with the same keys"
+            raise ApiError(409, "the state was packed by another server", hint=hint)
         packed = sealed[start + _MAC :]
         if not hmac.compare_digest(hmac.digest(self._secret, packed, "sha256"), sealed[start : start + _MAC]):
             raise ValueError("the state is not as it was packed")
@@ -92,7 +92,7 @@ class StateRoutes:
         account, runtime = account_of(self._keys, request), self._portable()
         wanted = request.query_params.get("max_bytes", "")
         if not (wanted.isascii() and wanted.isdigit() and len(wanted) < 19):
-            raise ApiError(400, f"max_bytes: {wanted[:20]!r}", hint="a number of bytes")
+            raise ApiError(400, f"max_bytes = {wanted[:20]!r} is invalid", hint="give a number of bytes")
 
         async def work() -> bytes:
             async with self._slots:
@@ -127,5 +127,5 @@ class StateRoutes:
         runtime = self._manager.runtime
         if not isinstance(runtime, Portable):
             facts = f"the {runtime.info.name} runtime cannot export them"
-            raise ApiError(501, "snapshots cannot leave this server", facts, hint="serve a backend that is `Portable`")
+            raise ApiError(501, "this server cannot export snapshots", facts, hint="serve a backend that is `Portable`")
         return runtime

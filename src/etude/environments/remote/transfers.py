@@ -48,7 +48,7 @@ class FileRoutes:
             return refusal_response(error)
         exactly = request.headers.get(EXACTLY)
         if exactly is not None and not (exactly.isascii() and exactly.isdigit() and len(exactly) < 19):
-            raise ApiError(400, f"{EXACTLY}: {exactly[:20]!r}", hint="a number of bytes")
+            raise ApiError(400, f"{EXACTLY} = {exactly[:20]!r} is invalid", hint="give a number of bytes")
         try:
             files = self._files(sandbox, request)
             async with asyncio.timeout(self._config.deadline_s):
@@ -123,7 +123,7 @@ class FileRoutes:
 def _file_error(error: RpcError) -> Response:
     is_full = error.code is Code.RESOURCE_EXHAUSTED and error.hint == "disk"
     status = 507 if is_full else 413 if error.code is Code.RESOURCE_EXHAUSTED else error.code.status
-    return ApiError(status, error.message, hint=error.hint or "see the message").response()
+    return ApiError(status, error.message, hint=error.hint or "correct the request as the message says").response()
 
 
 def _decompress(data: bytes, max_bytes: int) -> bytes:

@@ -80,7 +80,8 @@ def raised(error):
 
 
 def answer(module, name, args, kwargs):
-    """Call a function of the agent, or look up a name (`args` None). Returns an answer as defined at the top."""
+    """Call the function `name` of the agent's module, or look up the name only (`args` None). Returns an answer as
+    defined at the top."""
     try:
         found = getattr(importlib.import_module(module), name)
         if args is None:

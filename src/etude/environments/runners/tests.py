@@ -82,6 +82,7 @@ def by_pytest(pytest, bases, index, roots):
 
 
 def pytest_collect(pytest, names, roots):
+    """Collect the tests `names` with pytest, and return the report of the role "collect"."""
     files = sorted({name.partition("::")[0] for name in names})
     plugin = by_pytest(pytest, [name for name in files if os.path.exists(name)], None, roots)
     ids: dict = {}
@@ -91,7 +92,7 @@ def pytest_collect(pytest, names, roots):
 
 
 def pytest_run(pytest, base, index, roots):
-    """Run one test with pytest and return its report."""
+    """Run test `index` of the name `base` with pytest, and return its report."""
     plugin = by_pytest(pytest, [base], index, roots)
     bad = [each for each in plugin.reports if each[1] != "passed"]
     if plugin.ids and not bad and {when for when, _, _ in plugin.reports} >= PASSED:
@@ -125,6 +126,7 @@ def unittest_suite(name):
 
 
 def unittest_collect(names):
+    """Collect the tests `names` with unittest, and return the report of the role "collect"."""
     ids, errors = {}, []
     for name in names:
         try:
@@ -139,6 +141,7 @@ def unittest_collect(names):
 
 
 def unittest_run(base):
+    """Run the test `base` with unittest, and return its report."""
     test = unittest_suite(base)
     outcome, why = judge(test)
     return {"id": test.id(), "outcome": outcome, "why": why}
@@ -171,6 +174,7 @@ def plain_test(name):
 
 
 def plain_collect(names):
+    """Collect the tests `names` without pytest, and return the report of the role "collect"."""
     ids, errors = {}, []
     for name in names:
         try:
@@ -184,11 +188,13 @@ def plain_collect(names):
 
 
 def plain_run(base):
+    """Run the test `base` without pytest, and return its report."""
     outcome, why = judge(plain_test(base))
     return {"id": base, "outcome": outcome, "why": why}
 
 
 def import_pytest():
+    """Import and return the machine's own pytest; None if it has none."""
     try:
         return importlib.import_module("pytest")
     except ImportError:

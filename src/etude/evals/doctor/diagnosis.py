@@ -137,7 +137,7 @@ def _check_routes(texts: Sequence[Sampled], learner: LearnerSide) -> None:
     for routes in (text.routes for text in texts if text.routes is not None):
         if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
             raise EngineError(
-                "the engine's routes belong to another model",
+                "the engine's routes (chosen experts) belong to another model",
                 f"{routes.dtype} of shape {routes.shape[1:]} per token; the learner has {of.num_moe_layers} routers of "
                 f"{of.num_experts} experts and uses {of.top_k}",
                 hint="use the same checkpoint for the engine and for this command",

@@ -146,7 +146,9 @@ class VllmEngine:
                 hint="check that it is running, and its log",
             ) from None
         if answer.status_code != 200:
-            raise EngineError(f"{self._url} answered {answer.status_code}", answer.text[:300], hint="see its log")
+            raise EngineError(
+                f"{self._url} answered {answer.status_code}", answer.text[:300], hint="see the engine's log"
+            )
         return _read(answer, body["prompt"], self._url)
 
 

@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's chat completions."""
+"""The dialect of OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from etude.gateway.requests import (
     ToolsCache,
     canonical_call,
     checked_messages,
-    checked_schema,
     chosen_tools,
 )
 
@@ -97,7 +96,7 @@ _decoder = BodyDecoder(_ChatBody, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` (HTTP status 400)."""
     body = _decoder.decode(data)
     fields = common(body)
     messages = _cache.read(body.messages, "messages")
@@ -113,7 +112,7 @@ def read(data: bytes) -> ChatRequest:
         tools=tools,
         must_call=must_call,
         parallel=body.parallel_tool_calls is not False,
-        schema=checked_schema(schema, tools, "response_format"),
+        schema=schema,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **fields,
     )
@@ -159,7 +158,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
 
 
 _cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
-_tools_cache = ToolsCache(dict[str, Any], lambda tool, where: tool)
+_tools_cache = ToolsCache(dict[str, Any], lambda tools: tools)
 
 
 def _tool_calls(answer: Answer, head: ResponseHead, index: int) -> list[dict[str, Any]]:
@@ -176,7 +175,7 @@ def _logprobs(answer: Answer) -> dict[str, Any] | None:
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a chat completion (`chat.completion`)."""
+    """Return the JSON body of a response, an object `chat.completion` with one choice for each answer."""
     messages = []
     for index, answer in enumerate(answers):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}

@@ -19,7 +19,7 @@ from etude.records.wire import I32
 
 
 class EventStream:
-    """Makes the server-sent events of one response. It does no input or output itself. Each dialect has a subclass.
+    """The server-sent events of one streamed response, as bytes. Each dialect has a subclass. It does no I/O itself.
 
     Call `tokens` for each part that the policy samples, `finish` once with each complete answer, then `end`. The calls
     of `start` and `tokens` may be left out: `finish` sends all that was not sent before. `index` is the number of the
@@ -34,7 +34,7 @@ class EventStream:
         self._texts = [StreamedText(chat, request.stop) for _ in range(request.n)]
 
     def start(self, prompt_ids: I32) -> Iterator[bytes]:
-        """Yield the events before the first token. `prompt_ids` are the tokens that the model reads."""
+        """Yield the events before the first token. `prompt_ids` are the token ids that the model reads, [P] int32."""
         if not self._started:
             self._started = True
             thinking = self._chat.in_reasoning(prompt_ids)
@@ -42,22 +42,24 @@ class EventStream:
             yield from self._start(len(prompt_ids))
 
     def tokens(self, ids: list[int], index: int = 0) -> Iterator[bytes]:
-        """Yield the events for newly sampled token ids. Text that may not be sent yet gives no event."""
+        """Yield the events for the newly sampled token ids of answer `index`. `start` must have been called.
+
+        Text that may not be sent yet, such as the beginning of a stop text, gives no event."""
         assert self._started, "start comes first"
         yield from self._pieces(*self._texts[index].add(ids), index)
 
     def finish(self, answer: Answer, index: int = 0) -> Iterator[bytes]:
-        """Yield the last events of an answer, which includes what was streamed before."""
+        """Yield the last events of a complete answer: all that was not sent before, then its end."""
         yield from self.start(answer.prompt_ids)
         yield from self._pieces(*self._texts[index].left(answer.reasoning, answer.text), index)
         yield from self._finish(answer, index)
 
     def end(self) -> Iterator[bytes]:
-        """Yield the last events of the response."""
+        """Yield the last events of the response, when all answers are finished."""
         yield from ()
 
     def error(self, refused: RequestRefused) -> bytes:
-        """Return the event of an error after which nothing follows. The vendor's clients raise it as an exception."""
+        """Return the event of an error, the last of the stream. The vendor's clients raise it as an exception."""
         raise NotImplementedError
 
     def _pieces(self, reasoning: str, text: str, index: int) -> Iterator[bytes]:
@@ -81,13 +83,13 @@ class EventStream:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One API that clients speak.
+    """One API of a vendor: how its requests are read, and how its responses, events and errors are written.
 
     - `name`: "chat", "text", "responses" or "messages".
     - `path`: of its requests, such as "/v1/chat/completions".
     - `read`: parse and check the JSON body of a request. Raises only `RequestRefused`.
-    - `body`: return the JSON body of a whole response from the request, the head, and the answers.
-    - `stream`: return the maker of events for a streamed response.
+    - `body`: return the JSON body of a whole response.
+    - `stream`: return the `EventStream` of a streamed response.
     - `error`: return the JSON body of an error."""
 
     name: str

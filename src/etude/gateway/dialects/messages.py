@@ -1,4 +1,4 @@
-"""The dialect of Anthropic's messages, with the count of a prompt's tokens."""
+"""The dialect of Anthropic's Messages API: messages, and the count of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from etude.capture import Chat, Message
-from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.answers import Answer, ResponseHead, summary_usage
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request
 from etude.gateway.requests import (
@@ -22,7 +22,6 @@ from etude.gateway.requests import (
     check_range,
     check_stops,
     checked_messages,
-    checked_schema,
     chosen_tools,
     function_tool,
     read_sampling,
@@ -138,7 +137,7 @@ _decoder = BodyDecoder(_Body, neutral=NEUTRAL, harmless=HARMLESS)
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a request for a message. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a request for a message. Raises `RequestRefused` (HTTP status 400)."""
     request = read_count(data)
     if request.max_tokens is None:
         raise invalid_request("max_tokens: Field required", "max_tokens")
@@ -146,7 +145,8 @@ def read(data: bytes) -> ChatRequest:
 
 
 def read_count(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a request to count tokens. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a request to count the prompt's tokens. Raises `RequestRefused` (HTTP status
+    400)."""
     body = _decoder.decode(data)
     check_range("max_tokens", body.max_tokens, 1)
     for edit in body.context_management.edits if body.context_management else ():
@@ -160,7 +160,7 @@ def read_count(data: bytes) -> ChatRequest:
     form = body.output_config.format if body.output_config is not None else None
     return ChatRequest(
         sampling=read_sampling(body),
-        schema=checked_schema(None if form is None else form.schema, tools, "output_config"),
+        schema=None if form is None else form.schema,
         model=body.model,
         messages=checked_messages(messages, "messages"),
         tools=chosen_tools(tools, choice.name if choice.type == "tool" else None, none=choice.type == "none"),
@@ -240,16 +240,17 @@ def _tool(tool: _Tool, where: str) -> dict[str, Any]:
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
-_tools_cache = ToolsCache(_Tool, _tool)
+_tools_cache = ToolsCache(_Tool, lambda tools: [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)])
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> dict[str, Any]:
     cached = answer.completion.num_cached
     return {
         "input_tokens": len(answer.prompt_ids) - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": len(answer.completion.token_ids),
+        **summary_usage([answer]),
     }
 
 
@@ -270,7 +271,7 @@ def _calls(answer: Answer, head: ResponseHead) -> list[dict[str, Any]]:
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a message."""
+    """Return the JSON body of a response with one message, made from the first answer."""
     answer = answers[0]
     content: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -285,7 +286,8 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
 
 
 def error(refused: RequestRefused) -> dict[str, Any]:
-    """Return the JSON body of an error. A full context has Anthropic's message, by which clients recognise it."""
+    """Return the JSON body of an error. For a full context it has the text by which Anthropic's clients recognise
+    it."""
     kind = ERRORS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     message = refused.message
     if refused.code == "context_length_exceeded":

@@ -1,15 +1,17 @@
-"""The dialect of OpenAI's Responses, without state on the server: each request has the whole conversation."""
+"""The dialect of OpenAI's Responses API. The server keeps no state: each request has the whole conversation."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from etude.capture import Chat, KeptMessage, Message
-from etude.gateway.answers import Answer, ResponseHead, logprob_entry
+from etude.gateway.answers import Answer, ResponseHead, logprob_entry, summary_usage
+from etude.gateway.dialects.declared_tools import DeclaredTool, ToolName, function_name, functions, names_of
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request, openai_error
 from etude.gateway.requests import (
@@ -21,9 +23,7 @@ from etude.gateway.requests import (
     canonical_call,
     check_range,
     checked_messages,
-    checked_schema,
     chosen_tools,
-    function_tool,
     read_sampling,
 )
 
@@ -69,23 +69,18 @@ class _Item(msgspec.Struct):
     content: str | list[_Part] | None = None
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     arguments: str = "{}"
     input: str = ""
     output: str | list[_Part] = ""
 
 
-class _Tool(msgspec.Struct):
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class _Choice(msgspec.Struct):
     type: str
     name: str = ""
+    namespace: str = ""
     mode: Literal["auto", "required"] = "auto"
-    tools: list[_Tool] = []
+    tools: list[_Choice] = []
 
 
 class _Format(msgspec.Struct):
@@ -133,7 +128,7 @@ ECHOED = (
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a request for a response. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a request of the Responses API. Raises `RequestRefused` (HTTP status 400)."""
     body = _decoder.decode(data)
     check_range("max_output_tokens", body.max_output_tokens, 1)
     messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -141,16 +136,17 @@ def read(data: bytes) -> ChatRequest:
         messages.append({"role": "user", "content": body.input})
     else:
         messages += _messages(body.input)
-    tools = _tools_cache.read(body.tools)
     choice = body.tool_choice or "auto"
-    only: str | list[str] | None = None
+    only: list[str] | None = None
     if isinstance(choice, _Choice):
         if choice.type not in ("function", "custom", "allowed_tools"):
             raise invalid_request(f"tool_choice of type {choice.type[:100]!r} is not offered", "tool_choice")
-        only = [tool.name for tool in choice.tools] if choice.type == "allowed_tools" else choice.name
+        chosen = choice.tools if choice.type == "allowed_tools" else [choice]
+        only = [function_name(one.namespace, one.name) for one in chosen]
         must = choice.type != "allowed_tools" or choice.mode == "required"
     else:
         must = choice == "required"
+    tools = _tools[must].read(body.tools)
     form = body.text.format if body.text is not None else None
     schema = None if form is None or form.type == "text" else {"type": "object"} if form.schema is None else form.schema
     offered = chosen_tools(tools, only, none=choice == "none")
@@ -160,7 +156,7 @@ def read(data: bytes) -> ChatRequest:
         messages=checked_messages(messages, "input"),
         tools=offered,
         sampling=read_sampling(body),
-        schema=checked_schema(schema, offered, "text"),
+        schema=schema,
         top_logprobs=(body.top_logprobs or 0) if logprobs else None,
         must_call=must,
         parallel=body.parallel_tool_calls is not False,
@@ -224,7 +220,8 @@ def _message(item: _Item, where: str) -> KeptMessage:
             message["reasoning_content"] = text
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.arguments if kind == "function_call" else {"input": item.input}
-        message["tool_calls"] = [canonical_call(item.name, arguments, item.call_id, f"{where}.arguments")]
+        name = function_name(item.namespace or "", item.name)
+        message["tool_calls"] = [canonical_call(name, arguments, item.call_id, f"{where}.arguments")]
     elif kind in ("function_call_output", "custom_tool_call_output"):
         message = {"role": "tool", "content": _text(item.output, f"{where}.output"), "tool_call_id": item.call_id}
     else:
@@ -243,6 +240,7 @@ def _turn(items: Sequence[_Item], where: str) -> KeptMessage:
 
 _items = ParseCache(msgspec.json.Decoder(_Item), _message)
 _turns = ParseCache(msgspec.json.Decoder(list[_Item]), _turn)
+_tools = {must: ToolsCache(DeclaredTool, partial(functions, must_call=must)) for must in (False, True)}
 
 
 def _text(content: str | list[_Part] | None, where: str) -> str:
@@ -254,19 +252,6 @@ def _text(content: str | list[_Part] | None, where: str) -> str:
     return "".join(part.text or part.refusal for part in content)
 
 
-def _tool(tool: _Tool, where: str) -> dict[str, Any]:
-    if tool.type == "custom":
-        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-        return function_tool(tool.name, tool.description, text)
-    if tool.type != "function":
-        what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
-        raise invalid_request(f"{what}\n  hint: give tools of type function, which the client executes", where)
-    return function_tool(tool.name, tool.description, tool.parameters)
-
-
-_tools_cache = ToolsCache(_Tool, _tool)
-
-
 def _output(request: ChatRequest, head: ResponseHead, answer: Answer) -> list[dict[str, Any]]:
     """Return the output items of an answer: reasoning, message and calls."""
     status = "incomplete" if answer.finish == "length" else "completed"
@@ -275,16 +260,16 @@ def _output(request: ChatRequest, head: ResponseHead, answer: Answer) -> list[di
         items.append(_reasoning_item(head, answer.reasoning))
     if answer.text or not answer.calls:
         items.append(_message_item(head, answer.text, status, _logprobs(answer)))
-    custom = {tool.get("name") for tool in request.echo.get("tools", ()) if tool.get("type") == "custom"}
-    for number, (call_id, name, arguments) in enumerate(answer.calls_with_ids("call_", head)):
-        if name in custom:
+    declared = names_of(request.echo.get("tools", ()))
+    for number, (call_id, function, arguments) in enumerate(answer.calls_with_ids("call_", head)):
+        namespace, name, custom = declared.get(function, ToolName("", function, custom=False))
+        if custom:
             text = answer.calls[number]["arguments"].get("input", "")
             content = {"type": "custom_tool_call", "input": text if isinstance(text, str) else json.dumps(text)}
         else:
             content = {"type": "function_call", "arguments": arguments}
-        items.append(
-            {"id": f"fc_{head.id}{number}", **content, "call_id": call_id, "name": name, "status": "completed"}
-        )
+        content |= {"call_id": call_id, "name": name, "status": "completed"}
+        items.append({"id": f"fc_{head.id}{number}", **content} | ({"namespace": namespace} if namespace else {}))
     return items
 
 
@@ -336,7 +321,7 @@ def _response(request: ChatRequest, head: ResponseHead, status: str) -> dict[str
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a response."""
+    """Return the JSON body of a response, made from the first answer."""
     answer = answers[0]
     prompt, sampled, cut = len(answer.prompt_ids), len(answer.completion.token_ids), answer.finish == "length"
     response = _response(request, head, "incomplete" if cut else "completed")
@@ -348,6 +333,7 @@ def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) ->
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + sampled,
+        **summary_usage(answers),
     }
     if request.return_token_ids:
         response |= {"token_ids": answer.completion.token_ids.tolist(), "prompt_token_ids": answer.prompt_ids.tolist()}

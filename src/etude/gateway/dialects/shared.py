@@ -1,4 +1,4 @@
-"""What chat completions and text completions share: parameters, errors and the frame of bodies and events."""
+"""The common part of chat completions and text completions: parameters, usage, and the frame of bodies and events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from etude.capture import Chat
-from etude.gateway.answers import Answer, ResponseHead, num_sampled
+from etude.gateway.answers import Answer, ResponseHead, num_sampled, summary_usage
 from etude.gateway.dialects.dialect import EventStream, data_event
 from etude.gateway.errors import RequestRefused, openai_error
 from etude.gateway.requests import ChatRequest, check_range, check_stops, read_sampling
@@ -63,10 +63,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(msgspec.Struct):
+    """The request parameter `stream_options`. `include_usage`: whether a stream ends with an event of token counts."""
+
     include_usage: bool = False
 
 
 class Body(msgspec.Struct, kw_only=True):
+    """The parameters that chat completions and text completions have in common, as the client sent them. None: not
+    given."""
+
     model: str
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -88,7 +93,7 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 def common(body: Body) -> dict[str, Any]:
-    """Check the shared parameters and return them as arguments of `ChatRequest`."""
+    """Check the shared parameters, and return them as keyword arguments of `ChatRequest`. Raises `RequestRefused`."""
     check_range("max_tokens", body.max_tokens, 1)
     check_range("max_completion_tokens", body.max_completion_tokens, 1)
     return {
@@ -106,20 +111,25 @@ def common(body: Body) -> dict[str, Any]:
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return OpenAI's usage object. `cached_tokens` in it counts prompt tokens whose KV was reused."""
+    """Return OpenAI's `usage` object, the token counts of a response. `cached_tokens` are prompt tokens whose KV was
+    reused."""
     prompt, sampled = len(answers[0].prompt_ids), num_sampled(answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": answers[0].completion.num_cached},
+        **summary_usage(answers),
     }
 
 
 def whole_body(
     request: ChatRequest, head: dict[str, Any], answers: Sequence[Answer], contents: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the body of a response. `contents` has what is particular to each choice: its text and logprobs."""
+    """Return the JSON body of a complete response.
+
+    `head` are its first fields (`head_fields`). `contents` has, for each answer, the fields of its choice that differ
+    between the APIs, such as its message."""
     choices = [
         {"index": i, **content, "finish_reason": answer.finish}
         for i, (answer, content) in enumerate(zip(answers, contents, strict=True))
@@ -133,7 +143,7 @@ def whole_body(
 
 
 class CompletionStream(EventStream):
-    """Makes the events of a streamed response of OpenAI's completions. The subclasses write the choices."""
+    """The events of a streamed response of OpenAI's chat or text completions. Subclasses write the choices."""
 
     prefix = kind = ""
 
@@ -180,5 +190,7 @@ class CompletionStream(EventStream):
 
 
 def head_fields(head: ResponseHead, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields with which every body and event of a response begins."""
+    """Return the fields with which every body and event of a response begins.
+
+    `prefix` begins the response's id, such as "chatcmpl-", and `kind` is the value of `object`."""
     return {"id": prefix + head.id, "object": kind, "created": head.created, "model": head.model}

@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's text completions, which continue a prompt without a chat template."""
+"""The dialect of OpenAI's text completions API, which continues a prompt without a chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _decoder = BodyDecoder(_TextBody, neutral=NEUTRAL_OF_TEXT, harmless=HARMLESS)
 
 
 def read(data: bytes) -> ChatRequest:
-    """Parse and check the JSON body of a text completion request. Raises `RequestRefused` with status 400."""
+    """Parse and check the JSON body of a text completion request. Raises `RequestRefused` (HTTP status 400)."""
     body = _decoder.decode(data)
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -54,7 +54,7 @@ def _logprobs(answer: Answer) -> dict[str, Any] | None:
 
 
 def body(request: ChatRequest, head: ResponseHead, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON body of a text completion (`text_completion`)."""
+    """Return the JSON body of a response, an object `text_completion` with one choice for each answer."""
     texts = [{"text": answer.text, "logprobs": _logprobs(answer)} for answer in answers]
     return whole_body(request, head_fields(head, "cmpl-", "text_completion"), answers, texts)
 

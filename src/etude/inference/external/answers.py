@@ -231,5 +231,7 @@ def schema_of(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:
-    """Return the error of a response that a server of the tested version never sends."""
-    return BrokenAnswer(f"{server} of {engine} sent an invalid response", facts, hint="see its log")
+    """Return the error for a response that does not follow the server's protocol.
+
+    `server` is the kind ("vLLM", "SGLang"), `engine` its name in the run, and `facts` says what is wrong."""
+    return BrokenAnswer(f"{server} of {engine} sent an invalid response", facts, hint="see the engine's log")

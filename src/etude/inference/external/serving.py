@@ -302,7 +302,7 @@ def _wait_for_first_version(store: BlobStore, args: argparse.Namespace) -> None:
         if not reported:
             print(f"{args.name} waits for a first version in {args.store}", file=sys.stderr, flush=True)
         if time.monotonic() > end:
-            facts = f"no version of policy; waited {args.wait_s:g} s"
+            facts = f"the channel 'policy' has no version; waited {args.wait_s:g} s"
             raise DeadlineExceeded(
                 f"there are no weights in {args.store}", facts, hint="check whether the run is running"
             )

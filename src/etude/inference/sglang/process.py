@@ -58,7 +58,9 @@ class SglangClient(ServerClient):
         body = {"model_path": str(checkpoint), "flush_cache": False, "load_format": "auto"}
         data = await self.ask("/update_weights_from_disk", body, what="load weights", deadline_s=LOAD_S)
         if not msgspec.json.decode(data).get("success"):
-            raise EngineError(f"SGLang of {self.name} did not load weights", repr(data[:500]), hint="see its log")
+            raise EngineError(
+                f"SGLang of {self.name} did not load weights", repr(data[:500]), hint="see the engine's log"
+            )
 
     async def route_source(self, num_moe_layers: int) -> RouteSource:
         if not num_moe_layers:

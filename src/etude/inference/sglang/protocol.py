@@ -178,7 +178,7 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
         message = error if isinstance(error, str) else error.message
     except ValueError:
         message = repr(body[:200])
-    return EngineError(f"SGLang of {engine} answered {status}", message[:500], hint="see its log")
+    return EngineError(f"SGLang of {engine} answered {status}", message[:500], hint="see the engine's log")
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
@@ -200,7 +200,9 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     if [one.token_id for one in sampled] != ids:
         raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
     if finish is not None and finish.type == "abort":
-        raise EngineError(f"SGLang of {engine} aborted a request", finish.message, hint="send it again; see its log")
+        raise EngineError(
+            f"SGLang of {engine} aborted a request", finish.message, hint="send it again; the engine's log may say why"
+        )
     logprobs = [one.logprob for one in sampled if one.logprob is not None]
     if len(logprobs) != len(ids):
         raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")

@@ -86,8 +86,8 @@ class SglangWeightSync(ExternalWeightSync):
         """Write the chain's version as a checkpoint. Raises `WeightsError`, `CheckpointError`."""
         tensors = self._chain.tensors
         if adapted_modules(tensors):
-            facts, hint = "SGLang only loads full weights", "use vLLM or reference engines, or learner.lora_rank = 0"
-            raise WeightsError("an adapter is published", facts, hint=hint)
+            facts, hint = "it only loads full weights", "use vLLM or reference engines, or learner.lora_rank = 0"
+            raise WeightsError("SGLang cannot load the published adapter", facts, hint=hint)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         copy_other_files(self._start, folder)

@@ -208,7 +208,7 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
         message = msgspec.json.decode(body, type=_ErrorBody).error.message
     except ValueError:
         message = repr(body[:200])
-    return EngineError(f"vLLM of {engine} answered {status}", message[:500], hint="see its log")
+    return EngineError(f"vLLM of {engine} answered {status}", message[:500], hint="see the engine's log")
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
@@ -233,7 +233,7 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     if [one.token_id for one in sampled] != ids:
         raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
     if choice.finish_reason == "abort":
-        raise EngineError(f"vLLM of {engine} aborted a request", hint="send it again; see its log")
+        raise EngineError(f"vLLM of {engine} aborted a request", hint="send it again; the engine's log may say why")
     spans = _spans(choice, engine) if choice.finish_reason else ()
     likeliest = [[(one.logprob, one.token_id) for one in token.top_logprobs or []] for token in sampled]
     logprobs, reason = [one.logprob for one in sampled], choice.finish_reason

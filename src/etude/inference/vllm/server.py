@@ -120,8 +120,10 @@ class VllmWeightSync(ExternalWeightSync):
                 )
             found = [one["prepared"] for one in states]
             if not any(one["preparing"] for one in states):
-                what = f"{self.engine.name} finds nothing new in {self.place}"
-                raise WeightsError(what, "its pointer is at another version", hint="see etude weights log")
+                what = f"{self.engine.name} finds no new version in {self.place}"
+                raise WeightsError(
+                    what, "the channel's pointer names a version that it has already", hint="see etude weights log"
+                )
             if all(found):
                 if all(one == found[0] for one in found):
                     return
@@ -144,12 +146,14 @@ class VllmWeightSync(ExternalWeightSync):
             raise WeightsError(
                 f"{self.engine.name} could not write a version",
                 trouble,
-                hint="it is written completely next; requests wait",
+                hint="the engine writes all weights again; requests wait until then",
             )
         versions = [msgspec.convert(one["version"], Version) for one in results]
         if any(version != versions[0] for version in versions):
             facts = ", ".join(map(str, versions))
-            raise WeightsError(f"the workers of {self.engine.name} hold different versions", facts, hint="restart it")
+            raise WeightsError(
+                f"the workers of {self.engine.name} hold different versions", facts, hint="restart the engine"
+            )
         return versions[0]
 
 

@@ -138,5 +138,5 @@ class Exact(Operators):
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """Compute the output head's product, float32 [R, V].
 
-        Rounding would add noise to the log-probabilities of both sides, and save nothing."""
+        They are not rounded, since that would add noise to the log-probabilities of engine and learner."""
         return self.router_scores(x_RD, weight_VD)

@@ -59,7 +59,7 @@ class PagedKeys:
 def attend(
     q_NHA: torch.Tensor, kept: PagedKeys, queries: Queries, scale: float | None = None, *, spread: bool | None = None
 ) -> torch.Tensor:
-    """Compute the attention output o_NHB.
+    """Compute causal attention of queries over cached keys, and return the output [N, H, B].
 
     Each row attends to its sequence up to its own position, which is already in `kept`. `scale` None: 1/√A. `spread`
     selects the schedule, without changing a bit (None: by the number of tiles)."""
@@ -70,7 +70,8 @@ def attend(
 def attend_packed(
     q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, tokens: Groups, scale: float | None = None
 ) -> torch.Tensor:
-    """Compute the attention output o_NHB of packed full sequences, differentiable. The bits are those of `attend`.
+    """Compute causal attention of packed full sequences, and return the output [N, H, B]. Differentiable; equals
+    `attend` bit for bit.
 
     `tokens`: the rows of each sequence."""
     o: torch.Tensor = _Packed.apply(q_NHA, k_NGA, v_NGB, tokens, scale)  # type: ignore[no-untyped-call]

@@ -45,7 +45,7 @@ class Groups:
         return self._tile_starts[tile_rows, share]
 
     def most_tiles(self, tile_rows: int, share: int = 1) -> int:
-        """Return an upper bound of the number of tiles, known without synchronising."""
+        """Return an upper bound of the number of tiles of `tile_rows` rows, without waiting for the device."""
         rows = self.num_rows * share
         return rows // tile_rows + min(self.num_groups, rows)
 
@@ -60,10 +60,11 @@ def multiply(
     dtype: torch.dtype | None = None,
     split: bool | None = None,
 ) -> torch.Tensor:
-    """Compute x · weightᵀ, [N, O]; `weight` is [O, I], or [E, O, I] with `groups`, with any strides.
+    """Compute x · weightᵀ, [N, O].
 
-    `source_N`: row n is row source_N[n] of x. `dtype`: of the result (None: that of x). `split` selects the schedule,
-    without changing a bit (None: by the number of tiles)."""
+    `weight` is [O, I], or [E, O, I] with `groups` (which rows belong to which expert). `source_N`: row n is row
+    source_N[n] of x. `dtype`: of the result (None: that of x). `split` selects the schedule, without changing a bit
+    (None: by the number of tiles)."""
     ins, outs = x_NI.shape[1], weight.shape[-2]
     rows = x_NI.shape[0] if source_N is None else len(source_N)
     y = x_NI.new_empty(rows, outs, dtype=dtype or x_NI.dtype)
@@ -90,7 +91,7 @@ def multiply(
 
 
 def join_partial_sums(sums_PNO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add partial sums, float32, as a balanced tree, and round once; [N, O]. P is a power of two up to 8.
+    """Add P float32 partial sums [P, N, O] as a balanced tree, and round once to `dtype`. P is a power of two up to 8.
 
     Tensor-parallel ranks add their partial sums in the same way, in the order of their parts of the inner width."""
     leaves = len(sums_PNO)
@@ -110,7 +111,7 @@ def weight_gradient(
     groups: Groups | None = None,
     source_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute dyᵀ · x, [O, I], or with `groups` [E, O, I] by expert, zero for experts without rows.
+    """Compute the weights' gradient dyᵀ · x, [O, I]; with `groups` [E, O, I], zero for experts without rows.
 
     `dtype`: of the result. `source_N`: row n of x is its row source_N[n]."""
     dy_NO, x_NI = dy_NO.contiguous(), x_NI.contiguous()

@@ -70,7 +70,8 @@ class ExactGpu(Operators):
         return row_ops.rotate(x_NHA, cos_N1A, sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        """Compute a router's logits, float32 [N, E]. Rounded logits would tie."""
+        """Compute a router's logits, float32 [N, E]. They are not rounded, since rounded logits would often be
+        equal."""
         return matmul.linear(x_ND, weight_ED, dtype=torch.float32)
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ _SHORTEST_LEAF = 256
 
 @dataclass(frozen=True)
 class Tiles:
-    """A program's tile of a product, and how its inner sum is divided.
+    """The tile of a matrix product that one program computes, and how its inner sum is divided.
 
-    `ins`: a step of the inner sum. `leaves`: contiguous parts of the inner width, summed as a tree; a power of two up
-    to 8."""
+    `rows`, `outs`: the size of the tile. `ins`: the length of one step of the inner sum. `leaves`: parts of the inner
+    width, summed as a tree; a power of two up to 8. `warps`, `stages`: Triton's settings."""
 
     rows: int
     outs: int

@@ -39,7 +39,7 @@ class QuantisedOperators(Operators):
         super().__init__(inner.dtype)
         if inner.degree > 1 and format.has_global_scale:
             raise ConfigError(
-                f"{format.name} over {inner.degree} tensor-parallel ranks",
+                f"{format.name} is not possible on {inner.degree} tensor-parallel ranks",
                 "its global scale needs a full row, and a rank has a part of it",
                 hint="set numerics.degree = 1, or use mxfp8 or mxfp4",
             )

@@ -64,7 +64,7 @@ def to_scaled(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Scale
     """Return `x` as elements and scales. Arguments and errors are those of `round_to_format`."""
     if x.shape[-1] % format.block:
         raise ConfigError(
-            f"a product over {x.shape[-1]} numbers in {format.name}",
+            f"a matrix of width {x.shape[-1]} cannot be multiplied in {format.name}",
             f"the width is not a multiple of the block size {format.block}",
             hint=f'use model widths that are multiples of {format.block}, or set numerics.quantise = "none"',
         )

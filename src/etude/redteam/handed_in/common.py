@@ -49,6 +49,6 @@ WRONG = "def f(n):\n    return 0\n"
 
 
 def cheat(name: str, row: Row, what: str, files: dict[str, str | bytes], kinds: tuple[Kind, ...] = ALL) -> Cheat:
-    """Build a `Cheat` that hands in `files`; unless they contain calc.py, it gets a wrong solution."""
+    """Return a `Cheat` that hands in `files`, with a wrong calc.py unless they have one. `what` describes it."""
     tried = (*kinds, Kind.PYTEST) if name in _BY_PYTEST and Kind.PYTEST not in kinds else kinds
     return Cheat(name=name, row=row, what=what, files={"calc.py": WRONG, **files}, kinds=tried)

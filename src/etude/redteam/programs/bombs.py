@@ -157,7 +157,7 @@ def sockets() -> None:
 
 
 def queues() -> None:
-    """Create objects that kernels limit for each user: queues, semaphores, timers, inotify, epoll."""
+    """Try to exhaust objects that a kernel limits for each user: queues, semaphores, timers, inotify, epoll."""
     kept: list[int] = []
     libc = ctypes.CDLL(None)
 

@@ -71,7 +71,8 @@ def raw_bytes() -> str:
 
 
 def other_names_of_heads() -> str:
-    """Try to find names of other commits: tags, ORIG_HEAD, FETCH_HEAD, stashes, remotes; return what it got or ""."""
+    """Search for names of hidden commits: tags, ORIG_HEAD, FETCH_HEAD, stashes, remotes. Return what was found, or
+    ""."""
     references = {line for line in _git("show-ref", "--head").splitlines() if b" " in line}
     commits = {line.split()[0] for line in references}
     files = [

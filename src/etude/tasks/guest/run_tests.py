@@ -61,11 +61,14 @@ def report_reads(report: Report) -> None:
 
 
 def last_line(text: Any) -> str:
+    """Return the last line of a text that is not empty."""
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1].strip().lstrip("E ")[:200] if lines else ""
 
 
 def with_unittest(path: str, report: Report) -> None:
+    """Run the tests in the file `path` with unittest, and fill in the report."""
+
     class Result(unittest.TestResult):
         def startTest(self, test: unittest.TestCase) -> None:
             super().startTest(test)
@@ -96,6 +99,7 @@ def with_unittest(path: str, report: Report) -> None:
 
 
 def with_pytest(path: str, report: Report) -> None:
+    """Run the tests in the file `path` with pytest, and fill in the report."""
     import pytest
 
     send = report  # the hooks of pytest have an argument `report`

@@ -33,6 +33,7 @@ def pieces(text: str, lines: int, chars: int, lengths: Container[int] | None = N
 
 
 def roots() -> list[str]:
+    """Return the folders to scan."""
     found = [*sys.path, *sysconfig.get_paths().values(), *PLACES]
     return sorted({os.path.realpath(p) for p in found if os.path.isdir(p)} - {os.getcwd()})
 

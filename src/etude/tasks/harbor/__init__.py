@@ -178,11 +178,15 @@ def _exports(folder: Path, config: HarborConfig, workdir: str) -> tuple[str, ...
         inside = path.relative_to(workdir).as_posix()
         declared = "./" if inside == "." else inside + ("/" if source.endswith("/") else "")
         if not is_declarable(declared):
-            raise TaskError(f"{folder}: artifact {source!r}", "is not a plain path", hint="declare a plain path")
+            raise TaskError(
+                f"{folder}: artifact {source!r} is invalid", "it is not a plain path", hint="declare a plain path"
+            )
         exports.append(declared)
     if not exports:
         raise TaskError(
-            f"{folder}: a separate verifier without artifacts", "there is nothing to verify", hint="declare artifacts"
+            f"{folder} has a separate verifier but no artifacts",
+            "so it has nothing to verify",
+            hint="declare artifacts",
         )
     return tuple(exports)
 

@@ -107,7 +107,7 @@ async def task_of_commit(
     image: Image | None = None,
     deadline_s: float = TEST_DEADLINE_S,
 ) -> Candidate | str:
-    """Make a task from a commit, or return the reason why there is none.
+    """Make a task from a commit of a repository, or return the reason why that is not possible.
 
     `source` is the name of the task's source. The commit's tests run three times in machines with `image`, each time
     for at most `deadline_s` seconds."""

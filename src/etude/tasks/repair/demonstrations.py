@@ -19,7 +19,7 @@ def _edit(module: str, place: int, body: Body) -> Call:
 
 
 def oracle(problem: Problem) -> Script:
-    """Yield the calls of an agent that knows the answer: test, read, repair, test, submit."""
+    """Yield the calls of an agent that knows the answer. It runs the tests, reads, repairs, tests again and submits."""
     yield "test", {}
     yield "cat", {"path": f"{problem.module}.py"}
     yield _edit(problem.module, problem.place, problem.function.body)
@@ -39,7 +39,7 @@ def random_agent(problem: Problem, rng: random.Random) -> Script:
 def imperfect(
     problem: Problem, rng: random.Random, *, right_body: float = 0.6, right_file: float = 0.7, right_place: float = 0.5
 ) -> Script:
-    """Yield the calls of an agent that makes one or two edits, which are often wrong.
+    """Yield the calls of an agent that makes one or two edits, which are often wrong, drawn by `rng`.
 
     Each edit has the probability `right_file` for the right file (if the tests were run), `right_place` for the right
     function in it, and `right_body` for the right body. With the defaults, 0.38 of 12,000 demonstrations succeed (three

@@ -82,7 +82,7 @@ def line_of(place: int) -> int:
 
 
 def make_problem(rng: random.Random, split: Split, *, files: int, functions_per_file: int) -> Problem:
-    """Generate a random problem whose broken function is of `split`.
+    """Generate a random problem of this size whose broken function belongs to `split`.
 
     At least two visible cases and one hidden case fail because of the bug."""
     names = rng.sample(FUNCTION_NAMES, files * functions_per_file)
@@ -138,7 +138,7 @@ def _cases(module: str, function: Function, calls: Sequence[list[Any]]) -> list[
 
 
 def task_of(problem: Problem, split: Split, index: int) -> Task:
-    """Return the task of a problem, without the answer."""
+    """Return the task of a problem at this place in the source, without the answer."""
     files = problem.files()
     tests = visible_tests((c.module, call_text(c.function, c.args), c.expected) for c in problem.visible)
     return Task(

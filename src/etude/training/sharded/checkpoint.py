@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from etude.errors import CheckpointError
-from etude.models.checkpoint import open_safetensors
+from etude.models.checkpoint_files import open_safetensors
 from etude.training.optimizer import AdamW, layout
 from etude.training.sharded.fsdp import ShardSpec
 

@@ -46,7 +46,7 @@ def rank_tokens(lengths: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
 
 
 def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
-    """Return a rank's part of a batch. If it would leave some rank without tokens, the first rank has all."""
+    """Return a rank's part of a batch. If some rank would get no tokens, the first rank gets all of them."""
     if ranks == 1 or rows.num_tokens == 0:
         return rows
     parts = [rank_tokens(rows.lengths, one, ranks) for one in range(ranks)]
@@ -56,7 +56,7 @@ def rank_part(rows: FlatBatch, rank: int, ranks: int) -> FlatBatch:
 
 
 class ContextParallelCache:
-    """A `Cache` of packed texts of which this rank has a part. Every layer gathers once, forward and backward."""
+    """A `Cache` of packed texts of which this rank has a part. Each layer gathers keys and values of all ranks."""
 
     compressed = True  # latents are smaller than keys and values
 

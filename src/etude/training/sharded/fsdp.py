@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from etude.errors import ConfigError
 from etude.models.adapter_config import ADAPTER_CONFIG
-from etude.models.checkpoint import RowRange, read_json, read_rows
+from etude.models.checkpoint import RowRange, read_rows
+from etude.models.checkpoint_files import read_json
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights
 from etude.models.lora import local_part
@@ -69,7 +70,7 @@ class ShardSpec:
 
     @property
     def rows(self) -> slice:
-        """This rank's rows."""
+        """This rank's rows of the parameter, as a slice."""
         return slice(self.start, self.stop)
 
     def distributed(self, own: torch.Tensor) -> DTensor:
@@ -114,7 +115,7 @@ def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A tensor with a Hugging Face name, as a slice of a full parameter that is flattened.
+    """A tensor of a Hugging Face checkpoint, as a slice of a flattened parameter of the model.
 
     `start`: its first number in the flattened parameter. `shape`: of the tensor."""
 
@@ -129,7 +130,8 @@ class TensorSlice:
 
 
 def tensor_slices(model: Transformer, specs: Mapping[str, ShardSpec], mesh: Mesh) -> dict[str, list[TensorSlice]]:
-    """Return the Hugging Face tensors in each parameter. Call it before `apply_fsdp`."""
+    """Return for each parameter the tensors of a Hugging Face checkpoint that it consists of. Call it before
+    `apply_fsdp`."""
     storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
     of = {id(storage): name for name, storage in storages.items()}
     found: dict[str, list[TensorSlice]] = {name: [] for name in specs}
@@ -149,7 +151,9 @@ def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
     Raises `CheckpointError`, and `ConfigError` for an adapter's directory."""
     if (path / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{path} on several ranks", "it is an adapter", hint="export the merged model, and start from that"
+            f"{path} cannot be loaded on several ranks",
+            "it is an adapter",
+            hint="export the merged model, and start from that",
         )
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     check_weights(path, config)

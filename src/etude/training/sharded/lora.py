@@ -181,7 +181,7 @@ class RankAccumulator(ShareAccumulator):
         self._named, self._specs, self._mesh = optimizer.by_parameter(optimizer.grad), specs, mesh
 
     def add_share(self) -> None:
-        """Do nothing: gradients are added in `finish_row`."""
+        """Do nothing, since gradients are added in `finish_row`."""
 
     def finish_row(self) -> None:
         everybody = self._mesh.dense.get_group()

@@ -42,13 +42,13 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place in every mesh of a learner. `join` makes it.
+    """One rank's place in the device meshes of a learner. `join` makes one.
 
     - `dense`: all ranks. `experts`: [expert_parallel, ranks / expert_parallel]. `expert_fsdp`: this rank's column of
       `experts`.
     - `expert`: this rank's row of `experts`, for the model's collectives.
-    - `context`: the `context_size` ranks that share each text, of which this is number `context_rank`.
-    - `control`: a group of all ranks on CPUs. `publishing`: the same, for another thread.
+    - `context`: the `context_size` ranks that share each text; this rank is number `context_rank` of them.
+    - `control`: a process group of all ranks on CPUs. `publishing`: another one, for the thread that publishes.
     - `store`: a key-value store, hosted by rank 0.
     - `hosts`: the address of each rank's machine."""
 
@@ -76,11 +76,11 @@ class Mesh:
 def join(
     config: LearnerConfig, *, store: TCPStore | None = None, rank: int = 0, deadline_s: float = DEADLINE_S
 ) -> Mesh:
-    """Meet the other ranks of `config.ranks`, and create the meshes. A collective call.
+    """Connect to the other ranks of the learner, and create the meshes. A collective call.
 
-    Ranks meet at a store of `host_store` and `connect_store`, as this `rank`; or by the environment variables of
-    torchrun; or in an already initialised default group. `deadline_s`: of each collective. Raises `ConfigError` where
-    the number of ranks does not match."""
+    With `store` (of `host_store` or `connect_store`), this process is rank `rank`. Without it, ranks find each other by
+    the environment variables of torchrun, or are in an initialised default group already. `deadline_s`: of each
+    collective. Raises `ConfigError` where the number of ranks does not match."""
     met, first = distributed.is_initialized(), os.environ.get("MASTER_ADDR", LOOPBACK) if store is None else store.host
     if met:
         rank, size = distributed.get_rank(), distributed.get_world_size()

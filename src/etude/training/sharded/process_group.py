@@ -17,7 +17,8 @@ from torch import distributed
 from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.file_checksums import digests, files_in, verify_files, write_sums
 from etude.models.attention import Cache
-from etude.models.checkpoint import fsync_directory, rename_into_place, verify_weights
+from etude.models.checkpoint import verify_weights
+from etude.models.checkpoint_files import fsync_directory, rename_into_place
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
 from etude.numerics.lora import LoraOperators
@@ -50,7 +51,7 @@ class RankMissing(RankLost):
 class ShardedProcessGroup:
     """One rank of a sharded learner: the `ProcessGroup` over the ranks of a `Mesh`.
 
-    Of a model it stores only how it is sharded."""
+    About the model it stores only how it is sharded."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
@@ -94,7 +95,9 @@ class ShardedProcessGroup:
             distributed.all_reduce(any_error, distributed.ReduceOp.MAX, group=self.mesh.control)
         if any_error:
             if own_error is not None and not isinstance(own_error, EtudeError):
-                own_error = EtudeError(f"rank {self.rank} failed: {what}", repr(own_error), hint="report this")
+                own_error = EtudeError(
+                    f"rank {self.rank} failed: {what}", repr(own_error), hint="this is a defect of etude: report it"
+                )
             raise next(error for error in self.all_gather(own_error) if error is not None)
 
     @contextlib.contextmanager
@@ -246,7 +249,8 @@ class ShardedProcessGroup:
 
 
 class PublishExchange:
-    """Communication of the ranks for publishing. It runs in its own thread, so it has its own process group."""
+    """The communication of the ranks while they publish. It has its own process group, since it runs in its own
+    thread."""
 
     def __init__(self, group: ShardedProcessGroup) -> None:
         self._group, self._mesh, self.rank = group, group.mesh, group.rank

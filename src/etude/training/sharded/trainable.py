@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from etude.models.checkpoint import save_tensors, write_config_files, write_index
+from etude.models.checkpoint import write_config_files, write_index
+from etude.models.checkpoint_files import save_tensors
 from etude.models.lora import local_part
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_biases
@@ -46,7 +47,7 @@ class ShardedWeights:
         self.named = named
 
     def filled(self) -> None:
-        """Finish the construction, after FSDP2 has sharded the model and the weights are loaded."""
+        """Finish the construction. Call it when FSDP2 has sharded the model and the weights are loaded."""
 
     @property
     def _others(self) -> dict[str, torch.Tensor]:

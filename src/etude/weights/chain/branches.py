@@ -51,14 +51,14 @@ def point(store: BlobStore, name: str, version: Version, *, branch: str = "", si
         if outcome is Outcome.LOST:
             break
     raise WeightsError(
-        f"{key} does not name {version}",
-        f"somebody else moved it at the same time: {_named(store, key)}",
+        f"{key} could not be moved to {version}",
+        f"another process moved it at the same time: {_named(store, key)}",
         hint="check where it is now, then decide again",
     )
 
 
 def drop(store: BlobStore, name: str, branch: str) -> None:
-    """Delete a branch of channel `name`. Does nothing if it does not exist; `WeightsError` if `branch` is empty.
+    """Delete a branch of channel `name`. Does nothing if it does not exist. Raises `WeightsError` if `branch` is "".
 
     Its versions stay in the store until garbage collection.
     """

@@ -101,7 +101,7 @@ class Channel:
         if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", name):
             raise WeightsError(f"channel name {name!r} is not allowed", hint="use a-z, 0-9, _ and -")
         if incarnation is not None and not re.fullmatch("[0-9a-f]{8}", incarnation):
-            raise WeightsError(f"incarnation {incarnation!r} is not allowed", hint="8 hex characters, or None")
+            raise WeightsError(f"incarnation {incarnation!r} is not allowed", hint="give 8 hex characters, or None")
         self._store, self._name, self._signer, self._anchors = store, name, signer, anchors
         self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)

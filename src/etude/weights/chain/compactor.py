@@ -2,7 +2,7 @@
 
 A weight that changed in several steps is stored once in such a *composed* delta. Sixteen single deltas take 1.31 bits
 per weight; one composed delta over the same sixteen versions takes .55 (AdamW, 1e-6). A compactor runs beside the
-writer, preferably near the store. It keeps one full version in memory and, for each of the last steps, the codes that
+writer, preferably near the store. It keeps one full version in memory and, for each of the last steps, the values that
 the step overwrote (`undo_record`): never a second snapshot. It stores a list of its deltas beside the version
 (`manifest.later_key`). Readers need not trust it: the digests in the target's manifest verify the result.
 
@@ -35,7 +35,8 @@ SPANS = (4, 16)
 
 
 class Compactor:
-    """Follows a channel of weights and adds deltas over several steps to its newest version. Not thread-safe.
+    """Follows a channel of weights, and stores additional deltas over several steps for its newest version. Not
+    thread-safe.
 
     With them a late reader fetches fewer bytes. One per channel is enough; more would repeat the same work. `spans`:
     how many steps each added delta covers, all at least 2. `anchors`: also add a full snapshot when one is due, for a
@@ -46,7 +47,9 @@ class Compactor:
         self, store: BlobStore, name: str = "policy", *, spans: Sequence[int] = SPANS, anchors: bool = False
     ) -> None:
         if not spans or min(spans) < 2:
-            raise WeightsError(f"spans {tuple(spans)} are not allowed", hint="each must be at least 2")
+            raise WeightsError(
+                f"spans {tuple(spans)} are invalid", hint="a span is a number of versions: each must be at least 2"
+            )
         self._store, self._name = store, name
         self._spans, self._anchors = sorted(spans), anchors
         self._at: Ref | None = None
@@ -55,7 +58,7 @@ class Compactor:
 
     @property
     def undo_bytes(self) -> int:
-        """Memory used by the records of overwritten codes, in bytes."""
+        """Memory that the records of overwritten values use, in bytes."""
         return sum(undo.num_bytes for _, undo in self._steps)
 
     def step(self) -> tuple[Way, ...] | None:
@@ -119,7 +122,7 @@ class Compactor:
             self._store.put(later_key(manifest), msgspec.json.encode(later))
             return later.ways
         if not plans.later_ways(self._store, manifest):  # unless another compactor was faster
-            raise StoreError(f"ways to {manifest.version} could not be written", hint="check the store")
+            raise StoreError(f"further deltas to {manifest.version} could not be written", hint="check the store")
         return ()
 
     def _compose(self, manifest: Manifest, span: int, nonce: str) -> Way | None:

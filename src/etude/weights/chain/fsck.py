@@ -1,8 +1,8 @@
 """Finds damage in a channel and reports what it costs and how to repair it. Reads everything and changes nothing.
 
-A version is sound if any way to build it gives its digests. So a lost delta beside an intact snapshot is a notice, not
-a problem. If a version cannot be rebuilt, the cause is reported once, with the file to put back, and each version that
-builds on it in one line. Objects that garbage collection deleted are not reported.
+A version is undamaged if any stored way to build it (delta or snapshot) gives its digests. So a lost delta beside an
+intact snapshot is a notice, not a problem. If a version cannot be rebuilt, the cause is reported once, with the file to
+put back, and each version that builds on it in one line. Objects that garbage collection deleted are not reported.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _prove(
             if way.base is not None:
                 if way.base.key in lost:
                     raise _BaseMissing(
-                        f"it needs {way.base.version}, which cannot be rebuilt", hint="repair that one first"
+                        f"it needs {way.base.version}, which cannot be rebuilt", hint="repair that version first"
                     )
                 base = recent.at(way.base) or plans.rebuild(store, history.load(store, way.base))
             made = plans.verify_tensors(manifest, plans.fetch_way(store, manifest, way, base).tensors)
@@ -211,7 +211,8 @@ def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> Finding:
     if isinstance(error, _BaseMissing):
         hint = "repair that version; then this one can be rebuilt"
     elif isinstance(error, plans.ObjectLost):
-        hint = f"copy {error.facts} back, from a backup or another copy of the store; later anchors do not need it"
+        copied = f"copy {error.facts} back, from a backup or another copy of the store"
+        hint = f"{copied}; versions after the next full snapshot do not need it"
     return Finding(manifest.version, error.what, error.facts, hint)
 
 

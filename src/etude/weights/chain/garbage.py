@@ -71,7 +71,7 @@ class Marks:
         return self.stored & mine
 
     def needed_by(self, manifests: Iterable[Manifest]) -> set[str]:
-        """Return the keys of all objects of these manifests."""
+        """Return the store keys of all objects that these manifests name."""
         return {key for manifest in manifests for key in self.keys[manifest.stem]}
 
 
@@ -181,7 +181,7 @@ def _keep(
             raise WeightsError(
                 f"garbage is not collected in the channel of {head.version}",
                 f"the manifest of {at.version} cannot be read, and versions before it may be needed",
-                hint="`etude weights fsck` lists the damage; publishing again writes a new anchor",
+                hint="`etude weights fsck` lists the damage; publishing again writes a new full snapshot",
             )
         manifest = kept[at.key] = known[at.key]
         passed = passed or (superseding is not None and at.key == superseding.key)

@@ -29,7 +29,7 @@ from etude.weights.chain.manifest import (
 from etude.weights.chain.signing import verify_signature
 
 _HINT_MANIFEST = (
-    "restore that file; without a copy, publishing again writes a new anchor:"
+    "restore that file; without a copy, publishing again writes a new full snapshot:"
     " `etude weights publish CHECKPOINT STORE`, or a run's `etude run --resume RUN`"
 )
 

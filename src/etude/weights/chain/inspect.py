@@ -72,7 +72,7 @@ class LogRow:
 
     @property
     def share_of_bound(self) -> float | None:
-        """`bound_bytes` over `object_bytes`: 1.0 is the size that a coder reaches that knows only the old exponents.
+        """`bound_bytes` over `object_bytes`. At 1.0 the delta has the estimated smallest size (`delta.bound`).
 
         0.0 if nothing changed. None if the delta stores a tensor in full, since the bound does not apply to it.
         """
@@ -196,7 +196,10 @@ def repair(
         pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=generation)
         if store.compare_and_swap(key, torn, write_signed(key, pointer, signer)):
             return ref.version
-        raise WeightsError(f"the pointer of {name!r} was moved during the repair", hint="a writer is running")
+        raise WeightsError(
+            f"the pointer of {name!r} was moved during the repair",
+            hint="a writer is running, which repairs the pointer by itself: try again later",
+        )
     raise WeightsError(
         f"no version of channel {name!r} can be pointed at",
         f"{len(known)} were certainly published, none can be rebuilt" + (f"; {mine.mixed}" if mine.mixed else ""),

@@ -126,9 +126,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `ways`: the delta from the version published before comes first; at most one is a full snapshot (anchor). `tensors`:
     sorted by name; in a sharded version, shard after shard. `rollout_ids`: all rollouts that the step was trained on.
-    `nonce`: 32 random hex characters. `serial`: that of the base plus 1; 0 in old manifests. `generation`: that of the
-    channel's pointer when the manifest was written. `signature`: Ed25519 over `manifest_text`, 128 hex characters;
-    empty if not signed. It must stay the last field.
+    `nonce`: 32 random hex characters. `serial`: the serial of the base plus 1; 0 in old manifests. `generation`: the
+    generation of the channel's pointer when the manifest was written. `signature`: Ed25519 over `manifest_text`, 128
+    hex characters; empty if not signed. It must stay the last field.
     """
 
     format: int
@@ -215,14 +215,16 @@ def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     """
     for name in tensors:
         if not _allowed_name(name):
-            raise WeightsError(f"tensor name {name[:80]!r} is not allowed", hint="1 to 512 bytes of UTF-8, no NUL")
+            raise WeightsError(
+                f"tensor name {name[:80]!r} is not allowed", hint="use 1 to 512 bytes of UTF-8 without NUL"
+            )
     return tuple(
         TensorEntry(n, t.dtype, t.shape, tensor_digest(t), checksum(t.codes)) for n, t in sorted(tensors.items())
     )
 
 
 def table_digest(entries: Sequence[TensorEntry]) -> str:
-    """Return the digest of a version, given its manifest's list of tensors: the `content_digest` of these."""
+    """Return the digest of a version, which is the `content_digest` of its manifest's list of tensors."""
     return content_digest({entry.name: entry.sha256 for entry in entries})
 
 
@@ -319,7 +321,7 @@ class _Marked(msgspec.Struct):
 def _check_format(name: str, found: int) -> None:
     if found != FORMAT:
         raise WeightsError(
-            f"{name} has format {found}", f"this etude reads {FORMAT}", hint="use the etude that wrote it"
+            f"{name} has format {found}", f"this etude reads {FORMAT}", hint="use the version of etude that wrote it"
         )
 
 

@@ -49,7 +49,7 @@ from etude.weights.tensors import Tensor, tensor_digest
 AHEAD = 2  # number of objects that are fetched while another is decoded
 Tensors = Mapping[str, Tensor]
 Made = TypeVar("Made")
-_HINT_OBJECT = "restore that file; without a copy, the next publish writes a new anchor"
+_HINT_OBJECT = "restore that file; without a copy, the next publish writes a new full snapshot"
 
 
 class ObjectLost(WeightsError):
@@ -268,7 +268,7 @@ def rebuild(store: BlobStore, target: Manifest) -> dict[str, Tensor]:
 
 
 class TensorMismatch(WeightsError):
-    """Raised if the digest or checksum of a rebuilt tensor is not the published one."""
+    """Raised if a rebuilt tensor has another digest or checksum than the published tensor."""
 
 
 class Proof(enum.Enum):

@@ -1,6 +1,6 @@
-"""Records of the overwritten codes, which lead tensors one version back.
+"""Records of the values that a step overwrote, with which tensors are set back by one version.
 
-A delta can only be decoded from the old version to the new one. So a follower that may have to go back keeps the codes
+A delta can only be decoded from the old version to the new one. So a follower that may have to go back keeps the values
 that a step overwrote, with their positions. A tensor is kept in full if the list would be longer or its shape changed.
 """
 
@@ -23,8 +23,9 @@ Changes = Mapping[str, tuple[npt.NDArray[Any], Codes]]
 class UndoRecord:
     """What is needed to compute the tensors before a step from those after it.
 
-    `changed`: for each changed tensor, the flat positions and the old codes there. `replaced`: old tensors that are
-    kept whole. `removed`: names of tensors that the step added, so that going back removes them.
+    `changed`: for each changed tensor, the flat positions and the old values there, as codes (the raw bits of
+    elements). `replaced`: old tensors that are kept whole. `removed`: names of tensors that the step added, so that
+    going back removes them.
     """
 
     changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]
@@ -69,8 +70,8 @@ def compare_tensors(
     """Compare two sets of tensors by name. Return the changed elements, and the tensors that are new.
 
     The first result has, for each changed tensor of equal dtype and shape, the flat positions (int64, ascending) and
-    the new codes there. The second has the tensors of `new` that `old` lacks or has with another dtype or shape.
-    Tensors with equal bits are in neither.
+    the new codes (raw bits) there. The second has the tensors of `new` that `old` lacks or has with another dtype or
+    shape. Tensors with equal bits are in neither.
     """
     changed: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     replaced = {}

@@ -140,7 +140,7 @@ def to_array(tensor: Tensor, array: Any = None) -> Array:
     """Return a `Tensor` as a numpy array of its shape. The memory is shared.
 
     The array has the numpy dtype of `array`, if that can hold the same dtype; else numpy's own dtype; else the unsigned
-    dtype of the codes.
+    dtype of the codes (raw bits).
 
     >>> to_array(Tensor("f32", (1,), np.array([0x3F800000], np.uint32)))
     array([1.], dtype=float32)

@@ -31,7 +31,7 @@ _PIECE = 64  # number of blocks that numpy sums at a time
 
 
 def checksum(codes: Codes) -> str:
-    """Return the checksum of the little-endian bytes of codes: 32 hex characters (two 64-bit sums, each little-endian).
+    """Return the checksum of codes (raw bits of elements) as 32 hex characters: two 64-bit sums over their bytes.
 
     >>> checksum(np.array([1, 2], np.uint16))
     '525e21bf92390720298cd3c4bbd37ac7'

@@ -135,7 +135,7 @@ def read(data: bytes | memoryview) -> DeltaFile:
         raise WeightsError(
             f"this is a delta file of format {form}.{flags}",
             f"this etude reads {FORMAT}.0",
-            hint="encode it again, or read it with the etude that wrote it"
+            hint="encode it again, or read it with the version of etude that wrote it"
             if older
             else "update etude on this machine",
         )

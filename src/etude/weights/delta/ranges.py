@@ -111,7 +111,7 @@ class Parts:
             raise WeightsError(
                 f"tensor {tensor} has no rows {rows.start} to {rows.stop} or columns {cols.start} to {cols.stop}",
                 f"it is {spec.dtype} {list(spec.shape)}",
-                hint="rows are all dimensions but the last",
+                hint="the last dimension is the columns, all others together are the rows",
             )
         if form == WHOLE:
             return self._of_whole(tensor, rows, cols)

@@ -38,7 +38,7 @@ _DTYPES = {name: name.lower() for name in _BITS if name.lower() in DTYPES}
 _PACKED = "f4_e2m1x2"
 """Two F4 elements in one code: a file counts elements, a `Tensor` counts codes."""
 
-_HINT = "copy the file again: it was cut off, altered, or its writer was no safetensors"
+_HINT = "copy the file again: it was cut off or altered, or is not a safetensors file"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def map_file(path: Path, places: Mapping[str, Place]) -> dict[str, Tensor]:
         hint = "check that the file can be read, and the limits ulimit -v and vm.max_map_count"
         raise CheckpointError(f"{path} cannot be mapped into memory", str(error.strerror), hint=hint) from None
     if len(memory) < max((place.stop for place in places.values()), default=0):
-        raise CheckpointError(f"{path} became shorter while it was opened", hint="stop who writes it")
+        raise CheckpointError(f"{path} became shorter while it was opened", hint="stop the process that writes it")
     return {name: _view(memory, place) for name, place in places.items()}
 
 

@@ -236,7 +236,7 @@ class _WeightSync:
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
         if self._base is None:
             raise WeightsError(
-                "an adapter is published",
+                "this worker cannot load the published adapter",
                 "the path of its base is not known",
                 hint="pass the path of the model to vLLM",
             )

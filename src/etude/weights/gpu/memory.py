@@ -38,7 +38,7 @@ class Items:
             raise WeightsError(
                 f"{name!r} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}",
                 f"its items cannot be read in place as {spec.dtype} {list(spec.shape)}",
-                hint="give the contiguous tensor that holds the checkpoint's codes",
+                hint="give the contiguous tensor that has the checkpoint's values",
             )
         codes = tensor.detach().view(-1).view(_CODES[kind.width])
         return cls(codes, spec.size * kind.parts)

@@ -97,7 +97,7 @@ class Prepared:
             raise WeightsError(
                 "an update in device memory cannot be undone",
                 "it was prepared with undoable=False",
-                hint="apply an anchor",
+                hint="apply an anchor, a full snapshot of the version that you want",
             )
         for write in self.undoes:
             write()

@@ -184,7 +184,7 @@ def _decode_hop(
         wanted = [i for i, entry in enumerate(one.entries) if entry.name in names]
         for i in {needed for k in wanted for needed in one.parts.needs_old(k)}:
             if old[i] is None:
-                raise _NotHeld(f"{one.entries[i].name!r} is not held", hint="fetch it again")
+                raise _NotHeld(f"{one.entries[i].name!r} is not in memory", hint="fetch it again")
         made.update((one.entries[i].name, tensor) for i, tensor in one.parts.tensors(wanted, old).items())
     return made
 

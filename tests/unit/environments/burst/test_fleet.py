@@ -84,7 +84,7 @@ def test_machines_of_a_host_that_died_are_lost_and_new_ones_are_made_on_the_othe
         fleet.fleet._suspects.add("b")  # whoever was forked there last failed
         await fleet.after(12)
         assert fleet.fleet.lost == ("b",)
-        with pytest.raises(MachineError, match="lost with its host"):
+        with pytest.raises(MachineError, match="host of the machine was lost"):
             await exits(held["b"][0])
         await held["b"][0].close()
         assert fleet.fleet.placed == {"a": 8, "b": 0}
@@ -114,7 +114,7 @@ def test_a_host_that_comes_back_begins_empty_and_its_old_machines_stay_lost():
         await fleet.after(1)
         assert fleet.fleet.lost == ()
         assert all(machine.closed for machine in host._machines)
-        with pytest.raises(MachineError, match="lost with its host"):
+        with pytest.raises(MachineError, match="host of the machine was lost"):
             await old[0].read("hi.py")
         assert len(await fleet.fleet.fork(snapshot, 8)) == 8
         assert fleet.fleet.placed == {"a": 8, "b": 8}
@@ -175,7 +175,7 @@ def test_a_snapshot_of_a_machine_in_use_is_forked_on_its_host_and_lost_with_it()
 
         fleet.fleet._hosts[host].runtime.prepare = cut
         await fleet.after(12)
-        with pytest.raises(MachineError, match="snapshot is lost with its host"):
+        with pytest.raises(MachineError, match="host of the snapshot was lost"):
             await fleet.fleet.fork(snapshot, 1)
 
     on(test)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from benchmarks.machine_peers import Bubblewrap, Bundle, Peer
-from benchmarks.machines_burst import peer_loop
+from benchmarks.machines.burst import peer_loop
+from benchmarks.machines.peers import Bubblewrap, Bundle, Peer
 
 
 def try_it(name: str, folder: Path) -> int:

@@ -6,10 +6,10 @@ import json
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.fleet_costs import burst, burst_s, fitted, held_out, measure, predict
-from benchmarks.fleet_hosts import Measured
-from benchmarks.fleet_model import Faults, Scenario, Simulated, simulate
-from benchmarks.fleet_simulate import main
+from benchmarks.fleet.costs import burst, burst_s, fitted, held_out, measure, predict
+from benchmarks.fleet.hosts import Measured
+from benchmarks.fleet.model import Faults, Scenario, Simulated, simulate
+from benchmarks.fleet.simulate import main
 from tests.here import opened
 
 from etude.environments import NamespaceRuntime

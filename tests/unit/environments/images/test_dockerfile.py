@@ -290,7 +290,7 @@ def test_run_without_machines_is_the_hosts_failure_and_not_the_files(store, cont
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "ARG X=1\n"])
 def test_a_file_without_from_is_an_error(store, context, text):
-    with pytest.raises(BadSource, match="without FROM"):
+    with pytest.raises(BadSource, match="has no FROM"):
         build(store, context, text)
 
 

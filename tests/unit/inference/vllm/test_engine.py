@@ -218,7 +218,7 @@ def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Cal
         assert control == ["/pause?mode=keep&clear_cache=false", "/update_weight_version", "/resume"]
         salts = {body["cache_salt"] for path, body in server.asked if path.startswith("/inference")}
         assert len(salts) == 2, "no prefix is shared over a swap"
-        with pytest.raises(EngineBehind, match="asks for step 0"):
+        with pytest.raises(EngineBehind, match="needs weights of step 0"):
             await engine.generate(ask(pin_step=0))
         assert await engine.adopt(1, deadline_s=1.0) == SECOND
 
@@ -293,7 +293,7 @@ def test_requests_that_demand_a_later_version_than_was_swapped_in_end_as_behind(
         await until(lambda: engine.num_requests == 1 and server.asked[-1][0].startswith("/inference"))
         async with engine.swapping():
             engine.set_version(msgspec.structs.replace(FIRST, incarnation="1b2c3d4e"))
-        with pytest.raises(EngineBehind, match="asks for step 1 on"):
+        with pytest.raises(EngineBehind, match="needs weights of step 1 or later"):
             await work
         assert engine.num_requests == 0
         await server.gone.wait()
@@ -383,7 +383,7 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"prepared": None, "preparing": False, "trouble": ""}, "finds nothing new"),
+        ({"prepared": None, "preparing": False, "trouble": ""}, "finds no new version"),
         ({"prepared": None, "preparing": False, "trouble": "a digest differs"}, "a digest differs"),
     ],
 )

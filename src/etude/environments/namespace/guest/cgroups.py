@@ -31,7 +31,7 @@ class Hierarchy:
         self._entrances: dict[int, int] = {}
 
     def make(self, index: int, memory_bytes: int, processes: int, cpus: float) -> None:
-        """Create the group of a machine slot and set its limits."""
+        """Create the control group of the machine slot `index`, and set its limits of memory, processes and CPUs."""
         name = str(index)
         os.mkdir(name, 0o755, dir_fd=self.fd)
         values = _LIMITS[self.version]

@@ -21,7 +21,7 @@ _SHARED = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_
 
 
 class Limits(NamedTuple):
-    """Resource limits of one machine, like `MachineLimits`. The host sends them as JSON."""
+    """The resource limits of one machine, with the fields of `MachineLimits`. The host sends them as JSON."""
 
     memory_bytes: int
     processes: int

@@ -58,7 +58,9 @@ def read(root: int, path: str, max_bytes: int) -> bytes:
 
 
 def write(root: int, path: str, data: bytes, mode: int = 0o644) -> None:
-    """Create or replace a regular file and its parent folders. Raises `PathError`, `OSError`."""
+    """Create or replace the regular file `path` below the folder with the descriptor `root`, and its parent folders.
+
+    `mode` are its permission bits. Raises `PathError`, `OSError`."""
     _make_folders(root, path.rpartition("/")[0])
     fd = _open(root, path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, mode)
     with open(fd, "wb", buffering=0) as file:
@@ -108,11 +110,10 @@ def load(root: int, fields: list[bytes]) -> None:
 
 
 def save(root: int, max_bytes: int) -> list[bytes]:
-    """Return the work folder as a flat list: path, kind ("d", "l", "x" or "f") and content of each entry, in order of
-    path.
+    """Return all entries of the work folder as a flat list of triples: path, kind ("d", "l", "x" or "f"), content.
 
-    Sockets, pipes and devices are left out. Raises `PathError` if the files have more than `max_bytes`, or folders are
-    nested too deeply.
+    Entries are in order of path. Sockets, pipes and devices are left out. Raises `PathError` if the files have more
+    than `max_bytes`, or folders are nested too deeply.
     """
     try:
         return _saved(root, max_bytes)

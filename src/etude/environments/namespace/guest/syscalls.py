@@ -58,7 +58,7 @@ def setns(fd: int, kind: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Call mount(2). `kind`: the type of file system."""
+    """Mount a file system of type `kind` at `target` with the system call mount(2)."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode() or None)
     _check(result, f"mount {kind or 'bind'} on {target}")
 
@@ -109,7 +109,7 @@ def unmount(path: str) -> None:
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     """Open `path` below the descriptor `directory` with openat2(2), never through a link or out of it.
 
-    Returns a descriptor.
+    `flags` and `mode` are those of open(2). Returns a file descriptor.
     """
     how = (ctypes.c_uint64 * 3)(
         flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
@@ -156,7 +156,7 @@ def acting_on_files_as(user: int | None) -> Iterator[None]:
 
 
 def advise(start: int, size: int, advice: int) -> None:
-    """Call madvise(2)."""
+    """Give the kernel advice about a memory range with the system call madvise(2)."""
     _check(_libc.madvise(start, size, advice), "madvise")
 
 

@@ -31,7 +31,7 @@ BROKEN_EXIT = 125  # the host checks the request then, as any program may exit w
 
 
 def request(argv: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> bytes:
-    """Encode a command's request as NUL-separated words."""
+    """Encode a command, its folder `cwd` and its environment `env` as NUL-separated words."""
     return os.fsencode("\0".join([cwd, str(len(env)), *(f"{name}={value}" for name, value in env.items()), *argv]))
 
 

@@ -49,9 +49,10 @@ def tile_of(memory, there, lane, WIDTH: tl.constexpr):
 
 @triton.jit
 def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
-    """Load a tile of queries or keys with row addresses `memory`, as two tiles: `WIDE` columns, then `REST` columns.
+    """Load a tile of queries or keys in two parts: its first `WIDE` columns, and the other `REST` columns.
 
-    With `REST` 0, the first tile is returned twice."""
+    `memory` are the addresses of its rows, and `there` masks existing rows. With `REST` 0 the first part is returned
+    twice."""
     wide = tile_of(memory, there, tl.arange(0, WIDE), WIDTH)
     rest = wide
     if REST:
@@ -68,7 +69,9 @@ def keep(memory, there, lane, tile, WIDTH: tl.constexpr):
 
 @triton.jit
 def keep_slopes(memory, there, wide, rest, scale, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
-    """Write the gradient of queries or keys, with the factor that `weights_and_slopes` omits: scale · ln 2."""
+    """Store a tile of the gradient of queries or keys.
+
+    `wide` and `rest` are its two parts (`halves`), which still lack the factor scale · ln 2."""
     factor = scale * 0.6931471805599453
     keep(memory, there, tl.arange(0, WIDE), wide * factor, WIDTH)
     if REST:
@@ -77,9 +80,10 @@ def keep_slopes(memory, there, wide, rest, scale, WIDTH: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def met(most, total, acc, other_most, other_total, other_acc):
-    """Merge the sums over two runs of keys: maximum of the scores, Σ of the weights, and weighted Σ of the values.
+    """Combine two partial results of attention over different runs of keys, and return the combined one.
 
-    The result is relative to the higher maximum. An empty second run changes nothing."""
+    Each has the maximum of the scores (`most`), Σ 2^(score - maximum) (`total`), and this sum weighted by the values
+    (`acc`). An empty second run changes nothing."""
     now = tl.maximum(most, other_most)
     shrink = tl.exp2(most - now)
     other_shrink = tl.exp2(other_most - now)
@@ -89,7 +93,7 @@ def met(most, total, acc, other_most, other_total, other_acc):
 
 @triton.jit
 def settled(most, total, acc, o_at, lse_at, there, value, VALUE: tl.constexpr):
-    """Divide a tile's weighted sum of values by the sum of weights, and write this output and log2 Σ 2^score (lse)."""
+    """Store the final output of a tile, `acc` / `total`, and its log2 Σ 2^score (lse)."""
     result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
     keep(o_at, there, value, result, VALUE)
     tl.store(lse_at, most + tl.log2(total), mask=there)
@@ -102,7 +106,9 @@ def over_keys(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute maximum, Σ 2^(score - maximum), and this sum weighted by values, over keys [first, stop), by block."""
+    """Compute a partial result of attention over keys [first, stop), one block of `KEYS` keys after another.
+
+    Returns the maximum of the scores, Σ 2^(score - maximum), and this sum weighted by the values."""
     wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
     most = tl.full([ROWS], LOW, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -138,10 +144,12 @@ def attend(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads] of a tile.
+    """Compute causal attention of one tile of queries: output o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads].
 
-    `positions`: the position of each sequence's first query. `SPREAD`: one program has one span of keys, and writes
-    unfinished sums to o [spans, rows, VALUE] and marks [2, spans, rows]. `SPAN` 0: all keys are one span."""
+    `positions`: the position of each sequence's first query. `starts`, `tile_starts`: first row and first tile of each
+    sequence. `pages`: the memory pages of each sequence's keys. With `SPREAD` a program handles only one span of `SPAN`
+    keys, and stores partial results in o [spans, rows, VALUE] and marks [2, spans, rows] for `meet`. `SPAN` 0: all keys
+    at once."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
@@ -184,9 +192,9 @@ def attend(
 
 @triton.jit(do_not_specialize=["rows", "spans"])
 def meet(sums, marks, o, lse, rows, spans, VALUE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):
-    """Merge the results that `attend` wrote for each span, in their order.
+    """Combine the partial results that `attend` stored for each span of keys, in the order of the spans.
 
-    `sums`, `marks`: its unfinished results. `o`, `lse`: the finished output and log-sums."""
+    `sums`, `marks`: the partial results. `o`, `lse`: the final output and log-sums."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     there, value = row < rows, tl.arange(0, VALUES)
     all_most = tl.full([ROWS], LOW, tl.float32)
@@ -208,9 +216,10 @@ def weights_and_slopes(
     q_wide, q_rest, do, k_wide, k_rest, values, lse, delta, scale, seen,
     REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention weights of a tile of queries and keys, and the gradients of their scores.
+    """Compute the attention weights of a tile of queries and keys, and the gradients of the scores.
 
-    The gradients lack the factor scale · ln 2. `seen`: which keys a row attends to."""
+    `do`: gradient of the output. `delta`: Σ o · do of each query. `seen`: which keys each query attends to. The
+    gradients still lack the factor scale · ln 2."""
     score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
     if REST:
         score = dot(q_rest, tl.trans(k_rest), score)
@@ -227,7 +236,9 @@ def query_gradient(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a tile of packed sequences, and delta [N, heads] = Σ o · do for the keys' gradient."""
+    """Compute the gradient dq of one tile of queries of packed sequences, and delta [N, heads] = Σ o · do.
+
+    `do` is the gradient of the output, and `lse` comes from the forward pass. `key_gradient` uses delta."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
@@ -274,7 +285,9 @@ def key_gradient(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a block of keys of packed sequences. Here `tile_starts` counts blocks of keys."""
+    """Compute the gradients dk and dv of one block of keys of packed sequences.
+
+    `do`, `lse` and `delta` are those of `query_gradient`. Here `tile_starts` counts blocks of keys."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:

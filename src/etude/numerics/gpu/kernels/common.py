@@ -51,9 +51,10 @@ def find(tile_starts, tile, number, LANES: tl.constexpr):
 
 @triton.jit
 def carried(total, one, pair, four, LEAF: tl.constexpr):
-    """Add a leaf's sum to the sums before it that it completes, in the tree of `joined`.
+    """Add the next leaf to a sum that is computed as a binary tree (`joined`), leaf after leaf.
 
-    Returns the new sum, and the sums of the last two and four leaves that still wait for their partner."""
+    Returns the sum of the subtrees that are now complete, and the sums of the last two and four leaves that still wait
+    for their partner."""
     if LEAF % 2 == 1:
         total = one + total
         if LEAF % 4 == 1:
@@ -83,7 +84,7 @@ def joined(sums, first, step, inside, LEAVES: tl.constexpr):
 
 @triton.jit
 def join(sums, y, size, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum partial sums [LEAVES, size] into y [size] as a tree, rounded once."""
+    """Sum partial sums [LEAVES, size] into y [size] as a binary tree, and round once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = joined(sums, at, size, at < size, LEAVES)
     tl.store(y + at, rounded(total, y.dtype.element_ty), mask=at < size)

@@ -20,7 +20,10 @@ from etude.numerics.gpu.kernels.common import bound, carried, dot, find, rounded
 
 @triton.jit
 def place(number, row_tiles, OUT_TILES: tl.constexpr, BAND: tl.constexpr):
-    """Return the tile (row, output) of a program: down a band of row tiles first, then to the next outputs."""
+    """Return the tile (row tile, output tile) that the program with this number computes.
+
+    Programs go down `BAND` row tiles before they move on to the next output tile, so that neighbours share the
+    cache."""
     band = number // (BAND * OUT_TILES)
     size = tl.minimum(row_tiles - band * BAND, BAND)
     within = number % (BAND * OUT_TILES)
@@ -35,10 +38,11 @@ def product(
     GROUPS: tl.constexpr, LANES: tl.constexpr, GATHER: tl.constexpr,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Compute y = x · wᵀ of a tile. With `SPLIT`, of one leaf only: a partial sum in y [LEAVES, rows, OUT].
+    """Compute one tile of y = x · wᵀ. With `SPLIT`, compute only one leaf of the sum, stored in y [LEAVES, rows, OUT].
 
-    `GROUPS` > 0: rows [starts[g], starts[g+1]) go with matrix g, and its tiles begin at tile_starts[g]. `GATHER`: row r
-    of the product is row source[r] of x."""
+    `GROUPS` > 0: rows [starts[g], starts[g+1]) are multiplied by matrix g, whose tiles begin at tile_starts[g].
+    `GATHER`: row r of the product is computed from row source[r] of x. The other scalars are strides and sizes of
+    tiles."""
     OUT_TILES: tl.constexpr = (OUT + OUTS - 1) // OUTS
     LEAF: tl.constexpr = IN // LEAVES
     tile, out_tile = place(tl.program_id(0), row_tiles, OUT_TILES, BAND)
@@ -95,9 +99,10 @@ def weight_gradient(
     OUT: tl.constexpr, IN: tl.constexpr, GROUPED: tl.constexpr, GATHER: tl.constexpr,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dw = dyᵀ · x of a tile of one matrix, over its rows first to last; dw [matrices or parts, OUT, IN].
+    """Compute one tile of the weights' gradient dw = dyᵀ · x, [matrices or parts, OUT, IN].
 
-    `GROUPED`: matrix g has rows [starts[g], starts[g+1]); else part p has `part_rows` rows from p · part_rows."""
+    `GROUPED`: matrix g has rows [starts[g], starts[g+1]). Otherwise part p sums `part_rows` rows from p · part_rows on.
+    `GATHER`: row r of x is its row source[r]."""
     IN_TILES: tl.constexpr = (IN + INS - 1) // INS
     tile, number = tl.program_id(0), tl.program_id(1)
     out = tile // IN_TILES * OUTS + tl.arange(0, OUTS)

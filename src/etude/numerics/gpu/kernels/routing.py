@@ -13,7 +13,7 @@ from etude.numerics.gpu.kernels.common import rounded
 
 @triton.jit
 def probabilities(logits, row, rows, row_stride, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, LANES: tl.constexpr):
-    """Compute probabilities of a tile, float32 [ROWS, LANES], zero beyond the experts."""
+    """Compute the router's probabilities for a tile of rows, float32 [ROWS, LANES], with 0 beyond the last expert."""
     expert = tl.arange(0, LANES)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     memory = logits + row.to(tl.int64)[:, None] * row_stride + expert[None, :]
@@ -57,14 +57,16 @@ def scores_gradient(
 
 @triton.jit
 def lowest_of_the_highest(score, lane, LANES: tl.constexpr):
-    """Return the lowest index of each row's maximum."""
+    """Return the index of each row's maximum, the lowest one for equal scores."""
     most = tl.max(score, 1)
     return tl.minimum(tl.min(tl.where(score == most[:, None], lane[None, :], LANES), 1), LANES - 1)
 
 
 @triton.jit
 def in_best_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr):
-    """Return the scores of the experts in the best groups, by a group's two best scores; -inf for the others."""
+    """Return the scores, with -inf for experts outside of the `KEPT` best groups.
+
+    A group's score is the sum of its two best experts' scores."""
     low = float("-inf")
     group = expert // (EXPERTS // GROUPS)
     mark = tl.zeros_like(score) + low  # at a group's number: its sum
@@ -88,9 +90,10 @@ def choose(
     GROUPS: tl.constexpr, KEPT: tl.constexpr, REPLAYED: tl.constexpr, MISSING: tl.constexpr, NORMALISED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute gates, used experts, and the router's own choice, [rows, TOP].
+    """Choose the experts of each row: gates, used experts and the router's own choice, [rows, TOP] each.
 
-    A row whose first recorded route is `MISSING` uses its own choice."""
+    `routes` are recorded experts to use (`REPLAYED`). A row whose first recorded expert is `MISSING` uses its own
+    choice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, slot = tl.arange(0, LANES), tl.arange(0, SLOTS)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
@@ -127,7 +130,7 @@ def choose_gradient(
     EXPERTS: tl.constexpr, TOP: tl.constexpr, SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the gates with respect to the logits, for a fixed choice."""
+    """Compute the gradient of the logits from that of the gates, for a fixed choice of experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, LANES)
     chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)

@@ -65,7 +65,7 @@ def rms_norm_gradient(
 
 @triton.jit(do_not_specialize=["rows"])
 def column_sums(x, y, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the rows of x [rows, WIDTH]: every ROWS-th row in turn, then those sums."""
+    """Sum the rows of x [rows, WIDTH] into y [WIDTH]: first every ROWS-th row, then these sums, in a fixed order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -81,7 +81,9 @@ def rotate(
     x, cos, sin, y, rows, heads, x_row, x_head,
     WIDTH: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[i] = x[i] · cos[i] + x[i + half] · sin[i], indices modulo the width; with `BACK` its transpose."""
+    """Apply RoPE: y[i] = x[i] · cos[i] + x[i + half] · sin[i], with indices modulo the width.
+
+    With `BACK` compute the transpose, the gradient."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     other = (column + WIDTH // 2) % WIDTH
@@ -147,9 +149,9 @@ def combine_gradient(
     dy, out, slots, gates, dout, dgates,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of `combine`, with one program per (n, k).
+    """Compute the gradients of `combine`: dout of the expert outputs, and dgates of the gates.
 
-    The row of each program is its own, since dispatch is a permutation."""
+    There is one program per (n, k). Programs write different rows, since dispatch is a permutation."""
     at = tl.program_id(0).to(tl.int64)
     token = at // SLOTS
     slot = tl.load(slots + at).to(tl.int64)
@@ -164,7 +166,7 @@ def combine_gradient(
 
 @triton.jit
 def vocabulary_parts(x, parts, x_row, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute maximum and Σ exp(x - maximum) of a block of a row, in parts [2, rows, BLOCKS]."""
+    """Compute maximum and Σ exp(x - maximum) of one block of a row of logits, stored in parts [2, rows, BLOCKS]."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + row * x_row + column, mask=column < WIDTH, other=float("-inf")).to(tl.float32)
@@ -178,7 +180,7 @@ def vocabulary_parts(x, parts, x_row, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 def log_softmax(
     x, parts, y, x_row, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute a block of log-probabilities from the parts of its row."""
+    """Compute the log-probabilities of one block of a row, from the `parts` of the whole row (`vocabulary_parts`)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, LANES)
     most = tl.load(parts + row * BLOCKS + lane, mask=lane < BLOCKS, other=float("-inf"))
@@ -192,7 +194,7 @@ def log_softmax(
 
 @triton.jit
 def log_softmax_gradient(dy, y, dx, dy_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute dy - exp(y) · Σ dy, of one row."""
+    """Compute the gradient dx = dy - exp(y) · Σ dy of one row of `log_softmax`."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

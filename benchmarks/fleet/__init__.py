@@ -1,0 +1,1 @@
+"""Simulated fleets of hosts, with costs that are measured here."""

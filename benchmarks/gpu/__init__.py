@@ -1,0 +1,1 @@
+"""Everything that needs a GPU; `python -m benchmarks.gpu` runs it all."""

@@ -1,0 +1,1 @@
+"""What verdicts cost, and whether rewards are right."""

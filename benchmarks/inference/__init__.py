@@ -1,0 +1,1 @@
+"""The reference engine: tokens a second, its caches."""

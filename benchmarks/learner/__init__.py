@@ -1,0 +1,1 @@
+"""One training step: shared prefixes, several ranks."""

@@ -1,0 +1,1 @@
+"""Whole training runs: time to a solve rate, controls, peers."""

@@ -1,0 +1,1 @@
+"""What isolated machines cost, and whether backends can be told apart."""

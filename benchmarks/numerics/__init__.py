@@ -1,0 +1,1 @@
+"""Exactness, floating-point error and low precision: engine against learner."""

@@ -1,0 +1,1 @@
+"""The parts of a run: ledger, traces, processes that are killed, Ray, the planner."""

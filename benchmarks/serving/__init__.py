@@ -1,0 +1,1 @@
+"""The gateway, agent programs behind it, and production beside rollouts."""

@@ -1,0 +1,1 @@
+"""Deltas of weights, and what following them costs: bytes, time, late tokens, limited links."""

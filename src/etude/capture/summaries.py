@@ -1,0 +1,248 @@
+"""Summaries of conversations that clients send whole with each request, by the rules of `etude.capture.context`.
+
+A client does not know of summaries. So the beginning of its conversation is looked up in the tree of turns: is there a
+summary in its place, the conversation goes on with that. Where a further one is due, the model writes it first. All
+summaries can be made again from the messages alone, at the same places."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from etude.capture.chat import Chat, Message, ParsedReply
+from etude.capture.context import (
+    MAX_ATTEMPTS,
+    MESSAGE_TOKENS,
+    REQUEST,
+    Carried,
+    SummaryFault,
+    SummaryLimits,
+    go_on,
+    instructions_of,
+    is_due,
+    longest_exchange,
+    stops_of,
+    summary_fault,
+    with_request,
+)
+from etude.capture.tree import Kept, Node, TurnTree, conversation_keys
+from etude.errors import ContextFull
+from etude.records.completion import StopReason
+from etude.records.rollout import TurnKind
+
+_TOO_MANY = 1 << 40  # tokens of a prompt that certainly does not fit
+
+
+class Writer(Protocol):
+    """Counts tokens and samples summaries, for one request of a client.
+
+    `max_attempts`: how many summaries may be sampled now; 0: none is made."""
+
+    @property
+    def max_attempts(self) -> int: ...
+
+    async def num_tokens(self, messages: list[Message]) -> int:
+        """Return the number of tokens of a prompt. May raise `ContextFull` for one that is certainly too long."""
+        ...
+
+    async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
+        """Sample a turn of kind SUMMARY and record it. `attempt`: how often the same was asked before."""
+        ...
+
+    async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
+        """Return what the conversation goes on with. `covered`: the client's messages that the summary stands for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A conversation as the model gets it.
+
+    `messages`: those after the last summary. `number`: how many summaries they stand for. `written`: the turns that
+    were sampled for summaries in this call, refused ones included. `fault`: a summary is due and was refused."""
+
+    messages: list[Message]
+    number: int = 0
+    written: tuple[Node, ...] = ()
+    fault: SummaryFault | None = None
+
+
+class Summaries:
+    """The summaries of all conversations of one tree. They are kept and evicted with its turns.
+
+    `trigger` is the length in tokens from which a conversation is summarised."""
+
+    def __init__(self, tree: TurnTree, chat: Chat, limits: SummaryLimits, *, trigger: int) -> None:
+        self.limits, self.trigger = limits, trigger
+        self._tree = tree
+        self._reserved = len(chat.encode(REQUEST)) + MESSAGE_TOKENS + limits.summary_tokens
+        self._running: dict[bytes, _Running] = {}
+
+    async def shorten(
+        self,
+        writer: Writer,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        room: int = 0,
+        context_tokens: int | None = None,
+    ) -> Shortened:
+        """Return a client's conversation as it goes on after its summaries, written if necessary.
+
+        `tools`: in OpenAI's format. `room`: tokens that the answer needs, in a context of `context_tokens` (None: that
+        of the limits). Raises what the writer raises. Requests with the same beginning wait for one summary; when all
+        of them are cancelled, it is, too."""
+        keys = conversation_keys(tools, messages)
+        known = self._tree.find_summary(keys)
+        written: tuple[Node, ...] = ()
+        refused: dict[int, SummaryFault] = {}
+        context_tokens = self.limits.context_tokens if context_tokens is None else context_tokens
+        while True:
+            work = _Work(self, writer, messages, known, room, context_tokens)
+            for stop in work.stops:
+                if stop not in refused and (fault := self._tree.refused_summary(keys[stop - 1])) is not None:
+                    refused[stop] = fault
+            place, due = await work.place(refused) if writer.max_attempts > 0 else (None, False)
+            if place is None:
+                fault = next(reversed(refused.values()), None) if due else None
+                return Shortened(work.talk(len(messages)), known[1].number if known else 0, written, fault)
+            kept, nodes = await self._once(keys[place - 1], work, place)
+            written += nodes
+            if isinstance(kept, Kept):
+                known, refused = (place, kept), {}
+            else:
+                refused[place] = kept
+
+    async def _once(self, key: bytes, work: _Work, stop: int) -> tuple[Kept | SummaryFault, tuple[Node, ...]]:
+        """Write a summary, or wait for the same one of another request. Only the first gets the sampled turns."""
+        running = self._running.get(key)
+        first = running is None
+        if running is None:
+            running = self._running[key] = _Running(asyncio.create_task(self._write(key, work, stop), name="summarise"))
+            running.task.add_done_callback(lambda task: self._ended(key, task))
+        running.num_waiting += 1
+        try:
+            kept, nodes = await asyncio.shield(running.task)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting and not running.task.done():
+                self._ended(key, running.task)
+                running.task.cancel()
+                await asyncio.gather(running.task, return_exceptions=True)
+        return kept, nodes if first else ()
+
+    def _ended(self, key: bytes, task: asyncio.Task[Any]) -> None:
+        if (running := self._running.get(key)) is not None and running.task is task:
+            del self._running[key]
+
+    async def _write(self, key: bytes, work: _Work, stop: int) -> tuple[Kept | SummaryFault, tuple[Node, ...]]:
+        writer, limit = work.writer, self.limits.summary_tokens
+        asked, nodes = with_request(work.talk(stop)), list[Node]()
+        fault: SummaryFault | None = None
+        while len(nodes) < MAX_ATTEMPTS and (not nodes or writer.max_attempts > 0):
+            node, reply = await writer.ask(list(asked), len(nodes))
+            nodes.append(node)
+            completion = node.completion
+            fault = summary_fault(
+                reply,
+                ended=completion.stop_reason is StopReason.STOP,
+                num_tokens=len(completion.token_ids),
+                max_tokens=limit,
+            )
+            if fault is None:
+                covered, number = work.messages[:stop], work.number + 1
+                carried = await writer.carry(reply.text, number, covered)
+                kept = Kept(go_on(instructions_of(covered), carried), number, await work.exchange(stop))
+                self._tree.keep_summary(key, node, kept)
+                return kept, tuple(nodes)
+            node.kind = TurnKind.REFUSED
+        assert fault is not None, "at least one attempt"
+        self._tree.keep_summary(key, nodes[-1], fault)
+        return fault, tuple(nodes)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A summary that is being written, and how many requests wait for it."""
+
+    task: asyncio.Task[tuple[Kept | SummaryFault, tuple[Node, ...]]]
+    num_waiting: int = 0
+
+
+class _Work:
+    """One conversation after its last known summary, and where the next one is due."""
+
+    def __init__(
+        self,
+        summaries: Summaries,
+        writer: Writer,
+        messages: Sequence[Message],
+        known: tuple[int, Kept] | None,
+        room: int,
+        context_tokens: int,
+    ) -> None:
+        self.writer, self.messages = writer, messages
+        self._summaries, self._room, self._context_tokens = summaries, room, context_tokens
+        self._kept: Kept | None
+        self._start, self._kept = known if known is not None else (0, None)
+        self.number = self._kept.number if self._kept else 0
+        has_user = any(message["role"] == "user" for message in messages)
+        self.stops = stops_of(messages, self._start) if has_user else []
+
+    def talk(self, stop: int) -> list[Message]:
+        """Return the first `stop` messages of the client as the model gets them."""
+        return [*(self._kept.messages if self._kept else ()), *self.messages[self._start : stop]]
+
+    async def exchange(self, stop: int, num_tokens: int | None = None) -> int:
+        """Return the tokens of the longest exchange before a place, in this conversation and before its summaries."""
+        if num_tokens is None:
+            num_tokens = await self._count(self.talk(stop))
+        before = self._kept.exchange if self._kept else self._summaries.limits.turn_tokens
+        return max(before, longest_exchange(self.talk(stop), num_tokens))
+
+    async def place(self, refused: Mapping[int, SummaryFault]) -> tuple[int | None, bool]:
+        """Return where to summarise next: the length of that beginning, or None; and whether a summary is due.
+
+        It is the first place where one is due. If there its request does not fit, since a message is very long, it is
+        the one before. Later ones follow if it was `refused`."""
+        stops = self.stops
+        if not stops or not await self._is_due(stops[-1]):
+            return None, False
+        low, high = 0, len(stops) - 1  # of the first place where it is due; from there on it is everywhere
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if await self._is_due(stops[middle]) else (middle + 1, high)
+        for stop in stops[high:]:
+            if not await self._fits(stop):
+                break
+            if stop not in refused:
+                return stop, True
+        if high and not await self._fits(stops[high]):
+            before = stops[high - 1]
+            if before not in refused and await self._fits(before):
+                return before, True
+        return None, True
+
+    async def _is_due(self, stop: int) -> bool:
+        num_tokens = await self._count(self.talk(stop))
+        if stop == len(self.messages) and num_tokens + self._room > self._context_tokens:
+            return True
+        return is_due(
+            num_tokens,
+            trigger=self._summaries.trigger,
+            exchange=await self.exchange(stop, num_tokens),
+            reserved=self._summaries._reserved,
+            context_tokens=self._summaries.limits.context_tokens,
+        )
+
+    async def _fits(self, stop: int) -> bool:
+        limits = self._summaries.limits
+        return await self._count(with_request(self.talk(stop))) + limits.summary_tokens <= limits.context_tokens
+
+    async def _count(self, messages: list[Message]) -> int:
+        try:
+            return await self.writer.num_tokens(messages)
+        except ContextFull:
+            return _TOO_MANY

@@ -1,0 +1,93 @@
+"""The tools that a request for a response declares. Each becomes a function for the model; the client executes it.
+
+A *function* takes JSON, a *custom* tool one text, and a *namespace* has tools of both kinds. The model sees the tool
+``shell`` of the namespace ``box`` as the function ``box__shell``, and a custom tool as one of an argument `input`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from etude.gateway.errors import invalid_request
+from etude.gateway.requests import function_tool
+
+
+class _Format(msgspec.Struct):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str = ""
+
+
+class DeclaredTool(msgspec.Struct):
+    """A tool as it stands in the body of a request."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: _Format | None = None
+    tools: list[DeclaredTool] = []
+
+
+class ToolName(NamedTuple):
+    """What a call of a tool has in a response: its namespace, "" for none, its name there, and whether it is custom."""
+
+    namespace: str
+    name: str
+    custom: bool
+
+
+def function_name(namespace: str, name: str) -> str:
+    """Return the name that the model sees.
+
+    >>> function_name("box", "shell"), function_name("", "shell")
+    ('box__shell', 'shell')
+    """
+    return f"{namespace}__{name}" if namespace else name
+
+
+def functions(tools: Sequence[DeclaredTool], *, must_call: bool) -> list[dict[str, Any]]:
+    """Return the declared tools as OpenAI's list of functions. `must_call`: the answer must be a call.
+
+    Raises `RequestRefused` for tools that a server would execute."""
+    return [one for i, tool in enumerate(tools) for one in _functions(tool, "", f"tools[{i}]", must_call)]
+
+
+def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) -> Iterator[dict[str, Any]]:
+    if tool.type == "namespace" and not namespace:
+        for i, inner in enumerate(tool.tools):
+            if i == 0 and tool.description:
+                inner = msgspec.structs.replace(inner, description=f"{tool.description}\n\n{inner.description or ''}")
+            yield from _functions(inner, tool.name, f"{where}.tools[{i}]", must_call)
+        return
+    if tool.type not in ("function", "custom"):
+        what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
+        hint = (
+            "give tools of type function, custom or namespace, which the client executes; switch the others off there"
+        )
+        raise invalid_request(f"{what}\n  hint: {hint}", where)
+    description, schema, form = tool.description, tool.parameters, tool.format
+    if tool.type == "custom":
+        text: dict[str, Any] = {"type": "string"}
+        if form is not None and form.type == "grammar":
+            if form.syntax == "regex":
+                text["pattern"] = f"^(?:{form.definition})$"
+            elif must_call:
+                what = f"{where}.format: a call with an input under a grammar of lark cannot be enforced"
+                raise invalid_request(f"{what}\n  hint: use tool_choice = auto, or syntax = regex", "tool_choice")
+            description = f"{description or ''}\n\nThe input follows this grammar ({form.syntax}):\n{form.definition}"
+        schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    yield function_tool(function_name(namespace, tool.name), description, schema)
+
+
+def names_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
+    """Return for each function that the model sees what a response calls it. `tools`: as in a body that was read."""
+    found: dict[str, ToolName] = {}
+    for tool in tools:
+        namespace, inner = (tool["name"], tool["tools"]) if tool["type"] == "namespace" else ("", [tool])
+        for one in inner:
+            name = one.get("name", "")
+            found[function_name(namespace, name)] = ToolName(namespace, name, one["type"] == "custom")
+    return found

@@ -1,0 +1,74 @@
+"""Samples summaries of conversations in production (`etude.capture.summaries.Writer`)."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from etude.capture import Chat, Message, ParsedReply, SummaryLimits, TurnTree
+from etude.capture.context import MAX_ATTEMPTS, Carried
+from etude.capture.tree import Node
+from etude.gateway.errors import RequestRefused
+from etude.records.completion import CompletionRequest, Sampling, StopReason, Traffic
+from etude.records.rollout import TurnKind
+from etude.seams import Policy
+
+
+@dataclass(frozen=True)
+class SummaryWriter:
+    """Counts and samples for one request, with its `tools` and their `signatures`.
+
+    `run` runs a function in a tokeniser thread. A summary is sampled like those of training. Its seed is a digest of
+    the conversation, so that it is the same when it must be written again."""
+
+    policy: Policy
+    chat: Chat
+    tree: TurnTree
+    limits: SummaryLimits
+    tools: Sequence[dict[str, Any]]
+    signatures: Any
+    deadline_s: float
+    run: Callable[[Callable[[], Any]], Awaitable[Any]]
+    max_attempts: int = MAX_ATTEMPTS
+
+    async def num_tokens(self, messages: list[Message]) -> int:
+        """Return the number of tokens of a prompt. Raises `ContextFull` for one that is certainly too long."""
+        count = partial(self.tree.prompt_tokens, messages, self.signatures, tools=self.tools)
+        number: int = await self.run(partial(count, max_tokens=self.limits.context_tokens))
+        return number
+
+    async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
+        """Sample a summary. Raises `RequestRefused` when the engine cancels it, and what the policy raises."""
+        prompt = await self.run(partial(self.tree.prompt, messages, self.signatures, tools=self.tools))
+        digest = hashlib.blake2b(f"summary {attempt} ".encode() + prompt.key, digest_size=8).digest()
+        request = CompletionRequest(
+            request_id=f"{prompt.session_id}/{uuid.uuid4().hex}",
+            session_id=prompt.session_id,
+            prompt_ids=prompt.token_ids,
+            sampling=Sampling(
+                max_tokens=self.limits.summary_tokens,
+                stop_token_ids=self.chat.stop_token_ids,
+                temperature=self.limits.temperature,
+                seed=int.from_bytes(digest, "little") >> 1,
+            ),
+            routes_from=None,
+            deadline_s=self.deadline_s,
+            keep_session=False,
+            fork_from=prompt.fork_from,
+            traffic=Traffic.PRODUCTION,
+        )
+        completion = await self.policy.complete(request)
+        if completion.stop_reason is StopReason.CANCELLED:
+            raise RequestRefused(503, f"{completion.engine} cancelled a summary", code="engine_unavailable")
+        reply = self.chat.parse(completion.token_ids, self.signatures)
+        message: Message = {"role": "assistant", "content": reply.text}
+        sampling = request.sampling
+        return self.tree.record(prompt, completion, message, sampling=sampling, kind=TurnKind.SUMMARY), reply
+
+    async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
+        """Return what goes on: without a limit of turns and a file, which only a rollout has."""
+        return Carried(summary, number)
