@@ -13,12 +13,14 @@ from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
 from etude.gateway.errors import invalid_request, openai_error
 from etude.gateway.requests import (
+    ABSENT,
+    BodyDecoder,
     ChatRequest,
     MessageCache,
+    ToolsCache,
     canonical_call,
     checked_messages,
     chosen_tools,
-    decode_body,
 )
 
 NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
@@ -82,7 +84,7 @@ class _Format(msgspec.Struct):
 
 class _ChatBody(Body, kw_only=True):
     messages: list[msgspec.Raw]
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw = ABSENT
     tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: _Format | None = None
@@ -90,12 +92,12 @@ class _ChatBody(Body, kw_only=True):
     top_logprobs: int | None = None
 
 
-_decoder = msgspec.json.Decoder(_ChatBody)
+_decoder = BodyDecoder(_ChatBody, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
 
 
 def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` (HTTP status 400)."""
-    body = decode_body(data, _decoder, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
+    body = _decoder.decode(data)
     fields = common(body)
     messages = _cache.read(body.messages, "messages")
     tools, must_call = _tools(body)
@@ -118,7 +120,7 @@ def read(data: bytes) -> ChatRequest:
 
 def _tools(body: _ChatBody) -> tuple[list[dict[str, Any]], bool]:
     """Return the tools that the model may call, and whether it must call one."""
-    tools, choice = body.tools or [], body.tool_choice
+    tools, choice = _tools_cache.read(body.tools), body.tool_choice
     if not isinstance(choice, _Choice):
         return chosen_tools(tools, None, none=choice == "none"), choice == "required"
     if choice.type == "function" and choice.function is not None:
@@ -156,6 +158,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
 
 
 _cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
+_tools_cache = ToolsCache(dict[str, Any], lambda tools: tools)
 
 
 def _tool_calls(answer: Answer, head: ResponseHead, index: int) -> list[dict[str, Any]]:
