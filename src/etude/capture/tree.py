@@ -119,10 +119,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A summary that the conversations with a common beginning go on with.
+    """A stored summary, with which all conversations with a common beginning continue.
 
-    `messages` are in the place of the beginning. `number`: how many summaries there were, with this one. `exchange`:
-    tokens of the longest exchange before it."""
+    `messages` replace the beginning. `number`: how many summaries there were, this one included. `exchange`: tokens of
+    the longest exchange before it."""
 
     messages: list[Message]
     number: int
@@ -255,16 +255,20 @@ class TurnTree:
         )
 
     def keep_summary(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
-        """Keep what a conversation goes on with, or why its summary was refused, as long as the turn `node` is kept.
+        """Store the summary of the beginning of a conversation, or why it was refused, as long as the turn `node` is
+        kept.
 
-        `key` is that of the conversation up to the summary, as its clients send it (`conversation_keys`)."""
+        `key` identifies the beginning, as its clients send it (an element of `conversation_keys`)."""
         with self._lock:
             if node in self._nodes:
                 node.stands_for = key
                 self._summaries[key] = node, kept
 
     def find_summary(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
-        """Return the summary of the longest beginning of a conversation, and how many messages that has, or None."""
+        """Return the stored summary of the longest beginning of a conversation, or None.
+
+        `keys` are the conversation's `conversation_keys`. The result is (number of messages that it replaces,
+        summary)."""
         with self._lock:
             for i in range(len(keys) - 1, -1, -1):
                 node, kept = self._summaries.get(keys[i], (None, None))
@@ -274,7 +278,7 @@ class TurnTree:
         return None
 
     def refused_summary(self, key: bytes) -> SummaryFault | None:
-        """Return why the summary of a conversation was refused; None if none was."""
+        """Return why the summary of the beginning `key` was refused; None if none was."""
         with self._lock:
             _, kept = self._summaries.get(key, (None, None))
         return kept if isinstance(kept, SummaryFault) else None

@@ -66,7 +66,8 @@ class HarnessConfig:
             )
 
     def summaries(self, *, temperature: float = 1.0) -> SummaryLimits | None:
-        """Return how conversations are summarised, with the sampling temperature; None: they are not."""
+        """Return how conversations are summarised, for turns sampled at `temperature`; None: they are not
+        summarised."""
         if not self.summary_tokens:
             return None
         return SummaryLimits(

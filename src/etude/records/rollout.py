@@ -46,7 +46,7 @@ class TurnKind(enum.StrEnum):
 
 
 class Start(enum.StrEnum):
-    """Why a turn does or does not continue the engine session of the turn before it.
+    """The reason why a turn continues the engine session of its parent turn, or why it does not.
 
     FIRST: the first turn of the tree. NEXT: it continues its parent. FORK: its parent has another continuation already.
     The others are new roots. TOOLS: the tools are others than in all requests before. SYSTEM: the first message is
@@ -66,8 +66,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     It stores only the tokens that it adds to its parent's context. The context of a turn is the tokens of its
     ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the index of the parent in `Trace.turns`; None for
     a root. `prompt_ids`: the tokens of the new messages and of the generation prompt. `sampling`: the parameters that
-    the engine used. `calls`: tool calls in the order of the completion; empty for text only. `start`: None if it is
-    not known."""
+    the engine used. `calls`: tool calls in the order of the completion; empty for text only. `start`: why it continues
+    its parent's session or not; None if unknown."""
 
     parent: int | None
     prompt_ids: I32

@@ -44,9 +44,10 @@ class Demonstrating(Protocol):
 
 @runtime_checkable
 class Conversing(Protocol):
-    """Optional method of a `TaskSource`: demonstrations as finished conversations, used in place of scripts.
+    """An optional interface of a `TaskSource`: demonstrations as finished conversations, used in place of scripts.
 
-    They are for agent programs with prompts and tools of their own. With `harness.summary_tokens` scripts are used."""
+    Use it for agent programs with their own prompts and tools. If `harness.summary_tokens` is set, scripts are used
+    instead."""
 
     def conversation(self, split: Split, index: int, *, seed: int, right: float) -> list[dict[str, Any]]:
         """Return all messages of the agent program and the model for a task, in OpenAI's format.
