@@ -177,7 +177,11 @@ class NamespaceRuntime:
         tree = self._snapshots.require(snapshot)
         state = unpack_state(tree)
         if n > self._max_machines:
-            raise MachineError(f"{n} machines requested", f"at most {self._max_machines}", hint="raise max_machines")
+            raise MachineError(
+                f"{n} machines were requested",
+                f"this runtime has at most {self._max_machines}",
+                hint="raise max_machines",
+            )
         waiting_for = "free slots among the live machines"
         try:
             async with asyncio.timeout(deadline_s):
