@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar, Union
 
 import msgspec
 
-from etude.errors import ConfigError, ConfigUnreadable, nearest
+from etude.errors import ConfigError, ConfigUnreadable, EtudeError, nearest, raise_all
 
 T = TypeVar("T")
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -179,20 +179,23 @@ def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
 def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Return the keyword arguments that `build` passes to `kind`: the values of `raw`, converted and checked.
 
-    Raises `ConfigError` for a value, and `TypeError` if `kind` has a parameter without a type or a positional-only one.
-    """
-    fields, values = _fields(kind), dict[str, Any]()
+    Raises `ConfigError` with all errors of the values, and `TypeError` if `kind` has a parameter without a type or a
+    positional-only one."""
+    fields, values, errors = _fields(kind), dict[str, Any](), list[EtudeError]()
     for key, value in raw.items():
         place = f"{where}.{key}" if where else key
         if key not in fields:
-            raise ConfigError(
-                f"unknown key {place!r}", hint=nearest(key, fields, where) if fields else "there are no settings"
-            )
-        values[key] = _converted(fields[key].hint, value, place, fields[key].example)
-    missing = [name for name, field in fields.items() if name not in values and field.required]
-    if missing:
-        place = f"{where}.{missing[0]}" if where else missing[0]
-        raise ConfigError(f"{place!r} is missing", hint=f"it has no default value: write {missing[0]} = ...")
+            hint = nearest(key, fields, where) if fields else "there are no settings"
+            errors.append(ConfigError(f"unknown key {place!r}", hint=hint))
+            continue
+        try:
+            values[key] = _converted(fields[key].hint, value, place, fields[key].example)
+        except ConfigError as error:
+            errors.append(error)
+    for name in (name for name, field in fields.items() if name not in raw and field.required):
+        place = f"{where}.{name}" if where else name
+        errors.append(ConfigError(f"{place!r} is missing", hint=f"it has no default value: write {name} = ..."))
+    raise_all(errors)
     return values
 
 
@@ -255,7 +258,7 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     if typing.get_origin(bare) is tuple and typing.get_args(bare)[-1] is ...:
         if not isinstance(value, list):
             raise ConfigError(place, f"expected a list, got {_shown(value)}", hint=f"write {place} = [...]")
-        return tuple(_converted(typing.get_args(bare)[0], one, f"{place}[{i}]") for i, one in enumerate(value))
+        return _all_converted(typing.get_args(bare)[0], value, place)
     if float in kinds and type(value) is int:
         value = float(value) if abs(value) < 1 << 1023 else math.copysign(math.inf, 1 if value > 0 else -1)
     whole = Annotated[(bare, *notes)] if notes else bare
@@ -266,6 +269,17 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigError(f"{place} = {value!r} is not a finite number", hint=f"it must be {_span(notes)}")
     return converted
+
+
+def _all_converted(hint: Any, values: Sequence[Any], place: str) -> tuple[Any, ...]:
+    converted, errors = list[Any](), list[EtudeError]()
+    for i, value in enumerate(values):
+        try:
+            converted.append(_converted(hint, value, f"{place}[{i}]"))
+        except ConfigError as error:
+            errors.append(error)
+    raise_all(errors)
+    return tuple(converted)
 
 
 def _plugin(built_in: Sequence[Any], value: Any, place: str, plugins: Collection[str]) -> Any:

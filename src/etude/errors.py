@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Exit(enum.IntEnum):
@@ -66,6 +66,15 @@ class InputError(EtudeError):
 
 class ConfigError(InputError):
     """A config has an unknown key, a value of a wrong type or out of range, or names a file that does not exist."""
+
+
+class ConfigErrors(ConfigError):
+    """Several independent errors of a config, in `errors`. `raise_all` raises it."""
+
+    errors: tuple[EtudeError, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what}:{self.facts}\n  hint: {self.hint}"
 
 
 class ConfigUnreadable(ConfigError):
@@ -158,6 +167,18 @@ class PluginRefused(PluginError, InputError):
 
 class DeadlineExceeded(EtudeError):
     """A wait reached its deadline; `what` names what it waited for."""
+
+
+def raise_all(errors: Sequence[EtudeError]) -> None:
+    """Raise the errors of a config, if there are any: one as it is, several as `ConfigErrors` with their number."""
+    flat = [one for error in errors for one in (error.errors if isinstance(error, ConfigErrors) else [error])]
+    if len(flat) == 1:
+        raise flat[0] from None
+    if flat:
+        facts = "".join(f"\n  {i}. " + str(error).replace("\n", "\n   ") for i, error in enumerate(flat, 1))
+        found = ConfigErrors(f"the config has {len(flat)} errors", facts, hint="correct all of them")
+        found.errors = tuple(flat)
+        raise found from None
 
 
 def nearest(word: str, known: Iterable[str], section: str = "") -> str:

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.config import Plugin, arguments
-from etude.errors import ConfigError, EtudeError, PluginError, PluginRefused, nearest
+from etude.errors import ConfigError, ConfigErrors, EtudeError, PluginError, PluginRefused, nearest, raise_all
 
 T = TypeVar("T")
 CHECK_S = 120.0
@@ -419,7 +419,8 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
     """Import and construct plug-ins in a separate process, and return their identities without the built-in ones.
 
     `uses` are (setting, plug-in) pairs from `config.plugins_in`. Raises `PluginRefused` for a plug-in that cannot be
-    used or takes longer than `deadline_s` seconds, and `ConfigError` for settings that it does not accept."""
+    used or takes longer than `deadline_s` seconds, `ConfigError` for settings that it does not accept, and
+    `ConfigErrors` for several errors. After a plug-in that ends its process or hangs no other one is checked."""
     if not uses:
         return []
     requests = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]
@@ -431,20 +432,21 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
         output, stderr, ending = done.stdout, done.stderr, _ending(done.returncode)
     except subprocess.TimeoutExpired as late:
         output, stderr, ending = late.stdout or b"", late.stderr or b"", f"did not end within {deadline_s:g} s"
-    identities = []
-    for line in output.splitlines():
-        answer = json.loads(line)
-        if "what" in answer:
-            refused = ConfigError if answer["is_config"] else PluginRefused
-            raise refused(answer["what"], answer["facts"], hint=answer["hint"])
-        identities.append(msgspec.convert(answer, Identity))
-    if len(identities) < len(uses):
-        place, plugin = uses[len(identities)]
+    answers = [json.loads(line) for line in output.splitlines()]
+    identities, errors = list[Identity](), list[EtudeError]()
+    for answer in answers:
+        if isinstance(answer, dict):
+            identities.append(msgspec.convert(answer, Identity))
+            continue
+        for is_config, what, facts, hint in answer:
+            errors.append((ConfigError if is_config else PluginRefused)(what, facts, hint=hint))
+    if len(answers) < len(uses):
+        place, plugin = uses[len(answers)]
         last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         facts = f"importing and constructing it {ending}{f': {last}' if last else ''}"
-        raise PluginRefused(
-            f"{kind_at(place).noun} {plugin.path} cannot be constructed", facts, hint="fix the module"
-        ) from None
+        what = f"{kind_at(place).noun} {plugin.path} cannot be constructed"
+        errors.append(PluginRefused(what, facts, hint="fix the module"))
+    raise_all(errors)
     return [one for one in identities if ":" in one.path]
 
 
@@ -452,16 +454,16 @@ def _ending(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
 
 
-def _answers(requests: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The identity of each plug-in, or its error, as the checking process prints them."""
+def _answers(requests: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[dict[str, Any] | list[Any]]:
+    """The identity of each plug-in, or the list of its errors, as the checking process prints them."""
     for place, path, settings in requests:
         try:
             kind = kind_at(place)
             make(kind, Plugin(path, settings), where=place)
             yield msgspec.to_builtins(identity(kind, path))
         except EtudeError as error:
-            is_config = isinstance(error, ConfigError)
-            yield {"what": error.what, "facts": error.facts, "hint": error.hint, "is_config": is_config}
+            every = error.errors if isinstance(error, ConfigErrors) else [error]
+            yield [(isinstance(one, ConfigError), one.what, one.facts, one.hint) for one in every]
 
 
 def _main() -> None:

@@ -6,7 +6,6 @@ The agents are those of `requirements.txt` and `package.json` here, unchanged, w
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import os
 import re
 import tempfile
@@ -18,18 +17,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from tests.parity import chats
 
+from etude.cli.harness import Answer, ObservedEpisode, ScriptedModel
 from etude.config import build
 from etude.environments import prepare
 from etude.environments.backends import open_runtime
 from etude.experience.packing import paths
-from etude.harness import Call, ChatFormat, Episode, HarnessConfig, RequestOptions, run_program, standard_tools
+from etude.harness import Call, ChatFormat, HarnessConfig, RequestOptions, run_program, standard_tools
 from etude.harness.chat import Message
 from etude.harness.commands import Signature
-from etude.records import Completion, CompletionRequest, Task, Version, VersionSpan
-from etude.records.completion import StopReason
+from etude.records import Task
 from etude.records.rollout import TurnKind
 from etude.records.task import Split
 from etude.rollouts.endpoints import RolloutEndpoints
@@ -49,7 +47,6 @@ TASK = Task(
 COMMANDS = ("cat calc.py", "sed -i 's/n - 3/n + 3/' calc.py")
 FIXED = b"    return n + 3\n"
 SHELLS = ("bash", "Bash", "shell", "exec_command", "shell_command", "run", "local_shell")
-_asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
 
 Answers = Callable[[int, str, Mapping[str, Signature]], str | Call]
 """Gives the next answer by the number of answers so far (without "ok"), the last message and the tools."""
@@ -97,42 +94,12 @@ def config_of(name: str) -> HarnessConfig:
     return build(HarnessConfig, harness)
 
 
-class Script:
-    """A policy that answers with `answers`, and "ok" to requests that are not of the main conversation."""
-
-    def __init__(self, chat: ChatFormat, answers: Answers) -> None:
-        self.chat, self.answers, self.num_answered = chat, answers, 0
-
-    async def complete(self, request: CompletionRequest) -> Completion:
-        prompt, signatures = _asked.get()
-        answer = self.answers(self.num_answered, prompt, signatures)
-        self.num_answered += answer != "ok"
-        chat = self.chat
-        ids = chat.encode_call(answer) if isinstance(answer, Call) else [*chat.encode(answer), chat.stop_token_ids[0]]
-        token_ids = np.array(ids, np.int32)[: request.sampling.max_tokens]
-        return Completion(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=np.zeros(len(token_ids), np.float32),
-            routes=np.zeros((0, 1, 1), np.uint8),
-            routes_start=len(request.prompt_ids) + len(token_ids) - 1,
-            spans=(VersionSpan(Version(0, "0" * 8, "0" * 64), len(token_ids)),),
-            stop_reason=StopReason.STOP if len(token_ids) == len(ids) else StopReason.LENGTH,
-            engine="script",
-        )
-
-
-class _Episode(Episode):
-    starts: Counter[str]
+class _Episode(ObservedEpisode):
     last: list[Message]
 
-    async def ask(self, messages: Any = None, *, tools: Any = None, **options: Any) -> Any:
+    async def ask(self, messages: Any = None, **options: Any) -> Any:
         self.last = list(messages or ())
-        last = str((messages or [{}])[-1].get("content", ""))
-        _asked.set((last, self.tools.signatures if tools is None else self.chat.signatures(tools)))
-        turn = await super().ask(messages, tools=tools, **options)
-        self.starts[str(turn.node.start)] += 1
-        return turn
+        return await super().ask(messages, **options)
 
 
 def by_shell(end: str | Call = "done") -> Answers:
@@ -167,6 +134,18 @@ ANSWERS: dict[str, Answers] = {
 """What the scripted model answers to each agent of the guide."""
 
 
+def _counted(answers: Answers) -> Answer:
+    done = 0
+
+    def answer(last: str, tools: Mapping[str, Signature]) -> str | Call:
+        nonlocal done
+        found = answers(done, last, tools)
+        done += found != "ok"
+        return found
+
+    return answer
+
+
 def play(config: HarnessConfig, answers: Answers, task: Task = TASK) -> Played:
     """Run one rollout of the agent on a machine of namespaces."""
     with tempfile.TemporaryDirectory() as folder:
@@ -195,13 +174,13 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
             episode = _Episode(
                 task,
                 machine,
-                policy=Script(chat, answers),
+                policy=ScriptedModel(chat, _counted(answers)),
                 chat=chat,
                 tools=standard_tools(),
                 limits=config,
                 options=RequestOptions(session_id="g000001.0/0", seed=7),
             )
-            episode.starts, episode.last = Counter(), []
+            episode.last = []
             run = await run_program(episode)
             fixed = task is TASK and FIXED in await machine.read("calc.py", max_bytes=10_000)
             await machine.close()
@@ -221,7 +200,7 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
         rows=sum(path.mask.any() for path in paths(trace)),
         wall_s=round(asyncio.get_running_loop().time() - began, 1),
         statuses=dict(statuses),
-        starts=dict(episode.starts),
+        starts=dict(Counter(str(one.turn.node.start) for one in episode.observed)),
         prompt_tokens=len(trace.turns[0].prompt_ids) if trace.turns else 0,
         messages=episode.last,
         log=log,

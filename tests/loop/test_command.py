@@ -21,9 +21,13 @@ def ask(messages, **more):
     body = json.dumps({{"model": "small", "messages": messages, **more}}).encode()
     headers = {{"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+    answer = json.loads(urllib.request.urlopen(urllib.request.Request(url, body, headers)).read())
+    return answer["choices"][0]["message"]
 
-ask([{{"role": "system", "content": "m"}}, {{"role": "user", "content": "1"}}], max_tokens=4)
+talk = [{{"role": "system", "content": "m"}}, {{"role": "user", "content": "1"}}]
+talk += [ask(talk, max_tokens=4), {{"role": "user", "content": "2"}}]
+ask(talk)
+ask(talk)
 agents = [threading.Thread(target=ask, args=([{{"role": "user", "content": "m1 2"}}],)) for _ in range(2)]
 [agent.start() for agent in agents]
 [agent.join() for agent in agents]
@@ -46,5 +50,13 @@ def test_a_program_that_only_speaks_http_is_trained_and_its_steps_replay(
     assert "log of the agent program, attempt 0:" in shown
     assert "sampling asked:" in shown
     assert "exit code 0" in shown
+    lines = [line.strip() for line in shown.splitlines()]
+    assert "branch from turn 0, the prompt of turn 1 again" in lines
+    assert "conversation 2: begins with another message" in lines
+    assert any(line.startswith("conversation 3: the prompt of turn") for line in lines), "the second of two sub-agents"
+    assert " cached), sampled" in shown
+    report = (run / "report.html").read_text()
+    assert "One task in training" in report
+    assert "branch from turn 0" in report
     kinds = pq.read_table(run / "traces" / "batch-000002.parquet", columns=["kind"])["kind"].to_pylist()
     assert {"act", "side"} <= set(kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import build, load, ranged, to_plain, to_toml
-from etude.errors import ConfigError
+from etude.errors import ConfigError, ConfigErrors
 
 
 class Kind(enum.StrEnum):
@@ -93,6 +94,27 @@ def test_bad_input_is_named_with_its_place_and_a_hint(tmp_path, text, says):
         load(written(tmp_path, text), Outer)
     assert says in str(error.value)
     assert "hint:" in str(error.value)
+
+
+def test_all_errors_of_a_config_are_reported_at_once_with_their_number(tmp_path):
+    text = "sede = 1\nseed = 'x'\nmany = [nan, 1.0, 'y']\n[inner]\nsteps = 0\nstpes = 2\nrate = 5"
+    with pytest.raises(ConfigErrors) as error:
+        load(written(tmp_path, text), Outer)
+    whats = [one.what for one in error.value.errors]
+    assert whats == [
+        "unknown key 'sede'",
+        "seed",
+        "many[0] = nan is not a finite number",
+        "many[2]",
+        "inner.steps = 0 is out of range",
+        "unknown key 'inner.stpes'",
+    ]
+    said = str(error.value)
+    assert said.startswith(
+        "the config has 6 errors:\n  1. unknown key 'sede'\n     hint: did you mean 'seed'?\n  2. seed:"
+    )
+    assert said.count("hint:") == 7
+    assert str(pickle.loads(pickle.dumps(error.value))) == said
 
 
 @pytest.mark.parametrize("override", ["seed", "=3", "seed.x=3", "inner=3"])

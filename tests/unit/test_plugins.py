@@ -17,10 +17,11 @@ import torch
 
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
-from etude.errors import ConfigError, Exit, PluginError, PluginRefused, RunRefused, TaskError
+from etude.errors import ConfigError, ConfigErrors, Exit, PluginError, PluginRefused, RunRefused, TaskError
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, Workbench, standard_tools
 from etude.harness.programs import run_plugin
 from etude.loop.config import RunConfig, check_same_plugins, open_tasks
+from etude.loop.corpus import _play
 from etude.models.config import OWN_FAMILIES
 from etude.plugins import KINDS, Identity, Kind, bounded, check_all, finite, found, identity, kind_at, make
 from etude.records.rollout import Ending
@@ -302,6 +303,23 @@ def test_a_module_that_hangs_or_kills_its_process_is_named_and_stops_nothing_els
     assert says in error.value.facts
 
 
+def test_all_plugins_of_a_config_that_cannot_be_used_are_named_at_once(module):
+    name, ends = module(), module("import os; os._exit(7)")
+    uses = [
+        ("learner.policy_loss", Plugin("no_such_package:Loss")),
+        ("learner.policy_loss", Plugin(f"{name}:Weighted", {"wieght": 1.0, "weight": "much"})),
+        ("learner.policy_loss", Plugin(f"{name}:Weighted")),
+        ("learner.policy_loss", Plugin(f"{ends}:Loss")),
+    ]
+    with pytest.raises(ConfigErrors, match="the config has 4 errors") as error:
+        check_all(uses)
+    assert error.value.exit_code is Exit.BAD_INPUT
+    whats = [one.what for one in error.value.errors]
+    assert whats[0] == "plug-in no_such_package:Loss cannot be imported"
+    assert whats[1:3] == ["unknown key 'learner.policy_loss.wieght'", "learner.policy_loss.weight"]
+    assert whats[3] == f"policy loss {ends}:Loss cannot be constructed"
+
+
 def test_its_code_is_known_by_distribution_version_and_source(module):
     name = module()
     mine, theirs = identity(Kind.LOSS, f"{name}:Weighted"), identity(Kind.LOSS, "msgspec:Struct")
@@ -558,6 +576,87 @@ def test_what_the_agent_caused_is_answered_by_a_tool_of_a_plugin_too(module):
     bench = Workbench(MemoryMachine({}), (), set(), "key", 1.0, 400)
     tools = standard_tools((Plugin(f"{name}:Own"),))
     assert asyncio.run(tools.run(Call("own", {"text": "a"}), bench)) == "refused: no such mode: a"
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ('"own", "Does', '"my own", "Does', "its name is 'my own'"),
+        ('Parameter("text")', 'Parameter("word")', "run(bench, text) cannot be called with them"),
+        ('Parameter("text")', 'Parameter("text", required=False)', "missing a required argument: 'text'"),
+    ],
+)
+def test_a_tool_that_could_never_be_called_is_refused_before_a_run(module, was, now, says):
+    name = module(TOOL.replace(was, now).replace("{body}", "return text"))
+    with pytest.raises(PluginRefused, match=f"the signature of tool {name}:Own") as error:
+        standard_tools((Plugin(f"{name}:Own"),))
+    assert says in error.value.facts
+
+
+SHOWS = """
+    def demonstration(self, split, index, *, seed, right):
+        from etude.tasks.scripts import Demonstration
+        return Demonstration(self.task(split, index), self.script(seed))
+
+    def script(self, seed):
+        {body}
+"""
+EDIT = 'yield "edit", {"path": "calc.py", "line": shown.split()[1], "text": "x"}'
+CALLS_OWN = f'shown = yield "own", {{"text": str(seed)}}; {EDIT}'
+
+
+def test_demonstrations_call_the_tools_of_the_run(module):
+    tool = module(TOOL.replace("{body}", 'await asyncio.sleep(0); return f"line {int(text) + 2}"'))
+    source = open_source(f"{module(SOURCE + SHOWS.replace('{body}', CALLS_OWN))}:Own", 0)
+    size = source.size(Split.TRAIN)
+    limits = HarnessConfig(tools=(Plugin(f"{tool}:Own"), "submit"))
+    talks = _play(source, 2, limits, seed=5, first=size - 1, right_body=1)
+    tasks = [source.task(Split.TRAIN, index) for index in (size - 1, 0)]  # the first one comes again with another seed
+    assert [talk[0]["content"] for talk in talks] == [task.instruction for task in tasks]
+    assert [talk[2]["content"] for talk in talks] == ["line 7", "line 8"]
+    assert talks[0][4]["content"] == "no such line"
+    with pytest.raises(TaskError, match="a demonstration of own cannot be played") as error:
+        _play(source, 1, HarnessConfig(), seed=5, first=0, right_body=1)
+    assert "it calls 'own', and the tools are ls, cat, test, edit, submit, write, run" in error.value.facts
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 3", "the script of its demonstration is int, expected a generator"),
+        ("yield 'ls'", "yields 'ls', expected (tool name, arguments)"),
+        ("yield 'ls', {}; 1 / 0", "the script of its demonstration raised ZeroDivisionError"),
+    ],
+)
+def test_nonsense_of_a_demonstration_is_named_with_whose_it_is(module, body, says):
+    name = module(SOURCE + SHOWS.replace("{body}", body))
+    with pytest.raises(PluginError) as error:
+        _play(open_source(f"{name}:Own", 0), 1, HarnessConfig(), seed=0, first=0, right_body=1)
+    assert f"task source {name}:Own" in error.value.what
+    assert says in error.value.facts
+
+
+def test_the_contract_of_a_source_plays_its_demonstrations(module, capsys):
+    uses_output = f'shown = yield "cat", {{"path": "calc.py"}}; {EDIT}'
+    own_tool = f'shown = yield "own", {{"text": "a"}}; {EDIT}'
+    for body in (uses_output, own_tool):
+        assert cli.main(["plugins", "check", f"{module(SOURCE + SHOWS.replace('{body}', body))}:Own"]) == Exit.DONE
+    wrong = module(SOURCE + SHOWS.replace("{body}", 'yield "cat", {"file": "calc.py"}'))
+    assert cli.main(["plugins", "check", f"{wrong}:Own"]) == Exit.FAILED
+    assert "a demonstration does not fit the tools: it calls cat(file), expected (path)" in capsys.readouterr().out
+
+
+def test_a_loss_without_a_number_is_told_for_that_and_not_for_other_bits(module, capsys):
+    name = module(
+        more="""
+class Empty(Weighted):
+    def __call__(self, tokens):
+        done = answer(self, tokens)
+        return PolicyLoss(done.loss * float("nan"), done.ratio_R, done.clipped_R)
+"""
+    )
+    assert cli.main(["plugins", "check", f"{name}:Empty"]) == Exit.FAILED
+    assert "ok      the same tokens give the same bits" in capsys.readouterr().out
 
 
 def test_two_tools_of_one_name_are_refused(module):

@@ -12,11 +12,13 @@ gateway both use this package, so the same messages give the same tokens:
 
 from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
 from etude.capture.context import SummaryLimits
+from etude.capture.stops import Cut, cut_at_stop
 from etude.capture.summaries import Summaries
 from etude.capture.tree import KeptMessage, Node, Prompt, TurnTree
 
 __all__ = [
     "Chat",
+    "Cut",
     "KeptMessage",
     "Message",
     "Node",
@@ -26,4 +28,5 @@ __all__ = [
     "Summaries",
     "SummaryLimits",
     "TurnTree",
+    "cut_at_stop",
 ]

@@ -191,7 +191,8 @@ class _Work:
     ) -> None:
         self.writer, self.messages = writer, messages
         self._summaries, self._room, self._context_tokens = summaries, room, context_tokens
-        self._start, self._kept = known or (0, None)
+        self._kept: Kept | None
+        self._start, self._kept = known if known is not None else (0, None)
         self.number = self._kept.number if self._kept else 0
         has_user = any(message["role"] == "user" for message in messages)
         self.stops = stops_of(messages, self._start) if has_user else []
@@ -224,9 +225,10 @@ class _Work:
                 break
             if stop not in refused:
                 return stop, True
-        for stop in reversed(stops[:high]):
-            if stop not in refused and await self._fits(stop):
-                return stop, True
+        if high and not await self._fits(stops[high]):
+            before = stops[high - 1]
+            if before not in refused and await self._fits(before):
+                return before, True
         return None, True
 
     async def _is_due(self, stop: int) -> bool:

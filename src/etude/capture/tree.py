@@ -22,18 +22,20 @@ import json
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from etude.capture.chat import Chat, Message
 from etude.capture.context import SummaryFault
+from etude.capture.stops import Cut
 from etude.records.completion import Completion, Sampling, StopReason
 from etude.records.rollout import Start, ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
 
 _MAX_RENDERED = 16  # prompts whose tokens are kept until they are asked
+_NONE: I32 = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +47,9 @@ class Node:
     - `key`: a digest of the tools and all messages, this turn's included. `reply_digest`: one of the model's message.
     - `number`: the place in the order of recording. `num_tokens`: tokens of the context, this turn's completion
       included.
-    - `continued`: whether a request has continued its session."""
+    - `continued`: whether a request has continued its session.
+    - `tail`: the sampled tokens of the stop text that cut off the turn, which are in no context; None if none did.
+    - `rest_ids`: tokens of the characters that the client got of the first token of `tail`, [R] int32."""
 
     parent: Node | None
     prompt_ids: I32
@@ -59,6 +63,8 @@ class Node:
     number: int  # number of turns that the tree recorded before
     num_tokens: int  # tokens of the context, including this turn
     start: Start
+    tail: Completion | None = None
+    rest_ids: I32 = field(default_factory=lambda: _NONE)
     continued: bool = False  # whether a request has taken over its session
     stands_for: bytes = b""  # of a summary: key of the conversation in whose place it is, as `TurnTree.keep_summary`
 
@@ -203,12 +209,16 @@ class TurnTree:
         sampling: Sampling,
         calls: tuple[ToolCall, ...] = (),
         kind: TurnKind = TurnKind.ACT,
+        cut: Cut | None = None,
     ) -> Node:
         """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. Recording the same turn again (same prompt,
+        `message`: the model's message, as later requests will repeat it. `cut`: the completion as a stop text cuts it
+        off; only what it keeps is in the context of later turns. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
+        completion = completion if cut is None else cut.kept
+        rest = "" if cut is None else cut.rest.rstrip()  # blanks at the end of a reply do not count
         key = _extend_key(prompt.key, digest)
         with self._lock:
             for node in self._by_key.get(key, ()):
@@ -227,6 +237,8 @@ class TurnTree:
                 number=self._num_recorded,
                 num_tokens=num_before + len(prompt.new_ids) + len(completion.token_ids),
                 start=prompt.start,
+                tail=None if cut is None else cut.tail,
+                rest_ids=self._chat.encode(rest) if rest else _NONE,
             )
             self._num_recorded += 1
             self._touch(node)
@@ -235,24 +247,37 @@ class TurnTree:
         return node
 
     def trace(self) -> Trace:
-        """Return all turns that are in the tree, in the order in which they were recorded."""
+        """Return all turns that are in the tree, in the order in which they were recorded.
+
+        After them come the stop texts that cut off turns: each a turn without a prompt, which nothing continues."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
-        return Trace(
-            tuple(
-                Turn(
-                    parent=None if node.parent is None else index[node.parent],
-                    prompt_ids=node.prompt_ids,
-                    completion=node.completion,
-                    sampling=node.sampling,
-                    calls=node.calls,
-                    kind=node.kind,
-                    start=node.start,
-                )
-                for node in nodes
+        turns = [
+            Turn(
+                parent=None if node.parent is None else index[node.parent],
+                prompt_ids=node.prompt_ids,
+                completion=node.completion,
+                sampling=node.sampling,
+                calls=node.calls,
+                kind=node.kind,
+                start=node.start,
             )
-        )
+            for node in nodes
+        ]
+        tails = [
+            Turn(
+                parent=index[node],
+                prompt_ids=_NONE,
+                completion=node.tail,
+                sampling=node.sampling,
+                calls=(),
+                kind=node.kind,
+            )
+            for node in nodes
+            if node.tail is not None
+        ]
+        return Trace((*turns, *tails))
 
     def keep_summary(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
         """Store the summary of the beginning of a conversation, or why it was refused, as long as the turn `node` is
@@ -305,6 +330,7 @@ class TurnTree:
             remaining = None if max_tokens is None else max(0, max_tokens - parent.num_tokens)
             ended = parent.completion.stop_reason is StopReason.STOP
             ids = self._chat.continuation(messages[:known], new, signatures, ended=ended, max_tokens=remaining)
+            ids = np.concatenate([parent.rest_ids, ids]) if len(parent.rest_ids) else ids
         with self._lock:
             self._rendered.append((parent, [dict(message) for message in new], signatures, ids))
         return ids

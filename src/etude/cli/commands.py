@@ -542,6 +542,11 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         "--public-key", type=public_key, metavar="HEX", help="serve only versions signed with the matching private key"
     )
     serve.add_argument("--fleet", metavar="URL", help="use the engines of a run: the URL of its registry")
+    serve.add_argument(
+        "--no-summaries",
+        action="store_true",
+        help="refuse long conversations, do not summarise them",
+    )
     _add_parity_command(commands)
     export = add(commands, "export", "serve:export", "write a model as a Hugging Face directory")
     export.add_argument(

@@ -10,12 +10,10 @@ import asyncio
 import contextvars
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from etude.config import read
 from etude.environments import prepare
@@ -38,14 +36,17 @@ from etude.harness.episode import AgentRun
 from etude.loop.config import open_tasks
 from etude.loop.limits import build_config, smallest_call
 from etude.loop.preflight import build_images
-from etude.records import Completion, CompletionRequest, Task, Version, VersionSpan
-from etude.records.completion import StopReason
+from etude.records import Completion, CompletionRequest, Task
 from etude.records.rollout import Ending, Start, TurnKind
 from etude.records.task import Split
+from etude.rollouts.scripted import scripted_completion
 
 _LAST = ("submit", "finish", "done", "exit", "complete", "attempt_completion", "end")  # tools that end an agent
 _PROBE_CHARS = 40  # of a text that must be found in the rendering
-_asked: contextvars.ContextVar[Mapping[str, Signature]] = contextvars.ContextVar("signatures of the running request")
+_asked: contextvars.ContextVar[tuple[str, Mapping[str, Signature]]] = contextvars.ContextVar("the running request")
+
+Answer = Callable[[str, Mapping[str, Signature]], str | Call]
+"""Gives a model's answer to the last message of a request and its tools by name."""
 
 
 def check(args: argparse.Namespace) -> int:
@@ -53,12 +54,12 @@ def check(args: argparse.Namespace) -> int:
 
     Returns exit code 1 when nothing was attributed to the rollout."""
     config = build_config(read(args.config, args.set))
-    answers = None if args.answers is None else _read_answers(args.answers)
+    answer = _first_tool() if args.answers is None else _in_order(_read_answers(args.answers))
     asyncio.run(build_images(config, print))
     task = open_tasks(config, canaries=False).task(Split(args.split), args.task)
     with tempfile.TemporaryDirectory() as folder:
         chat = ChatFormat.load(config.start) if config.start is not None else _small_chat(task, Path(folder))
-    episode, run = asyncio.run(_play(task, config.machines, config.harness, chat, answers))
+    episode, run = asyncio.run(_play(task, config.machines, config.harness, chat, answer))
     print(f"task {task.task_id} of {config.tasks.source}; program {config.harness.program}")
     for line in _tree(episode):
         print(line)
@@ -97,7 +98,7 @@ def _small_chat(task: Task, folder: Path) -> ChatFormat:
 
 
 async def _play(
-    task: Task, machines: Any, limits: HarnessConfig, chat: ChatFormat, answers: Sequence[str | Call] | None
+    task: Task, machines: Any, limits: HarnessConfig, chat: ChatFormat, answer: Answer
 ) -> tuple[ObservedEpisode, AgentRun]:
     runtime = runtime_from_config(machines)
     try:
@@ -105,7 +106,7 @@ async def _play(
         episode = ObservedEpisode(
             task,
             machine,
-            policy=ScriptedModel(chat, answers),
+            policy=ScriptedModel(chat, answer),
             chat=chat,
             tools=standard_tools(limits.tools),
             limits=limits,
@@ -139,7 +140,8 @@ class ObservedEpisode(Episode):
         **options: Any,
     ) -> ModelTurn:
         asked = list(self.messages if messages is None else messages)
-        _asked.set(self.tools.signatures if tools is None else self.chat.signatures(tools))
+        last = str(asked[-1].get("content", "")) if asked else ""
+        _asked.set((last, self.tools.signatures if tools is None else self.chat.signatures(tools)))
         turn = await super().ask(messages, tools=tools, **options)
         rendered = self.chat.decode(turn.node.prompt_context(), special=True)
         self.observed.append(Observed(turn, _lost(asked, tools or (), rendered)))
@@ -159,40 +161,38 @@ def _lost(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], rende
 
 
 class ScriptedModel:
-    """A policy that gives the answers of a script, in order; then "ok".
+    """A policy that answers the requests of an `ObservedEpisode`.
 
-    Without a script it calls the first tool of the first request that has tools, then one that ends the agent, if the
-    request has a tool with such a name."""
+    `answer`: returns a text or a call for the last message and the tools of a request."""
 
-    def __init__(self, chat: ChatFormat, answers: Sequence[str | Call] | None) -> None:
-        self._chat, self._answers = chat, None if answers is None else list(answers)
-        self._called = False
+    def __init__(self, chat: ChatFormat, answer: Answer) -> None:
+        self._chat, self._answer = chat, answer
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Return the next answer as a completion."""
-        answer = self._next(_asked.get())
-        chat, limit = self._chat, request.sampling.max_tokens
-        ids = chat.encode_call(answer) if isinstance(answer, Call) else [*chat.encode(answer), chat.stop_token_ids[0]]
-        token_ids = np.array(ids[:limit], np.int32)
-        return Completion(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=np.zeros(len(token_ids), np.float32),
-            routes=np.zeros((0, 1, 1), np.uint8),
-            routes_start=len(request.prompt_ids) + len(token_ids) - 1,
-            spans=(VersionSpan(Version(0, "0" * 8, "0" * 64), len(token_ids)),),
-            stop_reason=StopReason.STOP if len(ids) <= limit else StopReason.LENGTH,
-            engine="script",
-        )
+        """Return the answer as a completion."""
+        answer = self._answer(*_asked.get())
+        return scripted_completion(request, self._chat, answer, max_tokens=request.sampling.max_tokens)
 
-    def _next(self, signatures: Mapping[str, Signature]) -> str | Call:
-        if self._answers is not None:
-            return self._answers.pop(0) if self._answers else "ok"
-        if signatures and not self._called:
-            self._called = True
+
+def _in_order(answers: Sequence[str | Call]) -> Answer:
+    """Return the answers one after another, then "ok"."""
+    left = iter(answers)
+    return lambda last, signatures: next(left, "ok")
+
+
+def _first_tool() -> Answer:
+    """Call the first tool of the first request that has tools; then a tool that ends the agent, or say "ok"."""
+    called = False
+
+    def answer(last: str, signatures: Mapping[str, Signature]) -> str | Call:
+        nonlocal called
+        if signatures and not called:
+            called = True
             return smallest_call(next(iter(signatures.values())))
-        last = next((signatures[name] for name in _LAST if name in signatures), None)
-        return "ok" if last is None else smallest_call(last)
+        ending = next((signatures[name] for name in _LAST if name in signatures), None)
+        return "ok" if ending is None else smallest_call(ending)
+
+    return answer
 
 
 def _tree(episode: ObservedEpisode) -> list[str]:

@@ -27,7 +27,11 @@ def serve(args: argparse.Namespace) -> int:
         newest = newest_run().path
         models = {newest.resolve().name: newest}
     gateway = GatewayConfig(
-        host=args.host, port=args.port, max_running=args.max_concurrent, cors_origins=tuple(args.cors)
+        host=args.host,
+        port=args.port,
+        max_running=args.max_concurrent,
+        cors_origins=tuple(args.cors),
+        summaries=not args.no_summaries,
     )
     key = args.key or os.environ.get("ETUDE_API_KEY")
     if args.keys and key:

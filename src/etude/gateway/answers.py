@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from etude.capture import Chat, Message, ParsedReply
+from etude.capture import Chat, Cut, Message, ParsedReply, cut_at_stop
 from etude.capture.summaries import Shortened
 from etude.gateway.streams import split_unfinished
 from etude.records.completion import Completion, StopReason
@@ -58,21 +57,26 @@ class Answer:
     - `reasoning`: the text of the model's reasoning, or "".
     - `calls`: tool calls, each as ``{"name": str, "arguments": dict}``.
     - `finish`: "stop", "length" or "tool_calls".
-    - `stop_text`: which of the request's stop texts cut the answer off; None if none did.
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `completion`: what the policy returned.
     - `summaries`: the summaries in the prompt (`SummaryUse`).
-    - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them."""
+    - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them.
+    - `cut`: the completion as a stop text of the request cuts it off; None if none does."""
 
     text: str
     reasoning: str
     calls: tuple[dict[str, Any], ...]
     finish: str
-    stop_text: str | None
     prompt_ids: I32
     completion: Completion
     logprobs: list[TokenLogprob] | None = None
     summaries: SummaryUse = SummaryUse()
+    cut: Cut | None = None
+
+    @property
+    def stop_text(self) -> str | None:
+        """Which of the request's stop texts cut the answer off; None if none did."""
+        return None if self.cut is None else self.cut.stop_text
 
     @property
     def fingerprint(self) -> str | None:
@@ -107,6 +111,7 @@ def make_answer(
     stop: Sequence[str],
     prompt_ids: I32,
     reply: ParsedReply | None = None,
+    cut: Cut | None = None,
     logprobs: bool = False,
     summaries: SummaryUse = SummaryUse(),
 ) -> Answer:
@@ -116,6 +121,7 @@ def make_answer(
     - `stop`: the stop texts.
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `reply`: the parsed completion; None: `chat` parses it.
+    - `cut`: where a stop text cuts the completion off, if known.
     - `logprobs`: whether the answer has log-probabilities.
 
     A malformed tool call is returned as text."""
@@ -129,29 +135,30 @@ def make_answer(
     else:
         thinking = None if reply is None else chat.in_reasoning(prompt_ids)
         reasoning, text = split_unfinished(chat.decode(completion.token_ids), thinking)
-    end, stop_text = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=(-1, None))
-    if stop_text is not None:
-        text, calls = text[:end], ()
-    length = completion.stop_reason is StopReason.LENGTH and stop_text is None
+    if cut is None:
+        cut = cut_at_stop(chat, completion, text, stop, num_prompt=len(prompt_ids))
+    if cut is not None:
+        text, calls = cut.text, ()
+    length = completion.stop_reason is StopReason.LENGTH and cut is None
     return Answer(
         text=text,
         reasoning=reasoning,
         calls=calls,
         finish="tool_calls" if calls else "length" if length else "stop",
-        stop_text=stop_text,
         prompt_ids=prompt_ids,
         completion=completion,
         summaries=summaries,
-        logprobs=_logprobs(completion, chat, text if stop_text is not None else None) if logprobs else None,
+        logprobs=_logprobs(completion, chat, cut) if logprobs else None,
+        cut=cut,
     )
 
 
-def _logprobs(completion: Completion, chat: Chat, cut_text: str | None) -> list[TokenLogprob]:
-    """Return the log-probabilities of the tokens before the stop token, or of those that spell `cut_text`."""
+def _logprobs(completion: Completion, chat: Chat, cut: Cut | None) -> list[TokenLogprob]:
+    """Return the log-probabilities of the tokens before the stop token, or of those that have text before the cut."""
     ids = completion.token_ids.tolist()
     length = len(ids) - (completion.stop_reason is StopReason.STOP)
-    if cut_text is not None:
-        length = bisect.bisect_left(range(length), len(cut_text), key=lambda n: len(chat.decode(ids[:n])))
+    if cut is not None:
+        length = len(cut.kept.token_ids) + bool(cut.rest)
     return [
         TokenLogprob(
             chat.decode([ids[i]]),

@@ -284,8 +284,9 @@ class ServedModel:
             logprobs=pending.parsed.top_logprobs is not None,
             summaries=pending.summaries,
         )
-        if pending.prompt is not None and answer.stop_text is None:  # a client cannot repeat text that it did not get
-            self._tree.record(pending.prompt, completion, answer.message(), sampling=pending.request.sampling)
+        if pending.prompt is not None:
+            sampling = pending.request.sampling
+            self._tree.record(pending.prompt, completion, answer.message(), sampling=sampling, cut=answer.cut)
         return answer
 
     def _grammar(self, parsed: ChatRequest, prompt_ids: I32) -> str:

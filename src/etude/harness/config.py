@@ -65,16 +65,15 @@ class HarnessConfig:
                 f"context_tokens = {self.context_tokens}: a summary must leave room for the work"
             )
 
-    def summaries(self, *, temperature: float = 1.0) -> SummaryLimits | None:
-        """Return how conversations are summarised, for turns sampled at `temperature`; None: they are not
-        summarised."""
+    @property
+    def summaries(self) -> SummaryLimits | None:
+        """How conversations are summarised; None: they are not."""
         if not self.summary_tokens:
             return None
         return SummaryLimits(
             context_tokens=self.context_tokens,
             summary_tokens=self.summary_tokens,
             turn_tokens=self.turn_tokens,
-            temperature=temperature,
         )
 
     @property

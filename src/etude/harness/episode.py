@@ -12,11 +12,11 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from etude.capture import Prompt, TurnTree
+from etude.capture import Cut, Prompt, TurnTree, cut_at_stop
 from etude.capture.tree import Node
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.harness.chat import ChatFormat, Message, Reply
@@ -93,13 +93,17 @@ class ModelTurn:
     - `messages`: the conversation to which the turn was appended.
     - `num_tokens`: tokens of the conversation with this turn included.
     - `number`: how many turns of the episode came before.
-    - `node`: the recorded turn with its tokens."""
+    - `node`: the recorded turn with its tokens.
+    - `completion`: all tokens that were sampled.
+    - `cut`: where a stop text cut them off; None if none did."""
 
     reply: Reply
     messages: list[Message]
     num_tokens: int
     number: int
     node: Node
+    completion: Completion
+    cut: Cut | None = None
 
 
 class Episode:
@@ -158,6 +162,7 @@ class Episode:
         kind: TurnKind = TurnKind.ACT,
         max_tokens: int | None = None,
         strict: bool = True,
+        stops: Sequence[str] = (),
     ) -> ModelTurn:
         """Sample a turn of the model, record it, and append its message to the conversation.
 
@@ -165,7 +170,7 @@ class Episode:
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn.
         `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
         fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
-        gateway get it.
+        gateway get it. Before the first of the texts `stops` the message ends, and what was sampled after it is lost.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
@@ -193,9 +198,13 @@ class Episode:
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
         completion = await self._complete(request)
         reply = self._parse(completion, signatures, strict=strict)
+        cut = cut_at_stop(self.chat, completion, reply.text, stops, num_prompt=len(prompt.token_ids))
+        if cut is not None:
+            reply = replace(reply, text=cut.text, calls=())
         message = assistant_message(reply, turn=number)
-        node = self.tree.record(prompt, completion, message, sampling=request.sampling, kind=kind)
-        return self._turn(node, messages, signatures, strict=strict)
+        node = self.tree.record(prompt, completion, message, sampling=request.sampling, kind=kind, cut=cut)
+        messages.append(assistant_message(reply, turn=node.number))
+        return ModelTurn(reply, messages, node.num_tokens, node.number, node, completion, cut)
 
     async def _require_open(self) -> None:
         if self.ending is None and self.num_turns >= self.limits.max_turns:
@@ -214,14 +223,6 @@ class Episode:
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
         reply = self.chat.parse(completion.token_ids, signatures, strict=strict)
         return Reply(self.chat.decode(completion.token_ids)) if reply.error and not strict else reply
-
-    def _turn(
-        self, node: Node, messages: list[Message], signatures: Mapping[str, Signature], *, strict: bool
-    ) -> ModelTurn:
-        """Append the message of a recorded turn to its conversation."""
-        reply = self._parse(node.completion, signatures, strict=strict)
-        messages.append(assistant_message(reply, turn=node.number))
-        return ModelTurn(reply, messages, node.num_tokens, node.number, node)
 
     async def act(self, turn: ModelTurn) -> str:
         """Run the tool calls of a turn in order, append each output to its conversation, and return the last one.

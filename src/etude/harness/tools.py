@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -118,6 +120,26 @@ class ToolSet:
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two tools are named {twice!r}", "a call names one tool", hint="leave one of them out")
         self.signatures: Mapping[str, Signature] = {n: t.signature for n, t in self._tools.items()}
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether all are standard tools, and none is a plug-in."""
+        return all(STANDARD_TOOLS.get(name) is tool for name, tool in self._tools.items())
+
+    def misfit(self, call: Call) -> str:
+        """Return why a call of a script fits no tool: its name or its arguments; "" if it fits."""
+        if call.name not in self._tools:
+            return f"it calls {call.name!r}, and the tools are {', '.join(self._tools)}"
+        parameters = self.signatures[call.name].parameters
+        given, needed = set(call.arguments), {p.name for p in parameters if p.required}
+        if needed <= given <= {p.name for p in parameters}:
+            return ""
+        return f"it calls {call.name}({', '.join(call.arguments)}), expected ({', '.join(p.name for p in parameters)})"
+
+    def with_standard(self) -> ToolSet:
+        """Return these tools and the standard tools of other names."""
+        others = (tool for name, tool in STANDARD_TOOLS.items() if name not in self._tools)
+        return ToolSet((*self._tools.values(), *others))
 
     def to_openai(self) -> list[dict[str, Any]]:
         """Return the tools as OpenAI's `tools` list."""
@@ -282,6 +304,17 @@ def plugin_tool(plugin: Plugin, tool: ToolLike) -> Tool:
             facts,
             hint="give the tool an attribute `signature` of this class",
         )
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", signature.name):
+        facts = f"its name is {signature.name!r}, and a call begins with the name"
+        hint = "use 1 to 64 letters, digits, '_' and '-'"
+        raise PluginRefused(f"the signature of tool {plugin} cannot be used", facts, hint=hint)
+    try:
+        inspect.signature(tool.run).bind(None, **dict.fromkeys(p.name for p in signature.parameters))
+        inspect.signature(tool.run).bind(None, **dict.fromkeys(p.name for p in signature.parameters if p.required))
+    except TypeError as error:
+        facts = f"run{inspect.signature(tool.run)} cannot be called with them: {error}"
+        hint = "give run the parameters of the signature; those that are not required need a default value"
+        raise PluginRefused(f"the signature of tool {plugin} does not fit its run", facts, hint=hint) from None
 
     async def run(bench: Workbench, **arguments: Any) -> str:
         limit_s = bench.deadline_s + PLUGIN_GRACE_S

@@ -73,7 +73,8 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     else:
         signatures = standard_tools(config.harness.tools).signatures
         documents = [chat.encode_conversation(talk, signatures) for talk in talks]
-        heldout = [chat.encode_conversation(talk, signatures) for talk in _play(source, HELDOUT_DOCUMENTS, **held)]
+        heldout_talks = _play(source, HELDOUT_DOCUMENTS, config.harness, **held)
+        heldout = [chat.encode_conversation(talk, signatures) for talk in heldout_talks]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
     documents += [chat.document(text) for text in chain(library, own)]
     random.Random(f"corpus {config.seed}").shuffle(documents)
@@ -111,7 +112,7 @@ def _in_parallel(part: Callable[..., list[T]], config: RunConfig, count: int, *r
 
 def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Message]]:
     source, share = _demonstrated_source(config), config.corpus.right_body
-    talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=share)
+    talks = _play(source, stop - start, config.harness, seed=config.seed, first=1_000_000 + start, right_body=share)
     assert_no_heldout(message["content"] for talk in talks for message in talk)
     return talks
 
@@ -163,6 +164,7 @@ def _play_long(
 def _play(
     source: Demonstrating | Conversing,
     count: int,
+    limits: HarnessConfig,
     *,
     seed: int,
     first: int,
@@ -172,9 +174,15 @@ def _play(
     if isinstance(source, Conversing):
         places = range(first, first + count)
         return [source.conversation(split, index, seed=seed, right=right_body) for index in places]
-    tools = standard_tools()
+    tools = standard_tools(limits.tools).with_standard()
     return [
-        demonstrate(d.task, d.script, tools, MemoryMachine({p: t.encode() for p, t in d.task.files.items()}))
+        demonstrate(
+            d.task,
+            d.script,
+            tools,
+            MemoryMachine({p: t.encode() for p, t in d.task.files.items()}),
+            output_chars=limits.output_chars,
+        )
         for d in demonstrations(source, count=count, seed=seed, right_body=right_body, first=first, split=split)
     ]
 

@@ -10,6 +10,7 @@ import torch
 
 from etude.errors import CheckpointError
 from etude.loop.checkpoints import newest_checkpoint
+from etude.loop.exported_settings import settings_files, summaries_of_checkpoint, summaries_of_run
 from etude.loop.locations import weights_store
 from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
@@ -42,9 +43,12 @@ def export_checkpoint(
     if (source / "run.json").is_file():
         run = RunFolder.open(source)
         source, start = newest_checkpoint(run), run / "checkpoints" / "mid"
+        summaries = summaries_of_run(run)
+    else:
+        summaries = summaries_of_checkpoint(source)
     model = load_model(source)
     report_unused_layers(start, model.config, log)
-    save_model(model, out, dtype=dtype, quantise=quantise, assets=source)
+    save_model(model, out, dtype=dtype, quantise=quantise, assets=source, files=settings_files(summaries))
     return out
 
 
@@ -72,7 +76,8 @@ def export_version(
         with torch.no_grad():
             for name, view in hf_views(model).items():
                 view.copy_(read_stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))
-    save_model(model, out, dtype=dtype, quantise=quantise, assets=start)
+    files = settings_files(summaries_of_run(run))
+    save_model(model, out, dtype=dtype, quantise=quantise, assets=start, files=files)
     return out
 
 

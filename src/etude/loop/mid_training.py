@@ -57,7 +57,7 @@ def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
     source = open_tasks(config, canaries=False)
     if not isinstance(source, WithCopyProbe):
         return None
-    chat, tools = ChatFormat.load(run / "tokenizer"), standard_tools()
+    chat, tools = ChatFormat.load(run / "tokenizer"), standard_tools(config.harness.tools).with_standard()
     texts, num_answer = [], []
     for index in range(PROBE_FIRST, PROBE_FIRST + PROBE_TASKS):
         task, script, end = source.copy_probe(index)

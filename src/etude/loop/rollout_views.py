@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from etude.errors import LedgerError
@@ -21,8 +22,8 @@ from etude.rollouts.logs import read_logs
 from etude.rollouts.view import view_turns
 from etude.run import RunFolder
 
-REPORTED_STEPS = 8
-"""So many of the last steps are searched for a group with a sample."""
+REPORTED_STEPS, REPORTED_BYTES = 8, 256 << 20
+"""So many of the last steps are searched for a group with a sample, in traces of at most so many bytes."""
 
 
 def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Mapping[str, Any]] = ()) -> RolloutView:
@@ -99,13 +100,18 @@ def evaluation_view(name: str, row: EvalRow) -> RolloutView:
 def reported_views(run: RunFolder, ledger: Ledger) -> list[RolloutView]:
     """Return the rollouts of training that a report shows: the best and the worst one of a group of the last step.
 
-    The group is one that was trained on. The list is empty if there is none."""
+    The group is one with a sample; the list is empty if there is none. Traces in a bucket, and large ones, are not
+    read, since a report should take seconds."""
+    folder = traces_folder(run)
     for step in ledger.steps()[: -REPORTED_STEPS - 1 : -1]:
         groups: dict[str, list[Row]] = {}
         for row in ledger.rows(step=step):
             if row.has_sample and row.reward is not None:
                 groups.setdefault(row.group_id, []).append(row)
         if groups:
+            trace = trace_path(folder, step)
+            if not (isinstance(trace, Path) and trace.exists() and trace.stat().st_size <= REPORTED_BYTES):
+                return []
             ranked = [sorted(rows, key=lambda row: row.reward or 0.0) for rows in groups.values()]
             chosen = max(ranked, key=lambda rows: (rows[-1].reward or 0.0) - (rows[0].reward or 0.0))
             return [training_view(run, ledger, row) for row in dict.fromkeys((chosen[-1], chosen[0]))]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from etude.capture import SummaryLimits
 from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.harness import ChatFormat
@@ -23,6 +24,7 @@ from etude.inference.config import EngineConfig
 from etude.inference.registry_client import FleetUpdater, fetch_requirements
 from etude.inference.registry_messages import environment_token
 from etude.loop.config import read_config
+from etude.loop.exported_settings import summaries_of_checkpoint, summaries_of_run
 from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.run_processes import read_url
@@ -42,11 +44,13 @@ class ModelSource(NamedTuple):
     - `name`: for clients.
     - `checkpoint`: a Hugging Face directory.
     - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights.
+    - `summaries`: how it learnt to summarise long conversations; None: it did not.
     - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model."""
 
     name: str
     checkpoint: Path
     store: Path | str | None
+    summaries: SummaryLimits | None
     numerics: NumericsConfig
     engine: EngineConfig
 
@@ -105,7 +109,7 @@ async def model_of_checkpoint(
             child = Child("engine", argv, logs=folder, telemetry=telemetry)
             await supervisor.add(child, Role(on_up, answers))
             info = await fleet.engines["engine"].info()
-            yield ServedModel(fleet, chat, name=source.name, context_tokens=info.context_tokens, config=gateway)
+            yield _served(source, fleet, chat, context_tokens=info.context_tokens, gateway=gateway)
         finally:
             for engine in engines:
                 await engine.close()
@@ -124,11 +128,19 @@ async def model_of_fleet(source: ModelSource, *, registry: str, gateway: Gateway
     follower = FleetUpdater(fleet, token=token)
     following = asyncio.create_task(follower.poll_registry(registry), name="follow the fleet")
     try:
-        yield ServedModel(fleet, chat, name=source.name, context_tokens=requirements.context_tokens, config=gateway)
+        yield _served(source, fleet, chat, context_tokens=requirements.context_tokens, gateway=gateway)
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await follower.close()
+
+
+def _served(
+    source: ModelSource, fleet: Fleet, chat: ChatFormat, *, context_tokens: int, gateway: GatewayConfig
+) -> ServedModel:
+    return ServedModel(
+        fleet, chat, name=source.name, context_tokens=context_tokens, config=gateway, summaries=source.summaries
+    )
 
 
 def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
@@ -150,14 +162,15 @@ def parts_of(model: Path, name: str) -> ModelSource:
     (None). Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not
     served instead."""
     if not (model / "run.json").is_file():
-        return ModelSource(name, model, None, NumericsConfig(), EngineConfig())
+        return ModelSource(name, model, None, summaries_of_checkpoint(model), NumericsConfig(), EngineConfig())
     run = RunFolder.open(model)
     place, config = weights_location(run), read_config(run)
     store: Path | str | None = None
     if not isinstance(place, Path) or place.is_dir():
         require_pointer(open_store(place, readonly=True))
         store = place if has_published(run) else None
-    return ModelSource(name, run / "checkpoints" / "mid", store, config.numerics, config.engine)
+    checkpoint, summaries = run / "checkpoints" / "mid", summaries_of_run(run)
+    return ModelSource(name, checkpoint, store, summaries, config.numerics, config.engine)
 
 
 async def forever() -> None:

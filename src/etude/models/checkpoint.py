@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def save_model(
     dtype: str,
     quantise: Quantise = Quantise.NONE,
     assets: Path | str | None = None,
+    files: Mapping[str, str] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model as a checkpoint directory, all or nothing. An existing directory is replaced.
@@ -56,12 +58,15 @@ def save_model(
     - `dtype`: "bf16" or "f32".
     - `quantise`: the format of the large matrices.
     - `assets`: a directory whose tokeniser files, and special tokens in config.json, are copied.
+    - `files`: further files, as name → content.
     - `shard_bytes`: more weights than this become shards with an index.
 
     Raises `CheckpointError` for disk errors, and `ConfigError` for widths that are not multiples of the format's block
     size."""
     with atomic_directory(path) as folder:
         write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
+        for name, content in files.items():
+            (folder / name).write_text(content)
 
 
 def write_model(

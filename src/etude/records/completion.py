@@ -67,8 +67,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
 class StopReason(enum.StrEnum):
     """Why a completion ended.
 
-    STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled.
-    CANCELLED: the caller went away."""
+    STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled,
+    or a client's stop text cut the completion off. CANCELLED: the caller went away."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -67,7 +67,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the index of the parent in `Trace.turns`; None for
     a root. `prompt_ids`: the tokens of the new messages and of the generation prompt. `sampling`: the parameters that
     the engine used. `calls`: tool calls in the order of the completion; empty for text only. `start`: why it continues
-    its parent's session or not; None if unknown."""
+    its parent's session or not; None if unknown.
+
+    When a client cuts a turn off at a stop text, the sampled tokens of that text are recorded as a turn of their own,
+    without `prompt_ids` and without a continuation: they are trained on, and in no context."""
 
     parent: int | None
     prompt_ids: I32
@@ -337,8 +340,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """Number of model calls."""
-        return len(self.trace.turns)
+        """Number of model calls. A stop text that cut off a turn is a turn of the trace, but no call of its own."""
+        return sum(turn.parent is None or len(turn.prompt_ids) > 0 for turn in self.trace.turns)
 
     @property
     def num_sampled(self) -> int:

@@ -136,7 +136,7 @@ def _title(turn: TurnView, turns: Sequence[TurnView], number: int) -> str:
     elif summary is not None:
         why = f"goes on from the summary of turn {summary.number}"
     else:
-        why = _WHY.get(turn.start, "") if turn.number else ""
+        why = _WHY.get(turn.start, "") if turn.number and turn.start else ""
     return f"conversation {number}" + (f": {why}" if why else "")
 
 

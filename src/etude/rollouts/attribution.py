@@ -84,6 +84,7 @@ class Call:
     tools: bool
     first: bytes  # key of the first message
     turn: ModelTurn
+    shortened: Shortened
 
 
 class Attribution:
@@ -106,7 +107,7 @@ class Attribution:
         self._running = set[asyncio.Task[tuple[Answer, ...]]]()
         self._logged, self._closed = set[str](), False
         self._conversations: dict[bytes, int] = {}  # by their first message
-        limits = episode.limits.summaries()
+        limits = episode.limits.summaries
         trigger = trigger_tokens(episode.options.group_seed, context_tokens=episode.limits.context_tokens)
         self._summaries = Summaries(episode.tree, episode.chat, limits, trigger=trigger) if limits else None
 
@@ -175,7 +176,7 @@ class Attribution:
         limit = min(chat.max_tokens or episode.limits.turn_tokens, episode.limits.turn_tokens)
         shortened = await self._shortened(chat) if kind is TurnKind.ACT else Shortened(chat.messages)
         messages = list(shortened.messages)
-        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False)
+        turn = await episode.ask(messages, tools=chat.tools, kind=kind, max_tokens=limit, strict=False, stops=chat.stop)
         node = turn.node
         node.calls = tuple(
             ToolCall(name=call.name, arguments={k: plain_argument(v) for k, v in call.arguments.items()}, output="")
@@ -183,15 +184,16 @@ class Attribution:
         )
         add_outputs(node, chat.messages)
         first = conversation_keys((), chat.messages[:1])[0]
-        self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn))
+        self.calls.append(Call(chat.model, chat.max_tokens, bool(chat.tools), first, turn, shortened))
         return make_answer(
-            node.completion,
+            turn.completion,
             chat=episode.chat,
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
             prompt_ids=node.prompt_context(),
             reply=turn.reply,
             summaries=SummaryUse.of(shortened),
+            cut=turn.cut,
         )
 
     async def _shortened(self, chat: ChatRequest) -> Shortened:
@@ -222,9 +224,10 @@ class Attribution:
         tools only the patterns decide."""
         working = {call.first for call in self.calls if call.tools}
         parents = {call.turn.node.parent for call in self.calls}
+        parents |= {node.parent for call in self.calls for node in call.shortened.written}
         for call in self.calls:
             node, short = call.turn.node, call.max_tokens is not None and call.max_tokens <= SIDE_TOKENS
-            alone = node.parent is None and node not in parents
+            alone = node.parent is None and node not in parents and not call.shortened.number
             if working and short and alone and not call.tools and call.first not in working:
                 node.kind = TurnKind.SIDE
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from etude.capture.context import REQUEST
-from etude.errors import ContextFull
+from etude.errors import ContextFull, TaskError
 from etude.harness import (
     Call,
     ChatFormat,
@@ -46,9 +46,8 @@ _DEADLINE_S = 10.0
 class ScriptedPolicy:
     """A `Policy` that plays a script, once, in place of a model.
 
-    It reads the last tool output from the prompt, as a model does. Its completions have log-probability 0 and no expert
-    routes, and they state the policy version that was requested. It ignores `max_tokens`. If the script ends without
-    submitting, the policy submits."""
+    It reads the last tool output from the prompt, as a model does. Its completions are those of `scripted_completion`.
+    It ignores `max_tokens`. If the script ends without submitting, the policy submits."""
 
     def __init__(self, script: Script, chat: ChatFormat) -> None:
         self._script, self._chat = script, chat
@@ -58,18 +57,8 @@ class ScriptedPolicy:
         """Return the script's next call as a completion."""
         output = self._last_output(request.prompt_ids) if self._begun else None
         self._begun = True
-        ids = self._encode(_next_call(self._script, output) or Call("submit", {}))
-        step = request.pin_step if request.pin_step is not None else request.min_step
-        return Completion(
-            request_id=request.request_id,
-            token_ids=ids,
-            logprobs=np.zeros(len(ids), np.float32),
-            routes=np.zeros((0, 1, 1), np.uint8),
-            routes_start=len(request.prompt_ids) + len(ids) - 1,
-            spans=(VersionSpan(Version(step, "0" * 8, "0" * 64), len(ids)),),
-            stop_reason=StopReason.STOP,
-            engine="script",
-        )
+        call = _next_call(self._script, output) or Call("submit", {})
+        return scripted_completion(request, self._chat, call if call.name else call.arguments["text"])
 
     def _last_output(self, prompt_ids: I32) -> str:
         """The last message of a prompt; before a request for a summary, also the message before it."""
@@ -79,10 +68,26 @@ class ScriptedPolicy:
         ends = np.flatnonzero(prompt_ids == self._chat.end_id)
         return f"{self._chat.last_message(prompt_ids[: ends[-1]])}\n{REQUEST}"
 
-    def _encode(self, call: Call) -> I32:
-        if call.name:
-            return self._chat.encode_call(call)
-        return np.append(self._chat.encode(call.arguments["text"]), np.int32(self._chat.stop_token_ids[0]))
+
+def scripted_completion(
+    request: CompletionRequest, chat: ChatFormat, answer: str | Call, *, max_tokens: int | None = None
+) -> Completion:
+    """Return a text or a tool call as the completion of a request, cut off after `max_tokens` (None: never).
+
+    Its log-probabilities are 0, it has no expert routes, and it claims the policy version that was requested."""
+    ids = chat.encode_call(answer) if isinstance(answer, Call) else [*chat.encode(answer), chat.stop_token_ids[0]]
+    token_ids = np.array(ids, np.int32)[:max_tokens]
+    step = request.pin_step if request.pin_step is not None else request.min_step
+    return Completion(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=np.zeros(len(token_ids), np.float32),
+        routes=np.zeros((0, 1, 1), np.uint8),
+        routes_start=len(request.prompt_ids) + len(token_ids) - 1,
+        spans=(VersionSpan(Version(step, "0" * 8, "0" * 64), len(token_ids)),),
+        stop_reason=StopReason.STOP if len(token_ids) == len(ids) else StopReason.LENGTH,
+        engine="script",
+    )
 
 
 def demonstrate(
@@ -90,13 +95,21 @@ def demonstrate(
 ) -> list[Message]:
     """Run a script on a machine in memory and return the conversation, for `ChatFormat.encode_conversation`.
 
-    Each tool output has at most `output_chars` characters. Works only for machines whose coroutines never suspend
-    (`etude.environments.memory`), at thousands of tasks a second. Raises `RuntimeError` for others."""
+    Each tool output has at most `output_chars` characters. Without plug-ins it works only for machines whose coroutines
+    never suspend (`etude.environments.memory`), at thousands of tasks a second; it raises `RuntimeError` for others. A
+    tool that is a plug-in may wait. Raises `TaskError` for a call that does not fit the tools."""
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
+    return _played(_converse(task, script, tools, bench), tools)
+
+
+async def _converse(task: Task, script: Script, tools: ToolSet, bench: Workbench) -> list[Message]:
     messages: list[Message] = [{"role": "user", "content": task.instruction}]
     output: str | None = None
     while not bench.submitted and (call := _next_call(script, output)) is not None:
-        output = _at_once(tools.run(call, bench))
+        if problem := tools.misfit(call):
+            hint = "a script calls the tools of harness.tools and the standard tools, with their parameters"
+            raise TaskError(f"a demonstration of {task.source} cannot be played", problem, hint=hint)
+        output = await tools.run(call, bench)
         messages.append(assistant_message(Reply("", (call,)), turn=len(messages)))
         if not bench.submitted:
             call_id = messages[-1]["tool_calls"][0]["id"]
@@ -112,12 +125,13 @@ def demonstrate_long(
     The built-in agent program runs the script with the settings `limits`, so the conversations are like those of
     rollouts. `group_seed` decides at which length a conversation is summarised. The other arguments are those of
     `demonstrate`."""
+    tools = standard_tools(limits.tools)
     episode = Episode(
         task,
         machine,
         policy=ScriptedPolicy(script, chat),
         chat=chat,
-        tools=standard_tools(limits.tools),
+        tools=tools,
         limits=limits,
         options=RequestOptions(session_id="demonstration", seed=0, group_seed=group_seed),
     )
@@ -134,6 +148,11 @@ def _next_call(script: Script, output: str | None) -> Call | None:
     except StopIteration:
         return None
     return Call(name, {k: str(v) for k, v in arguments.items()})
+
+
+def _played(work: Coroutine[Any, Any, T], tools: ToolSet) -> T:
+    """Run a coroutine without an event loop, unless one of its tools is a plug-in, which may wait."""
+    return _at_once(work) if tools.is_standard else asyncio.run(work)
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:

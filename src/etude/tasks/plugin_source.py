@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -13,10 +13,16 @@ from etude.plugins import Kind, bounded, make, unusable
 from etude.records.task import Answer, Split, Task
 from etude.seams import TaskSource
 from etude.tasks.config import SOURCES
+from etude.tasks.scripts import Demonstration, Script
 
 CALL_S = 60.0
-OPTIONAL = ("demonstration", "conversation", "baseline", "copy_probe")
-"""Optional methods of a source: see `etude.tasks.scripts`."""
+OPTIONAL: Mapping[str, type] = {
+    "demonstration": Demonstration,
+    "conversation": list,
+    "baseline": Generator,
+    "copy_probe": tuple,
+}
+"""Optional methods of a source and the types of their results: see `etude.tasks.scripts`."""
 T = TypeVar("T")
 
 
@@ -33,19 +39,49 @@ class PluginSource:
         if self.name in SOURCES:
             facts = f"its name is {self.name!r}, like that of a built-in task source"
             raise PluginRefused(f"task source {plugin} has a reserved name", facts, hint="change its `name`")
-        for method in OPTIONAL:
+        for method, kind in OPTIONAL.items():
             if (optional := getattr(self._source, method, None)) is not None:
-                setattr(self, method, self._guarded(method, optional))
+                setattr(self, method, self._guarded(method, optional, kind))
 
-    def _guarded(self, method: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, method: str, work: Callable[..., Any], kind: type) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            returned = self._call(method, lambda: work(*arguments, **named))
-            if method == "conversation" and not is_conversation(returned):
-                facts = "conversation returned no list of messages, each with a role, a text, and calls with arguments"
+            made = self._call(method, lambda: work(*arguments, **named))
+            if method == "conversation":
+                if not is_conversation(made):
+                    facts = (
+                        "conversation returned no list of messages, each with a role, a text, and calls with arguments"
+                    )
+                    raise unusable(Kind.SOURCE, self._plugin, facts)
+                return made
+            if not isinstance(made, kind):
+                facts = f"{method} returned {type(made).__name__}, expected {kind.__name__}"
                 raise unusable(Kind.SOURCE, self._plugin, facts)
-            return returned
+            if isinstance(made, Demonstration):
+                return Demonstration(made.task, self._steps(method, made.script))
+            if isinstance(made, tuple):
+                return tuple(self._steps(method, part) if isinstance(part, Generator) else part for part in made)
+            return self._steps(method, made)
 
         return call
+
+    def _steps(self, method: str, script: object) -> Script:
+        """The steps of a script, with the deadline and the errors of a call."""
+        if not isinstance(script, Generator):
+            facts = f"the script of its {method} is {type(script).__name__}, expected a generator"
+            raise unusable(Kind.SOURCE, self._plugin, facts)
+        output: Any = None  # the first `send` takes None
+
+        def step() -> Any:
+            try:
+                return script.send(output)
+            except StopIteration:
+                return None
+
+        while (call := self._call(f"the script of its {method}", step)) is not None:
+            if not (isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], Mapping)):
+                facts = f"the script of its {method} yields {str(call)[:80]!r}, expected (tool name, arguments)"
+                raise unusable(Kind.SOURCE, self._plugin, facts)
+            output = yield call
 
     def _call(self, doing: str, work: Callable[[], T]) -> T:
         return bounded(Kind.SOURCE, self._plugin, doing, work, deadline_s=CALL_S)

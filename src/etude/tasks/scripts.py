@@ -12,8 +12,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from etude.errors import TaskError
 from etude.records.exports import covering
 from etude.records.task import Answer, Split, Task
+from etude.seams import TaskSource
 
 Call = tuple[str, dict[str, str | int]]
 """A tool's name and its arguments, in the order of the tool's schema."""
@@ -30,20 +32,23 @@ class Demonstration:
 
 
 @runtime_checkable
-class Demonstrating(Protocol):
+class Demonstrating(TaskSource, Protocol):
     """Optional method of a `TaskSource`: demonstrations of its tasks for mid-training.
 
-    The scripts run on machines in memory, in the calling process, so scripts and tasks must be trusted."""
+    The scripts call the run's tools, including plug-ins, and the standard tools. They run on machines in memory, in the
+    calling process, so scripts and tasks must be trusted."""
 
     def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
-        """Return a task and a script for it; the same arguments give the same demonstration.
+        """Return task `index` of a split and a script for it; the same arguments give the same demonstration.
 
-        `right` is the probability, from 0 to 1, that the script's decisive edit is correct (`corpus.right_body`)."""
+        `index` is below the size of the split. A task is demonstrated several times with different seeds if there are
+        fewer tasks than demonstrations. `right` is the probability, from 0 to 1, that the script's decisive edit is
+        correct (`corpus.right_body`)."""
         ...
 
 
 @runtime_checkable
-class Conversing(Protocol):
+class Conversing(TaskSource, Protocol):
     """An optional interface of a `TaskSource`: demonstrations as finished conversations, used in place of scripts.
 
     Use it for agent programs with their own prompts and tools. If `harness.summary_tokens` is set, scripts are used
@@ -88,10 +93,16 @@ def demonstrations(
 ) -> Iterator[Demonstration]:
     """Yield `count` demonstrations for the tasks of a split from index `first` on, which rollouts never reach.
 
-    `right_body` is the fraction of correct edits. Train only on the training split; those of another split are for
-    measuring a loss."""
-    for index in range(first, first + count):
-        yield source.demonstration(split, index, seed=seed, right=right_body)
+    A finite source begins again with its first task and the next seed. `right_body` is the fraction of correct edits.
+    Train only on the training split; those of another split are for measuring a loss. Raises `TaskError` for a split
+    without tasks."""
+    size = source.size(split)
+    if size == 0:
+        hint = "add tasks, or leave out the method `demonstration`: generated tasks are then demonstrated"
+        raise TaskError(f"{source.name} has no {split} task to demonstrate", "its size is 0", hint=hint)
+    for number in range(first, first + count):
+        again, index = (0, number) if size is None else divmod(number, size)
+        yield source.demonstration(split, index, seed=seed + again, right=right_body)
 
 
 def write_reference(task: Task, answer: Answer) -> Script:

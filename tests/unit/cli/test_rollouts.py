@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.small_rollouts import finishing, read, version
@@ -11,6 +13,9 @@ from etude.cli import main
 from etude.dashboard.summary import summarise
 from etude.evals import EvalRow, write_rows
 from etude.experience import Ledger, make_batch, plan_batch
+from etude.records.rollout import Start, TurnKind
+from etude.records.view import RolloutView, TurnView
+from etude.records.wire import from_json, to_json
 from etude.run import RunFolder
 
 
@@ -65,6 +70,28 @@ def test_what_is_not_there_is_bad_input(
 ) -> None:
     assert main(["rollouts", *argv.split()]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_all_of_a_rollout_is_printed_as_json_and_texts_are_whole_with_full(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts: dict[str, Any] = {"kind": TurnKind.ACT, "start": Start.FIRST, "stop_reason": "stop", "engine": "e"}
+    numbers: dict[str, Any] = {"num_new": 9, "num_prompt": 9, "num_sampled": 2, "num_cached": 4, "steps": (3,)}
+    long = "[tool] " + "\n".join(f"line {i}" for i in range(9)) + " \x1b[2J"
+    turn = TurnView(number=0, parent=None, prompt=long, reply="[call] submit", **facts, **numbers)
+    told = dataclasses.replace(row("heldout000007.0", 1.0, ""), tree=to_json((turn,)).decode())
+    write_rows(run / "evals" / "after.parquet", [told])
+    assert main(["rollouts", "show", "heldout000007.0"]) == 0
+    said = capsys.readouterr().out
+    assert "  conversation 1\n    0 act  prompt 9 (4 cached), sampled 2 · step 3\n        [tool] line 0\n" in said
+    assert "        … 5 more lines\n        [call] submit\n" in said
+    assert main(["rollouts", "show", "heldout000007.0", "--full"]) == 0
+    said = capsys.readouterr().out
+    assert "        line 8 \\x1b[2J\n" in said, "the text of a tool cannot control the terminal"
+    assert "more lines" not in said
+    assert main(["rollouts", "show", "heldout000007.0", "--json"]) == 0
+    [view] = from_json(capsys.readouterr().out, list[RolloutView])
+    assert (view.source, view.reward, view.turns) == ("evaluation after", 1.0, (turn,))
 
 
 def test_rollouts_in_quarantine_are_listed_with_sign_and_grade_whatever_became_of_their_group(

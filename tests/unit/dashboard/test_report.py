@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,6 +15,10 @@ from etude.dashboard.panels import PANELS, correction, parity, replay
 from etude.dashboard.plot import Scale, Series, bar_chart, domain, line_chart, ticks
 from etude.dashboard.report import messages, pair
 from etude.errors import RunError, StoreError
+from etude.evals import EvalRow, write_rows
+from etude.records.rollout import TurnKind
+from etude.records.view import RolloutView, Trained, TurnView, transcript
+from etude.records.wire import to_json
 
 VOID = {"meta", "br", "path", "line", "circle", "rect"}
 
@@ -181,6 +188,53 @@ def test_the_task_that_is_shown_failed_before_and_is_solved_after(writer):
     assert found.task_id == "b"
     assert (found.before.reward, found.after.reward) == (0.0, 1.0)
     assert [m.role for m in messages(found.after.transcript)] == ["user", "call"]
+
+
+def view(number: int, reply: str, *, parent: int | None = None, **more: Any) -> TurnView:
+    facts = {"kind": TurnKind.ACT, "start": None, "num_new": 3, "num_prompt": 7, "num_sampled": 2, "num_cached": 5}
+    shown = {"prompt": f"[user] <{number}>", "reply": f"[assistant] {reply}", "stop_reason": "stop", "engine": "e"}
+    return TurnView(**{"number": number, "parent": parent, "steps": (3,), **facts, **shown, **more})
+
+
+def test_all_conversations_of_a_rollout_are_shown_as_a_tree_that_can_be_closed(writer):
+    turns = (
+        view(0, "read", trained=(Trained(row=4, num_tokens=2, low=-0.5, high=-0.5),)),
+        view(1, "keys a", parent=0, kind=TurnKind.SUMMARY),
+        view(2, "first", prompt="[user] go on: keys a"),
+        view(3, "again", parent=2),
+        view(4, "other", parent=2),
+    )
+    rows = {"before": 0.0, "after": 1.0}
+    for name, reward in rows.items():
+        row = EvalRow(
+            task_id="t", rollout_id=f"{name}0.0", family="f", problem="t", outcome="graded", reward=reward,
+            ending="submitted", reason="", turns=5, sampled=10, malformed=0, wall_s=1.0, tool_s=0.1,
+            transcript=transcript(turns), tree=to_json(turns).decode(),
+        )  # fmt: skip
+        write_rows(writer.path / "evals" / f"{name}.parquet", [row])
+    trained = RolloutView(rollout_id="g7.1", source="training", task_id="t", step=3, reward=0.5, turns=turns)
+    text = write_report(writer.path, [trained]).read_text()
+    seen = checked(text).seen
+    opened = [attributes for tag, attributes in seen if tag == "details"]
+    assert len([one for one in opened if one.get("class") == "branch" and "open" in one]) == 3 * 3
+    assert len([one for one in opened if str(one.get("class")).startswith("turn")]) == 3 * 5
+    for words in (
+        "conversation 2: goes on from the summary of turn 1",
+        "branch from turn 2",
+        "prompt 7 (5 cached), sampled 2 · step 3 · trained 2 × -0.5 (row 4)",
+        "<pre>&lt;3&gt;</pre>",
+        "keys a",
+        "g7.1",
+    ):
+        assert words in text
+
+
+def test_a_tree_that_cannot_be_read_leaves_the_transcript(writer):
+    writer.transcripts({"before": [("b", 0.0, "[user] y")], "after": [("b", 1.0, "[user] yes")]})
+    for name in ("before", "after"):
+        path = writer.path / "evals" / f"{name}.parquet"
+        pq.write_table(pq.read_table(path).append_column("tree", pa.array(["{torn"])), path)
+    assert "<pre>yes</pre>" in write_report(writer.path).read_text()
 
 
 def test_no_pair_is_shown_where_nothing_was_learned(writer):

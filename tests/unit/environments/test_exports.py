@@ -54,6 +54,12 @@ def test_the_whole_working_directory_can_be_declared():
     assert set(taken("mkdir a; echo 1 > a/b; echo 2 > c", "./")) == {"a/b", "c", "calc.py"}
 
 
+def test_files_of_etude_are_no_part_of_the_working_directory():
+    script = "mkdir -p .etude/deep a; echo 1 > .etude/history.txt; echo 2 > .etude/deep/x; echo 3 > a/.etude"
+    assert set(taken(script, "./")) == {"a/.etude", "calc.py"}
+    assert set(taken(script, "./", ".etude/history.txt")) == {".etude/history.txt", "a/.etude", "calc.py"}
+
+
 @pytest.mark.parametrize(
     "script",
     [

@@ -19,17 +19,19 @@ from etude.testing import make_version
 class Reader:
     """Reads the logs in order and writes their keys into the file, then submits. Asked for a summary, it writes one.
 
-    `carries`: whether its summaries have what it has found. `texts`: the prompts, as text."""
+    `carries`: whether its summaries have what it has found. `says`: token ids in place of its summaries. `texts`: the
+    prompts, as text."""
 
     chat: ChatFormat
     num_logs: int
     carries: bool = True
+    says: list[int] | None = None
     texts: list[str] = field(default_factory=list)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Return the next turn of the model, from the prompt alone."""
         self.texts.append(self.chat.readable(request.prompt_ids).rstrip())
-        ids = self._turn(self.texts[-1])
+        ids = self._turn(self.texts[-1])[: request.sampling.max_tokens]
         return Completion(
             request_id=request.request_id,
             token_ids=ids,
@@ -37,7 +39,7 @@ class Reader:
             routes=np.zeros((0, 1, 1), np.uint8),
             routes_start=len(request.prompt_ids) + len(ids) - 1,
             spans=(VersionSpan(make_version(0), len(ids)),),
-            stop_reason=StopReason.STOP,
+            stop_reason=StopReason.STOP if ids[-1] == self.chat.end_id else StopReason.LENGTH,
             engine="reader",
         )
 
@@ -54,6 +56,8 @@ class Reader:
                 if (key := re.search(r"^\d+ key (\w+)$", part, re.MULTILINE)) is not None:
                     keys[at] = key[1]
         if text.endswith(f"{REQUEST}\n[assistant]"):
+            if self.says is not None:
+                return np.array(self.says, np.int32)
             said = "written" if written else summary(at, keys) if self.carries else "read some logs"
             return np.append(self.chat.encode(said), np.int32(self.chat.end_id))
         if written:
