@@ -48,8 +48,8 @@ class Node:
     - `number`: the place in the order of recording. `num_tokens`: tokens of the context, this turn's completion
       included.
     - `continued`: whether a request has continued its session.
-    - `tail`: the sampled tokens of the stop text that cut off the turn, which are in no context; None if none did.
-    - `rest_ids`: tokens of the characters that the client got of the first token of `tail`, [R] int32."""
+    - `tail`: the sampled tokens of the stop text that cut the turn off, which are in no context; None: not cut off.
+    - `rest_ids`: token ids of the characters in the first token of `tail` that belong to the reply, [R] int32."""
 
     parent: Node | None
     prompt_ids: I32
@@ -213,8 +213,8 @@ class TurnTree:
     ) -> Node:
         """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. `cut`: the completion as a stop text cuts it
-        off; only what it keeps is in the context of later turns. Recording the same turn again (same prompt,
+        `message`: the model's message, as later requests will repeat it. `cut`: how a stop text cuts the completion
+        off; only the kept tokens are in the context of later turns. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
         completion = completion if cut is None else cut.kept
@@ -249,7 +249,8 @@ class TurnTree:
     def trace(self) -> Trace:
         """Return all turns that are in the tree, in the order in which they were recorded.
 
-        After them come the stop texts that cut off turns: each a turn without a prompt, which nothing continues."""
+        After them come the sampled stop texts that cut turns off, each as a turn without a prompt and a
+        continuation."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}

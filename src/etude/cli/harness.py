@@ -163,7 +163,7 @@ def _lost(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], rende
 class ScriptedModel:
     """A policy that answers the requests of an `ObservedEpisode`.
 
-    `answer`: returns a text or a call for the last message and the tools of a request."""
+    `answer` is called with the last message and the tools of a request, and returns a text or a call."""
 
     def __init__(self, chat: ChatFormat, answer: Answer) -> None:
         self._chat, self._answer = chat, answer

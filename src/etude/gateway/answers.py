@@ -61,7 +61,7 @@ class Answer:
     - `completion`: what the policy returned.
     - `summaries`: the summaries in the prompt (`SummaryUse`).
     - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them.
-    - `cut`: the completion as a stop text of the request cuts it off; None if none does."""
+    - `cut`: how a stop text of the request cuts the completion off; None if none does."""
 
     text: str
     reasoning: str
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def stop_text(self) -> str | None:
-        """Which of the request's stop texts cut the answer off; None if none did."""
+        """The stop text of the request that cut the answer off; None if none did."""
         return None if self.cut is None else self.cut.stop_text
 
     @property
@@ -121,7 +121,7 @@ def make_answer(
     - `stop`: the stop texts.
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `reply`: the parsed completion; None: `chat` parses it.
-    - `cut`: where a stop text cuts the completion off, if known.
+    - `cut`: how a stop text cuts the completion off, if known.
     - `logprobs`: whether the answer has log-probabilities.
 
     A malformed tool call is returned as text."""

@@ -340,7 +340,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """Number of model calls. A stop text that cut off a turn is a turn of the trace, but no call of its own."""
+        """The number of model calls. A sampled stop text that cut a turn off is a turn of the trace, but not a call."""
         return sum(turn.parent is None or len(turn.prompt_ids) > 0 for turn in self.trace.turns)
 
     @property

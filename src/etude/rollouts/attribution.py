@@ -77,7 +77,7 @@ class Call:
     """A recorded turn with the properties of its request by which side calls are found.
 
     `max_tokens` is the client's limit of the answer (None: no limit), `tools` says whether it sent tools, and `first`
-    is a digest of the first message."""
+    is a digest of the first message. `shortened` is the conversation as the model got it."""
 
     model: str
     max_tokens: int | None

@@ -33,7 +33,7 @@ class Demonstration:
 
 @runtime_checkable
 class Demonstrating(TaskSource, Protocol):
-    """Optional method of a `TaskSource`: demonstrations of its tasks for mid-training.
+    """An optional interface of a `TaskSource`: demonstrations of its tasks for mid-training.
 
     The scripts call the run's tools, including plug-ins, and the standard tools. They run on machines in memory, in the
     calling process, so scripts and tasks must be trusted."""

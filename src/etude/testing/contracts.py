@@ -451,7 +451,7 @@ class TaskSourceContract(Contract):
     def calls(self, demonstration: Demonstration) -> list[Any]:
         """Play a demonstration on a machine in memory with the standard tools, and return its calls.
 
-        It ends with the first call of a tool of another name, whose output is unknown here."""
+        The list ends at the first call of any other tool, since its output is not known here."""
         from etude.environments.memory import MemoryMachine
         from etude.harness import standard_tools
         from etude.harness.commands import Call
