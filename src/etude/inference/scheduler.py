@@ -369,5 +369,5 @@ def late(sequence: Sequence) -> EngineLate:
     return EngineLate(
         f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a step of the engine",
         sequence.phase,
-        hint="resume the engine if it is paused, see its log, or give the request more time",
+        hint="resume the engine if it is paused, see the engine's log, or give the request more time",
     )

@@ -370,8 +370,8 @@ def probe() -> None:
 class MachinePool:
     """Empty machines of one launcher, which is restarted after it has died.
 
-    `start`: starts a launcher. `spare`: the most machines that are created in advance. `release`: called when the pool
-    has ended.
+    `start`: starts a launcher, the process that creates machines. `spare`: the most machines that are created in
+    advance. `release`: called when the pool has ended.
     """
 
     def __init__(

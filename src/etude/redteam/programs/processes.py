@@ -132,7 +132,8 @@ def see_strangers() -> str:
 
 
 def signal_strangers() -> str:
-    """Try to send signal 0 to process 1 and to the host's process, by kill and by pidfd; return what it got or ""."""
+    """Try to send signal 0 to process 1 and to the host's process, by kill and by pidfd; return what was possible, or
+    "" when nothing was."""
 
     def prod(pid: int) -> str:
         os.kill(pid, 0)
