@@ -235,7 +235,8 @@ class Scheduler:
         return plan
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a request, finished or not. Its slot rests, and stays with its session if the request wants that."""
+        """Remove a request, finished or not. Its slot is free now, but keeps its KV; it stays reserved for the session
+        if the request asks for that."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return

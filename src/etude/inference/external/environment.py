@@ -48,7 +48,7 @@ class ServerKind:
 
     @property
     def key(self) -> str:
-        """The lower-case name, for commands, folders and config sections."""
+        """Its name in lower case, for commands, folders and config sections."""
         return self.name.lower()
 
     @property
