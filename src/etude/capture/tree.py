@@ -53,8 +53,8 @@ class Node:
     - `number`: the place in the order of recording. `num_tokens`: tokens of the context, this turn's completion
       included.
     - `continued`: whether a request has continued its session.
-    - `tail`: the sampled tokens of the stop text that cut off the turn, which are in no context; None if none did.
-    - `rest_ids`: tokens of the characters that the client got of the first token of `tail`, [R] int32."""
+    - `tail`: the sampled tokens of the stop text that cut the turn off, which are in no context; None: not cut off.
+    - `rest_ids`: token ids of the characters in the first token of `tail` that belong to the reply, [R] int32."""
 
     parent: Node | None
     prompt_ids: I32
@@ -141,10 +141,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A summary that the conversations with a common beginning go on with.
+    """A stored summary, with which all conversations with a common beginning continue.
 
-    `messages` are in the place of the beginning. `number`: how many summaries there were, with this one. `exchange`:
-    tokens of the longest exchange before it."""
+    `messages` replace the beginning. `number`: how many summaries there were, this one included. `exchange`: tokens of
+    the longest exchange before it."""
 
     messages: list[Message]
     number: int
@@ -247,8 +247,8 @@ class TurnTree:
     ) -> Node:
         """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. `cut`: the completion as a stop text cuts it
-        off; only what it keeps is in the context of later turns. Recording the same turn again (same prompt,
+        `message`: the model's message, as later requests will repeat it. `cut`: how a stop text cuts the completion
+        off; only the kept tokens are in the context of later turns. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
         completion = completion if cut is None else cut.kept
@@ -284,7 +284,8 @@ class TurnTree:
     def trace(self) -> Trace:
         """Return all turns that are in the tree, in the order in which they were recorded.
 
-        After them come the stop texts that cut off turns: each a turn without a prompt, which nothing continues."""
+        After them come the sampled stop texts that cut turns off, each as a turn without a prompt and a
+        continuation."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
@@ -315,16 +316,20 @@ class TurnTree:
         return Trace((*turns, *tails))
 
     def keep_summary(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
-        """Keep what a conversation goes on with, or why its summary was refused, as long as the turn `node` is kept.
+        """Store the summary of the beginning of a conversation, or why it was refused, as long as the turn `node` is
+        kept.
 
-        `key` is that of the conversation up to the summary, as its clients send it (`conversation_keys`)."""
+        `key` identifies the beginning, as its clients send it (an element of `conversation_keys`)."""
         with self._lock:
             if node in self._nodes:
                 node.stands_for = key
                 self._summaries[key] = node, kept
 
     def find_summary(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
-        """Return the summary of the longest beginning of a conversation, and how many messages that has, or None."""
+        """Return the stored summary of the longest beginning of a conversation, or None.
+
+        `keys` are the conversation's `conversation_keys`. The result is (number of messages that it replaces,
+        summary)."""
         with self._lock:
             for i in range(len(keys) - 1, -1, -1):
                 node, kept = self._summaries.get(keys[i], (None, None))
@@ -334,7 +339,7 @@ class TurnTree:
         return None
 
     def refused_summary(self, key: bytes) -> SummaryFault | None:
-        """Return why the summary of a conversation was refused; None if none was."""
+        """Return why the summary of the beginning `key` was refused; None if none was."""
         with self._lock:
             _, kept = self._summaries.get(key, (None, None))
         return kept if isinstance(kept, SummaryFault) else None

@@ -234,7 +234,7 @@ class Gateway:
         return parsed, model
 
     def _timeout(self) -> RequestRefused:
-        return RequestRefused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
+        return RequestRefused(504, f"the answer was not complete within {self.config.deadline_s:g} s", code="timeout")
 
     def _admit(self, request: Request) -> KeyUse | None:
         """Check the API key. Without keys, check that the Host header is loopback.
@@ -242,7 +242,9 @@ class Gateway:
         The second check refuses a web page whose host name resolves to this machine."""
         if self._keys is None:
             if not is_loopback(host(request)):
-                raise RequestRefused(403, "without a key only localhost is answered", code="forbidden")
+                raise RequestRefused(
+                    403, "this gateway has no API key, so it answers only requests to localhost", code="forbidden"
+                )
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

@@ -47,7 +47,7 @@ class PendingRequest:
     - `parsed`: the client's request; `request`: the one for the policy.
     - `signatures`: the tools; None: the completion is not searched for tool calls.
     - `prompt`: the node, in the tree of conversations, to which the completion is appended; None for a text request.
-    - `summaries`: those in the prompt."""
+    - `summaries`: the summaries in the prompt."""
 
     parsed: ChatRequest
     request: CompletionRequest
@@ -63,8 +63,8 @@ class ServedModel:
     - `chat`: converts messages to tokens and back.
     - `name`: the model name that clients send.
     - `context_tokens`: the most tokens of prompt and answer together.
-    - `summaries`: how the model learnt to summarise a long conversation, which it then does here, too; None: it did not
-      learn it."""
+    - `summaries`: how the model was trained to summarise long conversations, which it then also does here; None: it was
+      not."""
 
     def __init__(
         self,

@@ -256,7 +256,7 @@ def canonical_call(name: str, arguments: Any, call_id: str, where: str) -> dict[
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise invalid_request("a tool call's arguments must be a JSON object of whole characters", where)
+        raise invalid_request("a tool call's arguments must be a JSON object of valid Unicode text", where)
     identity = {"id": call_id} if call_id else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": parsed}}
 

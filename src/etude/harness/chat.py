@@ -516,7 +516,8 @@ class CheckpointChatFormat(ChatFormat):
         )
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Return the number of leading tokens before the first one that opens a tool call, or that is special."""
+        """Return how many leading tokens of a completion come before the first one that opens a tool call or is
+        special."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 

@@ -137,14 +137,12 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     content = message.content
     if isinstance(content, list):
         if any(part.type not in ("text", "input_text", "output_text") for part in content):
-            raise invalid_request("only text content is offered by this model", f"{where}.content")
+            raise invalid_request("this model takes only text content", f"{where}.content")
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     canonical: Message = {"role": role, "content": content or ""}
     if message.function_call is not None:
-        raise invalid_request(
-            "calls of the old form function_call are not rendered: send tool_calls", f"{where}.function_call"
-        )
+        raise invalid_request("the old field function_call is not supported: send tool_calls", f"{where}.function_call")
     if role == "tool" and message.tool_call_id:
         canonical["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
