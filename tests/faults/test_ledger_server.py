@@ -246,7 +246,7 @@ def test_a_failed_transaction_does_not_wait_for_a_server_that_hangs(place, kit, 
     def work() -> None:
         ledger.admit(kit.spec("g000000.0"))
         os.kill(backend, signal.SIGSTOP)
-        threading.Timer(5.0, os.kill, (backend, signal.SIGCONT)).start()
+        threading.Timer(3.0, os.kill, (backend, signal.SIGCONT)).start()
         raise LookupError("the work failed")
 
     with pytest.raises(LookupError, match="the work failed"):
