@@ -144,6 +144,16 @@ def test_a_call_of_a_tool_in_a_namespace_has_its_own_name_and_continues_its_turn
     run(work)
 
 
+def test_a_namespace_without_tools_or_a_name_offers_nothing() -> None:
+    async def work() -> None:
+        async with served([said("ok")] * 2) as at:
+            for empty in ({"type": "namespace", "name": "box"}, {"type": "namespace"}):
+                answer = await at.http.post("/responses", json={"model": MODEL, "input": "x", "tools": [empty]})
+                assert answer.status_code == 200, answer.text
+
+    run(work)
+
+
 def test_a_tool_of_a_namespace_can_be_chosen_and_a_regex_of_a_custom_tool_is_enforced() -> None:
     def read(**more: Any) -> Any:
         return responses.read(json.dumps({"model": "m", "input": "x", **more}).encode())
