@@ -40,6 +40,7 @@ class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     - `context_tokens`: the most tokens of a conversation.
     - `summary_tokens`: the most tokens of a summary, at least 1 and at most a quarter of the context.
     - `turn_tokens`: the most tokens of a turn.
+    - `max_turns`: the most turns of an agent.
     - `temperature`: the sampling temperature of turns.
 
     Raises `ValueError` for values outside of their ranges."""
@@ -47,13 +48,14 @@ class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     context_tokens: int
     summary_tokens: int
     turn_tokens: int
+    max_turns: int
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not (1 <= 4 * self.summary_tokens <= self.context_tokens and 1 <= self.turn_tokens < self.context_tokens):
             raise ValueError("summary_tokens must be from 1 to a quarter of context_tokens, and turn_tokens below it")
-        if not 0 <= self.temperature <= 4:
-            raise ValueError(f"temperature = {self.temperature} is not from 0 to 4")
+        if not (0 <= self.temperature <= 4 and self.max_turns >= 1):
+            raise ValueError("temperature must be from 0 to 4, and max_turns at least 1")
 
 
 class SummaryFault(enum.StrEnum):
