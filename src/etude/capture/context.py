@@ -151,9 +151,9 @@ def instructions_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def stops_of(messages: Sequence[Message], start: int) -> list[int]:
-    """Return the places where a summary may be made, as numbers of messages before them.
+    """Return the places where a summary may be made, each as the number of messages before it.
 
-    They are before each turn of the model but the first one from message `start` on, and at the end.
+    A summary may be made before each turn of the model, except the first turn from message `start` on, and at the end.
 
     >>> roles = ["user", "assistant", "tool", "assistant", "tool"]
     >>> stops_of([{"role": role} for role in roles], 0)
@@ -164,10 +164,9 @@ def stops_of(messages: Sequence[Message], start: int) -> list[int]:
 
 
 def longest_exchange(messages: Sequence[Message], num_tokens: int) -> int:
-    """Return about how many tokens the longest exchange has: a turn of the model and the messages until its next turn.
+    """Estimate the number of tokens of the longest exchange: a turn of the model and the messages up to its next turn.
 
-    `num_tokens` is the number of tokens of all messages. The estimate uses numbers of characters, without
-    tokenising."""
+    `num_tokens` is the number of tokens of all messages. Only characters are counted; nothing is tokenised."""
     sizes = [len(_plain(message)) + _MESSAGE_CHARS for message in messages]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     ends = [*turns[1:], len(messages)]

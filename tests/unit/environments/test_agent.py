@@ -162,7 +162,7 @@ def test_a_machine_that_refuses_what_comes_after_a_command_is_an_outcome_whoever
 
         await loop.sock_sendall(guest, frame(protocol.READY, 0, struct.pack("<I", 1)))
         if words == b"bounding a command":
-            with pytest.raises(MachineError, match="could not be confined"):
+            with pytest.raises(MachineError, match="could not be set"):
                 await answered("0", protocol.REFUSED, refusal)
         assert (await answered("1", protocol.ENDED, struct.pack("<iBQ", 0, 0, 0))).exit_code == 0
         refused = await answered("2", protocol.REFUSED, refusal)

@@ -160,7 +160,7 @@ class ExternalEngine:
             raise EngineError(
                 f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
                 f"it holds {self.version}{'; ' + self.trouble if self.trouble else ''}",
-                hint="see whether the learner published that step, and the engine's log",
+                hint="check that the learner published this step; if it did, see the engine's log",
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
