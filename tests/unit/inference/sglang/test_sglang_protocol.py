@@ -89,7 +89,7 @@ def test_a_recorded_answer_and_a_recorded_stream_are_the_same_completion() -> No
     again = completed(parts_together(told))
     assert (again.token_ids.tolist(), again.spans) == (IDS, done.spans)
     assert np.array_equal(again.logprobs, done.logprobs)
-    assert [protocol.is_end(line) for line in lines if line.strip()][-1]
+    assert [answers.is_end(line) for line in lines if line.strip()][-1]
 
 
 def test_a_recorded_end_by_a_stop_token_is_one_and_a_recorded_text_has_its_log_probabilities() -> None:
@@ -104,11 +104,11 @@ def test_a_recorded_end_by_a_stop_token_is_one_and_a_recorded_text_has_its_log_p
 
 
 def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
-    said = protocol.read_error(400, recorded("too_long.json"), engine="engine-1")
+    said = answers.read_error("SGLang", 400, recorded("too_long.json"), engine="engine-1")
     assert said.what == "SGLang of engine-1 answered 400"
     assert "maximum context length of 257 tokens" in said.facts
-    assert protocol.read_error(400, b'{"error": "no such field"}', engine="e").facts == "no such field"
-    assert protocol.read_error(500, b"<html>", engine="e").facts == "b'<html>'"
+    assert answers.read_error("SGLang", 400, b'{"error": "no such field"}', engine="e").facts == "no such field"
+    assert answers.read_error("SGLang", 500, b"<html>", engine="e").facts == "b'<html>'"
     with pytest.raises(EngineError, match="aborted a request"):
         whole_answer(recorded("aborted.json"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
