@@ -32,7 +32,7 @@ def test_machines_of_one_runtime_are_not_told_apart():
     assert found.auc < 0.85
 
 
-def test_a_namespace_and_a_plain_process_are_told_apart_and_by_what_is_said():
+def test_the_parity_probe_distinguishes_a_namespace_from_a_plain_process_and_names_how():
     found = probed(True, 8)
     assert found.auc == 1.0
     assert found.is_distinguishable

@@ -258,7 +258,7 @@ def test_a_sound_run_has_no_problem_and_is_left_as_it_was(sound: Path, capsys: p
     assert {path: path.stat().st_mtime_ns for path in sound.rglob("*")} == before
 
 
-def test_what_a_killed_process_left_is_no_problem(copy: Path) -> None:
+def test_files_left_by_a_killed_process_are_no_problem(copy: Path) -> None:
     with (copy / "events" / "conductor.jsonl").open("ab") as file:
         file.write(b'{"t": 1.0, "pro')
     (copy / "checkpoints" / ".step-000006.ab12").mkdir()
@@ -293,7 +293,7 @@ def test_a_run_of_an_earlier_etude_has_notices_and_no_problem(copy: Path) -> Non
     ledger.close()
 
 
-def test_a_proof_beside_a_run_that_goes_on_finds_nothing(game: Any, tmp_path: Path) -> None:
+def test_fsck_of_a_run_in_progress_reports_no_problem(game: Any, tmp_path: Path) -> None:
     this = PlayedRun.create(tmp_path / "r", game, "rl.checkpoint_every=1", "rl.steps=6", "evals.every=50")
     ended, proofs = threading.Event(), list[FsckReport]()
 

@@ -93,7 +93,7 @@ def place(postgres, tmp_path) -> str:
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_transaction_whose_commit_got_no_answer_is_found_out_and_done_once(postgres, tmp_path, kit, how):
+def test_a_transaction_whose_commit_got_no_response_is_applied_once(postgres, tmp_path, kit, how):
     said: list[str] = []
     calls = 0
     with between(postgres, tmp_path) as (relay, place):

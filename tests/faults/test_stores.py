@@ -211,7 +211,7 @@ def test_a_channel_whose_commit_lost_its_answer_has_published_and_a_follower_pro
         assert bytes(follower.tensors["w"].codes) == weights.tobytes()
 
 
-def test_what_is_denied_is_said_without_anything_secret(proxy: Proxy, opened: Open) -> None:
+def test_an_error_of_denied_access_contains_no_secret(proxy: Proxy, opened: Open) -> None:
     store = opened()
     proxy.play("forbidden")
     with pytest.raises(StoreError, match="HTTP 403 SignatureDoesNotMatch") as caught:

@@ -288,7 +288,7 @@ def without_a_manifest(run: RunFolder) -> None:
         (without_a_manifest, 2, None, WeightsError, "the version of step 2 is no longer known"),
     ],
 )
-def test_what_is_not_there_or_damaged_is_named(
+def test_missing_and_damaged_files_are_named(
     copied: RunFolder,
     damage: Callable[[RunFolder], None] | None,
     step: int,

@@ -56,7 +56,7 @@ def together(name: str, ranks: list[Told], what: str) -> list[list[object]]:
 
 
 @both_ways
-def test_two_ranks_say_what_one_says_to_the_bit(name: str, told: dict[str, tuple[Told, list[Told]]]) -> None:
+def test_two_ranks_compute_the_bits_of_one(name: str, told: dict[str, tuple[Told, list[Told]]]) -> None:
     one, two = told[name]
     assert [scores[-ranked.NUM :] for scores in one.learner] == [logprobs for _, logprobs in one.engine]
     for what in ("engine", "learner"):

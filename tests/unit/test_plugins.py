@@ -231,7 +231,7 @@ number = 3
         ("clipped_R = ratio_R", "clipped_R is a tensor [11] of torch.float32"),
     ],
 )
-def test_what_a_loss_raises_or_returns_is_named_with_whose_it_is(module, body, says):
+def test_an_error_or_invalid_value_of_a_loss_names_the_loss(module, body, says):
     name = module(
         more=f"""
 class Bad(Weighted):

@@ -652,7 +652,7 @@ def test_help_offers_a_relay_where_it_is_enough_to_read(capsys, command, reads) 
 
 
 @pytest.mark.parametrize("command", ["fsck", "gc", "point", "follow", "relay", "publish"])
-def test_a_folder_of_something_else_is_no_store_and_nothing_is_written_there(steps, capsys, command) -> None:
+def test_a_folder_with_other_files_is_refused_as_a_store_and_not_written_to(steps, capsys, command) -> None:
     Path("library").mkdir()
     Path("library/libfoo.so").write_bytes(b"x")
     more = {

@@ -219,7 +219,7 @@ def test_bytes_that_nobody_packed_are_never_a_snapshot(places, flip, data):
             packed.head_of(bad, b"key")
 
 
-def test_what_another_has_packed_is_no_snapshot_here(tmp_path):
+def test_a_snapshot_packed_by_another_host_is_refused(tmp_path):
     mine = packed.key_in(tmp_path / "mine")
     assert (len(mine), packed.key_in(tmp_path / "mine")) == (32, mine)
     theirs = packed_snapshot(packed.key_in(tmp_path / "theirs"))

@@ -30,7 +30,7 @@ class Counting:
         return result
 
 
-def test_no_question_of_a_run_looks_at_what_has_ended(tmp_path):
+def test_no_query_of_a_run_reads_rows_that_have_ended(tmp_path):
     found = []
     for length in (0, PAST):
         ledger = Ledger(tmp_path / f"{length}.sqlite", capacity=LIVE)

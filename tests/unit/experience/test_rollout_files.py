@@ -69,7 +69,7 @@ def test_a_file_that_is_gone_is_named(files):
         files.read(summary)
 
 
-def test_what_the_ledger_does_not_want_any_more_is_deleted_and_the_rest_stays(files, tmp_path):
+def test_rollout_files_that_the_ledger_no_longer_needs_are_deleted_and_others_stay(files, tmp_path):
     ledger = Ledger(tmp_path / "ledger.sqlite", capacity=8)
     ids = [f"g000000.{i}" for i in range(4)]
     ledger.admit(*map(Kit.spec, ids))

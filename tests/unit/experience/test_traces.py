@@ -256,7 +256,7 @@ def written(tmp_path: Path, kit: Any, *groups: Group, **options: Any) -> tuple[B
     return batch, pq.read_table(path).to_pylist()
 
 
-def test_what_siblings_begin_with_is_in_the_file_once(tmp_path, kit):
+def test_a_shared_prefix_of_siblings_is_in_the_file_once(tmp_path, kit):
     stem = np.arange(100, dtype=np.int32)
     traces = [Trace((turn_of(ids(), np.append(stem, ids(i, 7)), ids(i, i, 1)),)) for i in range(3)]
     batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", traces), of_traces(kit, "g000001", traces))

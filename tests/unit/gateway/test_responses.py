@@ -52,7 +52,7 @@ def test_reasoning_message_and_parallel_calls_come_as_items_and_their_results_fi
     run(work)
 
 
-def test_a_stream_adds_up_to_the_whole_response_and_has_its_events_in_order() -> None:
+def test_a_stream_joins_to_the_whole_response_with_events_in_order() -> None:
     async def work() -> None:
         async with served([said(THOUGHT + "look" + CALLS)] * 3) as at:
             ask: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "input": "the weather?"}

@@ -186,7 +186,7 @@ def test_logits_that_are_no_numbers_are_named_by_layer_in_the_log_and_marked_in_
     assert "layers.1.attention.out" in said[0]
 
 
-def test_a_rollout_that_gave_way_to_production_says_what_it_would_have_said_and_is_counted() -> None:
+def test_a_rollout_preempted_by_production_has_unchanged_tokens_and_is_counted() -> None:
     rollouts = [ask(f"r{i}", 20, 60) for i in range(2)]
 
     async def story() -> None:

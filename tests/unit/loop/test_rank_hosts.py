@@ -64,7 +64,7 @@ GUEST = {"host": "there", "count": 1, "nonce": "n"}
         *(json.dumps({"text": json.dumps(GUEST), "seal": s}).encode() + b"\n" for s in SEALS),
     ],
 )
-def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
+def test_a_connection_without_the_secret_is_refused(run: Path, said: bytes) -> None:
     listener = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     assert knocked(listener.at, said) == b""
 

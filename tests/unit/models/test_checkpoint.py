@@ -117,7 +117,7 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
         (lambda c: c | {"rms_norm_eps": "x"}, "rms_norm_eps"),
     ],
 )
-def test_a_config_that_does_not_fit_says_why(
+def test_a_config_that_contradicts_the_weights_is_refused_with_the_reason(
     saved: Path, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
 ) -> None:
     file = saved / "config.json"

@@ -295,7 +295,9 @@ def test_biases_of_choosing_stay_float32(tmp_path: Path) -> None:
         ({"quantization_config": "fp8"}, "damaged"),
     ],
 )
-def test_a_config_that_does_not_fit_says_why(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_config_that_contradicts_the_weights_is_refused_with_the_reason(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -182,7 +182,7 @@ def test_a_commit_whose_tests_fail_before_and_pass_after_becomes_a_task_without_
     assert before == 4
 
 
-def test_what_was_tried_is_kept_and_an_interrupted_search_goes_on(tmp_path, using) -> None:
+def test_an_interrupted_mining_search_resumes_without_repeating_commits(tmp_path, using) -> None:
     shop(tmp_path / "repo")
     told: list[Attempt] = []
 

@@ -96,7 +96,7 @@ def only_task(folder: Path) -> tuple[Task, Answer]:
         pytest.param("examples", PYTEST, marks=pytest.mark.slow, id="by pytest"),
     ],
 )
-def test_what_tests_read_is_hidden_and_no_agents(tmp_path: Path, using, data: str, test: str) -> None:
+def test_files_that_tests_read_are_hidden_and_replace_the_agents(tmp_path: Path, using, data: str, test: str) -> None:
     repository(tmp_path / "repo", data=data, test=test)
 
     async def work(runtime: Runtime, grader: Grader) -> None:

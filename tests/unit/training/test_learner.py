@@ -321,7 +321,7 @@ def test_a_batch_without_samples_trains_nothing_and_reports_it(learner: TorchLea
     assert (report.num_sampled, report.loss, report.ratio_max, report.fresh_ratio_max) == (0, 0.0, 0.0, None)
 
 
-def test_what_is_published_is_what_the_learner_forwards_with(checkpoint: Path) -> None:
+def test_the_published_weights_are_those_that_the_learner_computes_with(checkpoint: Path) -> None:
     store = MemoryStore()
     learner = TorchLearner(CONFIG, channel=Channel(store))
     learner.load(checkpoint)

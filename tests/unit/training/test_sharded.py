@@ -171,7 +171,7 @@ def test_a_rank_reads_and_holds_what_its_share_needs(tmp_path: Path) -> None:
         assert stored < grown < 1.8 * stored
 
 
-def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
+def test_an_error_on_one_rank_is_raised_on_all_and_the_ranks_stay_usable(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
 ) -> None:
     job, alone, _ = told[SAVED]

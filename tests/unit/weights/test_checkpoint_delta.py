@@ -43,7 +43,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("old_shards", "new_shards"), [(1 << 30, 1 << 30), (1 << 30, 2500), (2500, 1 << 30), (2500, 2500)]
 )
-def test_the_target_comes_back_to_the_last_byte_of_every_file(tmp_path: Path, old_shards: int, new_shards: int) -> None:
+def test_an_applied_delta_gives_every_byte_of_every_file_of_the_target(
+    tmp_path: Path, old_shards: int, new_shards: int
+) -> None:
     a, b = checkpoint(tmp_path / "a", tensors(0), old_shards), checkpoint(tmp_path / "b", tensors(1), new_shards)
     before = contents(a)
     num_bytes = encode_delta(a, b, tmp_path / "d.etd")

@@ -198,9 +198,7 @@ def test_a_pointer_that_moved_back_is_refused_after_a_restart_as_before_one(
 
 
 @pytest.mark.parametrize("serial", [0, 1_000_000])
-def test_a_manifest_that_somebody_put_beside_the_held_one_says_nothing_of_the_pointer(
-    tmp_path: Path, serial: int
-) -> None:
+def test_a_manifest_beside_the_held_one_does_not_move_the_pointer(tmp_path: Path, serial: int) -> None:
     signer = Signer(bytes(range(32)))
     store = MemoryStore()
     channel = Channel(store, signer=signer)

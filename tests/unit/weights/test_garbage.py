@@ -217,7 +217,7 @@ def test_a_collection_at_any_moment_of_a_publish_leaves_both_whole(policy: Polic
 
 @STRIDES
 @pytest.mark.parametrize("action", ["publish", "branch", "rollback", "follow", "compact", "collect"])
-def test_anything_at_any_moment_of_a_collection_leaves_every_pointer_whole(
+def test_garbage_collection_beside_any_other_operation_keeps_every_pointer_readable(
     policy: Policy, ten: Ten, action: str, stride: int
 ) -> None:
     number, at_work = 0, True

@@ -219,7 +219,7 @@ STEP = st.tuples(
 
 @settings(max_examples=150)
 @given(st.lists(STEP, max_size=80))
-def test_whatever_happens_no_group_has_two_winners_and_no_host_more_than_it_has_room_for(steps):
+def test_no_group_has_two_winners_and_no_host_exceeds_its_capacity(steps):
     placement = fleet(4, lease_s=5.0, margin_s=0.5)
     for name in ("h0", "h1"):
         placement.add_snapshot("tree", name, 0.0)

@@ -166,7 +166,7 @@ def test_a_connect_carries_bytes_both_ways():
         (b"A" * 40_000 + b"\r\n\r\n", b"400", "the head is too long"),
     ],
 )
-def test_what_is_not_allowed_is_refused_and_reaches_nobody(request_, status, verdict):
+def test_a_connection_that_is_not_allowed_is_refused_and_reaches_no_server(request_, status, verdict):
     async def test(world):
         assert (await world.ask(request_)).startswith(b"HTTP/1.1 " + status)
 

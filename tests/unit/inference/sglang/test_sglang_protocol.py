@@ -141,7 +141,7 @@ def test_a_request_that_lived_through_a_swap_has_both_versions() -> None:
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 2, 0), (NEW, 3, 1)]
 
 
-def test_what_is_asked_has_the_requests_own_stop_tokens_seed_salt_class_and_routes() -> None:
+def test_a_request_to_sglang_has_its_stop_tokens_seed_salt_class_and_routes() -> None:
     body = json.loads(protocol.encode_request(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["input_ids"], body["extra_key"], body["stream"]) == (list(range(PROMPT)), "a-1", True)

@@ -190,7 +190,7 @@ def test_spans_count_the_swaps_that_a_request_lived_through(
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == spans
 
 
-def test_what_is_asked_has_the_requests_own_stop_tokens_seed_and_salt() -> None:
+def test_a_request_to_vllm_has_its_stop_tokens_seed_and_salt() -> None:
     body = json.loads(protocol.encode_request(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["token_ids"], body["cache_salt"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
