@@ -128,7 +128,7 @@ def test_where_most_weights_change_no_share_of_the_bound_is_told(writer):
     assert "no weight" not in said
     panel = deltas(RunView(writer.path))
     assert panel is not None
-    assert "Most published values change" in panel.note
+    assert "Most values change in a step" in panel.note
 
 
 def test_pauses_count_where_requests_were_in_flight(writer):
@@ -167,6 +167,14 @@ def test_a_restarted_process_counts_on_from_zero(writer):
     assert lanes(view)["learner"].cpu_s(2.5, 3.0) == pytest.approx(0.25)
 
 
+def test_a_reading_that_misses_ended_processes_counts_nothing_twice(writer):
+    for t, seconds in enumerate((0.0, 10.0, 9.2, 10.5, 11.0)):
+        usage(writer, float(t), worker=seconds)
+    view = RunView(writer.path)
+    assert cpu_s(view) == {"worker": pytest.approx(11.0)}
+    assert lanes(view)["worker"].cpu_s() == pytest.approx(11.0)
+
+
 def shown(view, as_what=render) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(as_what(view))
@@ -176,7 +184,7 @@ def shown(view, as_what=render) -> str:
 def test_the_terminal_shows_what_matters_during_rl(writer):
     writer.everything(until="rl", rl_steps=23)
     said = shown(RunView(writer.path))
-    for part in ("rl 23/45", "51 %", "left", "solve rate", "validation", "lag", "mean", "idle", "bound", "machine 1"):
+    for part in ("rl 23/45", "51 %", "left", "reward", "validation", "lag", "mean", "idle", "bound", "machine 1"):
         assert part in said, part
     assert "✓ mid-training 1:50" in said
     assert "▸ rl" in said
@@ -226,7 +234,7 @@ def test_one_plain_line_says_what_matters_without_graphics(writer):
     writer.everything(until="rl", rl_steps=23)
     line = plain_line(RunView(writer.path))
     assert "\n" not in line
-    for part in ("rl  23/45", "solve rate 0.8", "validation 0.79"):
+    for part in ("rl  23/45", "reward 0.8", "validation 0.79"):
         assert part in line, part
     assert not set("▁▂▃▄▅▆▇█") & set(line)
 

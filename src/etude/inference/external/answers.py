@@ -37,7 +37,7 @@ NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is no
 
 
 class BrokenAnswer(EngineError):
-    """Raised for a response that a server of the tested version never sends."""
+    """Raised for a response that does not follow the protocol of the tested version of the server."""
 
 
 @dataclass(frozen=True)
@@ -281,14 +281,14 @@ def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineE
 
     >>> print(read_error("vLLM", 400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
-      hint: see its log
+      hint: see the engine's log
     """
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
         message = error if isinstance(error, str) else error.message
     except ValueError:
         message = repr(body[:200])
-    return EngineError(f"{server} of {engine} answered {status}", message[:500], hint="see its log")
+    return EngineError(f"{server} of {engine} answered {status}", message[:500], hint="see the engine's log")
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:
