@@ -1,4 +1,4 @@
-"""Who may know whom: checked by importing each folder in a fresh interpreter, and by reading every import."""
+"""Which folder may import which: each is imported in a fresh interpreter, and every import statement is read."""
 
 from __future__ import annotations
 

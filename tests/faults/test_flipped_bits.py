@@ -1,4 +1,4 @@
-"""A bit flips on the disk: in every kind of file of a run it is found by `etude fsck`, and refused by who reads it."""
+"""A bit flips on the disk: in every kind of file of a run, `etude fsck` finds it and readers refuse it."""
 
 from __future__ import annotations
 

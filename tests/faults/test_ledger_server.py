@@ -1,4 +1,4 @@
-"""A ledger's server on bad days: killed, away, silent, cut off around a COMMIT; a second conductor; no way in."""
+"""A ledger's server that is killed, unreachable, silent, or cut off around a COMMIT; a second conductor; no login."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual machines and sandboxes whose host's disk, or table of inodes, is full: told, nothing lost, nothing left."""
+"""Virtual machines and sandboxes on a host with a full disk or inode table: an error, no lost data, no files left."""
 
 from __future__ import annotations
 

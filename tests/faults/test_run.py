@@ -1,4 +1,4 @@
-"""A whole run under faults: killed, hung, interrupted, out of disk, damaged, or told nonsense.
+"""A whole run under faults: killed, hung, interrupted, out of disk, damaged, or with invalid messages.
 
 What must hold: it ends, or it says in three parts why not; no process is left; a resumed run ends and its audit finds
 nothing lost and nothing trained twice.

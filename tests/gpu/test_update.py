@@ -1,4 +1,4 @@
-"""Objects made on the device are the CPU's, byte for byte, and live memory there becomes what they say, in place."""
+"""Objects made on the device are the CPU's, byte for byte, and they update live memory there in place."""
 
 from __future__ import annotations
 

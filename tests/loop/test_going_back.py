@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged goes on from an older one, with the rollouts that were stored since then.
+"""A run whose newest checkpoint is damaged resumes from an older one, with the rollouts stored since then.
 
 Conductor, ledger and learner are the real ones; rollouts are made up.
 """

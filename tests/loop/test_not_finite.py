@@ -1,4 +1,4 @@
-"""A step whose numbers are none: the learner's own process refuses it, the run ends by name, its state is saved.
+"""A step with NaN or Inf: the learner's process refuses it, the run ends and names the tensor, its state is saved.
 
 Conductor, ledger and learner are the real ones; rollouts are made up, and those of step 3 hold what is no number.
 """

@@ -1,4 +1,4 @@
-"""Sampler, probe and learner say the same of a token, to the bit: in every dtype, family and circumstance."""
+"""Sampler, probe and learner compute the same bits for a token, in every dtype and family."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Two ranks that share a model, by parts of each layer or by whole experts, say of a token what one rank says, to the
-bit: over an engine's cache and in a learner's packed forward; and their gradients are its gradients."""
+"""Two ranks that share a model, by parts of each layer or by whole experts, compute the bits of one rank: over an
+engine's cache and in a learner's packed forward; and their gradients are its gradients."""
 
 from __future__ import annotations
 

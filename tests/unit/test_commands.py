@@ -1,4 +1,4 @@
-"""What a machine may be asked to run, and that it runs once."""
+"""Valid commands of a machine, and that each runs once."""
 
 from __future__ import annotations
 

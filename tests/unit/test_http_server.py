@@ -1,4 +1,4 @@
-"""What clients of our HTTP servers cannot do: hold a connection for nothing, or fill memory before an app is asked."""
+"""Limits of the HTTP servers: idle connections are closed, and large requests are refused before the app sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``etude tasks``: what is proven, what is weak, what is mined, as it is told."""
+"""The output of ``etude tasks``: proven, weak and mined tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine agent, started for real on this machine: what it answers, what it bears, whom it blames."""
+"""The machine agent as a real process: its responses, its limits, and how it classifies failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines on a busy host: what others take is given back, and nothing that a machine does itself counts for it."""
+"""Deadlines on a busy host: CPU time taken by others extends them, a machine's own work does not."""
 
 from __future__ import annotations
 

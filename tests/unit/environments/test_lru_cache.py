@@ -1,4 +1,4 @@
-"""What a runtime keeps by name: within its bound, but for what is held."""
+"""The cache of a runtime's snapshots: within its limit, except for snapshots in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finished rollouts as files: what was stored comes back, or an error; what nobody wants goes."""
+"""Finished rollouts as files: they are read back or refused, and deleted when no longer needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guides tell of settings is so."""
+"""The settings and configs in the guides are valid, and fit the hardware that the guides name."""
 
 import json
 import re

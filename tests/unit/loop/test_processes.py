@@ -1,4 +1,4 @@
-"""What is reported of a child that does not come up, or is lost."""
+"""The errors for a child process that does not start, or is lost."""
 
 from __future__ import annotations
 

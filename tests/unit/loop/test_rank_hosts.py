@@ -1,4 +1,4 @@
-"""The listener at which ranks of other machines are met: who is let in, and what is said where nobody comes."""
+"""The listener for ranks of other hosts: authentication, and the error when no host joins."""
 
 from __future__ import annotations
 

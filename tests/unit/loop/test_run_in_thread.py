@@ -1,4 +1,4 @@
-"""Work in a thread that nobody leaves behind."""
+"""Work in a thread, which is awaited even when its caller is cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learner over two ranks says what one process says: losses, norms, ratios, and in exact mode the bytes."""
+"""A learner on two ranks equals one process: losses, norms, ratios, and in exact mode the bytes."""
 
 from __future__ import annotations
 

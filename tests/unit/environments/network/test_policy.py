@@ -1,4 +1,4 @@
-"""Who may be reached."""
+"""The addresses that a machine may reach."""
 
 from __future__ import annotations
 
