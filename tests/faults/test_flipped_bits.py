@@ -268,7 +268,7 @@ def test_files_left_by_a_killed_process_are_no_problem(copy: Path) -> None:
     assert len(proof.notices) == 2
 
 
-def test_what_nobody_thought_of_is_listed_and_what_lost_its_checksum_is_a_problem(copy: Path) -> None:
+def test_fsck_lists_unknown_files_and_reports_missing_checksums(copy: Path) -> None:
     (copy / "notes").write_text("mine")
     (copy / STEP / "SHA256SUMS").unlink()
     (copy / "checkpoints" / "mid" / "tokenizer.json").unlink()

@@ -354,7 +354,7 @@ def refused(what: Callable[[], object], words: str, hint: str) -> None:
     assert "a-password" not in str(caught.value)
 
 
-def test_what_keeps_a_run_from_its_server_is_told_before_it_begins(postgres, place, monkeypatch):
+def test_a_run_that_cannot_reach_its_ledger_server_is_refused_before_it_starts(postgres, place, monkeypatch):
     url = postgres.url
     with psycopg.connect(url, autocommit=True) as owner:
         owner.execute("CREATE ROLE guest LOGIN PASSWORD 'a-password'")

@@ -171,7 +171,7 @@ def without_types(weight=1.0):
     assert "parameter 'weight' has no type" in refused(Kind.LOSS, f"{name}:without_types")
 
 
-def test_what_cannot_be_imported_is_refused_by_name(module):
+def test_a_plugin_that_cannot_be_imported_is_refused_by_name(module):
     import socket
 
     text = refused(Kind.LOSS, "no_such_package.losses:Gspo")

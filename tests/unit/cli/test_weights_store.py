@@ -632,7 +632,7 @@ def test_a_misspelt_channel_is_told_from_an_empty_one(steps, capsys, argv) -> No
     assert "did you mean 'policy'?" in said
 
 
-def test_what_garbage_collection_deleted_does_not_lie_there_still(steps, capsys) -> None:
+def test_objects_that_garbage_collection_deleted_are_gone(steps, capsys) -> None:
     main(["weights", "publish", "c0", "store"])
     for stray in ("one", "two"):
         Path(f"store/objects/policy/{stray}").write_bytes(b"of a publish that was killed")

@@ -544,7 +544,7 @@ JSON = st.recursive(
 
 @given(st.data())
 @settings(max_examples=60)
-def test_whatever_is_asked_of_a_machine_is_answered_or_refused_by_name(data):
+def test_every_request_to_a_machine_is_answered_or_refused_by_name(data):
     name = data.draw(st.sampled_from(sorted(MESSAGES)))
     message: Any = json.loads(json.dumps(MESSAGES[name]))
     at = message

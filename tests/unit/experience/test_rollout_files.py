@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_is_named_and_leaves_nothing_behind(tmp_path):
         assert files.names() == []
 
 
-def test_what_was_invalid_and_cannot_be_read_costs_no_step(files, tmp_path):
+def test_an_unreadable_file_of_an_invalid_rollout_costs_no_step(files, tmp_path):
     good, bad = stored(files, "g000000.0"), stored(files, "g000000.1")
     ended = (
         Finished(rollout_id="g000000.0", outcome=Kit.graded(1.0), summary=good),

@@ -227,7 +227,7 @@ def test_a_broken_stream_ends_with_an_error_and_a_failed_response() -> None:
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_what_is_not_offered_is_refused_by_its_name(changes: dict[str, Any], param: str) -> None:
+def test_unsupported_request_fields_are_refused_by_name(changes: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as refused:
         responses.read(json.dumps({"model": "m", "input": "x", **changes}).encode())
     assert (refused.value.status, refused.value.param) == (400, param)

@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_what_is_saved_is_loaded_to_the_bit(saved: Path) -> None:
+def test_a_saved_model_is_loaded_to_the_bit(saved: Path) -> None:
     original, again = hf_views(Transformer(SIZES, seed=2)), hf_views(load_model(saved))
     assert original.keys() == again.keys()
     assert all(torch.equal(original[name], again[name]) for name in original)

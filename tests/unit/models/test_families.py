@@ -69,7 +69,7 @@ def test_sizes_survive_config_json_and_toml(sizes: ModelConfig) -> None:
 
 
 @every_family
-def test_what_is_saved_is_loaded_to_the_bit_whole_or_in_shards(sizes: ModelConfig, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_to_the_bit_whole_or_in_shards(sizes: ModelConfig, tmp_path: Path) -> None:
     model = model_of(sizes)
     save_model(model, tmp_path / "whole", dtype="f32")
     save_model(model, tmp_path / "shards", dtype="f32", shard_bytes=3000)

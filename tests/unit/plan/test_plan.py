@@ -165,7 +165,7 @@ def test_adapters_of_experts_are_divided_by_the_ranks_that_share_them():
     assert optimiser_bytes(QWEN, eight, 8) == 16 * (dense + of_experts / 8)
 
 
-def test_what_ranks_send_each_other_is_told_by_hand_computed_bytes():
+def test_the_planned_traffic_of_ranks_equals_hand_computed_bytes():
     h200, whole = device("h200"), 8e9
     assert all_gather_s(whole, 1, h200) == 0
     assert all_gather_s(whole, 8, h200) == pytest.approx(7e9 / 450e9)  # 7/8 over NVLink

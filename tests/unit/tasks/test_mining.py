@@ -292,7 +292,7 @@ def test_a_repository_is_read_and_nothing_of_it_runs(tmp_path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_no_repository_or_no_commit_is_named(tmp_path) -> None:
+def test_an_invalid_repository_or_commit_is_named(tmp_path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(NoSource, match="no repository"):
             Repository(path)

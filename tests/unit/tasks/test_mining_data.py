@@ -253,7 +253,7 @@ def test_code_below_src_is_found_as_if_it_were_installed(tmp_path: Path, using) 
     using(work)
 
 
-def test_what_was_merged_is_one_change(tmp_path: Path) -> None:
+def test_a_merge_commit_is_one_change(tmp_path: Path) -> None:
     folder = tmp_path / "repo"
     repository(folder, data="examples", test=UNITTEST)
     git(folder, "checkout", "-q", "-b", "topic")

@@ -189,7 +189,7 @@ threading.Thread(target=time.sleep, args=(1000,)).start()
     assert calls(run)[-1] == ["finish", "finished"]
 
 
-def test_what_a_library_prints_goes_to_its_log_and_a_tracker_can_warn_the_user(run, tracks):
+def test_output_of_a_trackers_library_goes_to_its_log_and_a_tracker_can_warn_the_user(run, tracks):
     body = """def log(self, step, values):
         print("chatter", sys.stdin.read())
         warnings.warn("an old API", DeprecationWarning)

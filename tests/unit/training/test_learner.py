@@ -338,7 +338,7 @@ def test_the_published_weights_are_those_that_the_learner_computes_with(checkpoi
         assert torch.equal(codes.view(torch.float32).view(view.shape), view), name
 
 
-def test_what_is_published_beside_training_is_what_was_held_when_it_was_offered(checkpoint: Path) -> None:
+def test_weights_published_beside_training_are_those_of_the_time_of_the_offer(checkpoint: Path) -> None:
     opened = threading.Event()
 
     class Slow(MemoryStore):

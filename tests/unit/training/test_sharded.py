@@ -118,7 +118,7 @@ def test_bf16_with_weights_that_travel_as_bf16_stays_near(
         assert one.norms == pytest.approx(alone.norms, rel=1e-2)
 
 
-def test_what_ranks_saved_one_process_goes_on_with_and_transformers_files_are_whole(
+def test_one_process_resumes_a_checkpoint_of_ranks_whose_transformers_files_are_complete(
     told: dict[str, tuple[Job, Trained, list[Trained]]],
 ) -> None:
     job, alone, _ = told[SAVED]

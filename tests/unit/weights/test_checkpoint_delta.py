@@ -141,7 +141,7 @@ def test_a_target_that_the_disk_cannot_hold_is_refused_before_it_is_decoded(tmp_
         apply_delta(a, tmp_path / "d", tmp_path / "made")
 
 
-def test_what_is_no_delta_file_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_delta_is_refused_by_name(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", tensors(0))
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "text").write_bytes(b"x" * 200)

@@ -124,7 +124,7 @@ def test_a_damaged_store_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
     assert_holds(tmp_path, 0)
 
 
-def test_what_a_full_disk_refused_is_adopted_when_there_is_room_again(tmp_path: Path) -> None:
+def test_a_version_refused_by_a_full_disk_is_adopted_when_there_is_room(tmp_path: Path) -> None:
     store = MemoryStore()
     channel = Channel(store)
     publish(channel, 0)

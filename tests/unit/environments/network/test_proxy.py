@@ -258,7 +258,7 @@ def test_it_serves_on_a_unix_socket_as_well(tmp_path):
     assert [told["who"] for told in using(test).told()] == ["m2"]
 
 
-def test_who_never_reads_its_answer_holds_no_connection():
+def test_a_client_that_does_not_read_its_response_is_disconnected():
     async def test(world: World) -> None:
         world.answer = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 25)
         _, writer = await asyncio.open_connection(*world.at, limit=1)

@@ -387,7 +387,7 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
         ({"prepared": None, "preparing": False, "trouble": "a digest differs"}, "a digest differs"),
     ],
 )
-def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
+def test_an_error_that_keeps_workers_from_the_head_is_reported_and_changes_nothing(
     tell: Callable[[Story], None], state: dict[str, Any], said: str
 ) -> None:
     async def story(engine: ExternalEngine, server: Server) -> None:
