@@ -26,7 +26,7 @@ def probed(other: bool, num_machines: int) -> Parity:
     return asyncio.run(main())
 
 
-def test_machines_of_one_runtime_are_not_told_apart():
+def test_the_parity_probe_does_not_distinguish_machines_of_one_runtime():
     found = probed(False, 20)
     assert found.auc <= found.chance[1] + 0.1
     assert found.auc < 0.85

@@ -229,7 +229,7 @@ def test_a_program_that_is_not_called_runs_to_its_end_and_its_exit_code_is_told(
     asyncio.run(main())
 
 
-def test_nothing_is_left_when_it_is_closed(place: Open, tmp_path: Path) -> None:
+def test_closing_a_placement_ends_its_processes(place: Open, tmp_path: Path) -> None:
     async def main() -> tuple[int, int]:
         async with Placed(place, tmp_path) as placed:
             return await placed.call("pids", tuple[int, int])

@@ -220,7 +220,7 @@ def test_where_snapshots_hold_no_processes_no_rollout_begins_and_no_grade_is_giv
     assert (outcome.boundary, "no processes" in outcome.evidence) == (Boundary.MACHINE, True)
 
 
-def test_a_state_over_the_limit_earns_nothing_and_says_which_limit(monkeypatch):
+def test_a_machine_state_over_the_limit_earns_nothing_and_names_the_limit(monkeypatch):
     monkeypatch.setattr(exports, "MAX_STATE_BYTES", 1000)
 
     async def test(runtime: Runtime) -> Any:

@@ -129,7 +129,7 @@ def test_a_server_that_is_killed_and_comes_back_costs_a_wait(postgres, place, ki
     ledger.close()
 
 
-def test_a_run_goes_on_through_kills_of_its_server_and_none_is_lost_or_trained_twice(postgres, tmp_path, place):
+def test_no_rollout_is_lost_or_trained_twice_when_the_ledger_server_is_killed(postgres, tmp_path, place):
     rng = random.Random(3)
     (tmp_path / "lineage").touch()
     argv = [sys.executable, "-X", "faulthandler", "-c", CHILD, str(tmp_path), place]
@@ -281,7 +281,7 @@ def test_a_servers_disk_without_room_for_rows_is_an_error_and_goes_on_once_there
     ledger.close()
 
 
-def test_a_server_that_ends_for_want_of_room_for_its_log_has_what_it_confirmed(crowded, kit, monkeypatch):
+def test_a_server_stopped_by_a_full_disk_keeps_what_it_confirmed(crowded, kit, monkeypatch):
     monkeypatch.setattr(postgres_module, "RECONNECT_S", 0.5)
     ledger, confirmed = Ledger(f"{crowded.url}#a-run", capacity=8), list[int]()
     ballast = fill(crowded.folder)

@@ -133,7 +133,7 @@ def test_of_many_writers_of_a_large_object_one_wins_and_the_others_know(proxy: P
 
 
 @pytest.mark.parametrize("trick", [*PASSING, "cut", "shorten"])
-def test_a_server_that_never_recovers_is_an_error_that_says_how_often_and_how_long(
+def test_a_server_that_never_recovers_is_an_error_with_the_number_of_tries_and_seconds(
     proxy: Proxy, opened: Open, trick: str
 ) -> None:
     opened().put("a", b"content")

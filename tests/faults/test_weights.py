@@ -291,7 +291,7 @@ class Ranged(MemoryStore):
         return super().get(key, start, stop)
 
 
-def test_a_header_whose_every_page_digest_was_made_to_fit_is_refused_by_a_reader_of_a_part() -> None:
+def test_a_forged_header_with_matching_page_digests_is_refused_by_a_reader_of_a_part() -> None:
     """It is a delta that a writer could have made: only the manifest knows that it is another one."""
     store = Ranged()
     first = publish_steps(store, range(1))[0]

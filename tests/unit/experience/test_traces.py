@@ -368,7 +368,7 @@ def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
     kind=st.sampled_from([np.uint8, np.uint16, None]),
     group_bytes=st.sampled_from([1, trace_module.ROW_GROUP_BYTES]),
 )
-def test_every_turn_of_any_tree_comes_back(tmp_path, kit, seed, kind, group_bytes):
+def test_every_turn_of_any_tree_is_read_back(tmp_path, kit, seed, kind, group_bytes):
     rng = np.random.default_rng(seed)
     stem = rng.integers(0, 700, 12, np.int32)
     traces = [[grown(rng, stem, kind) for _ in range(4)] for _ in range(2)]

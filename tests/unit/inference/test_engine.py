@@ -208,7 +208,7 @@ def test_a_rollout_preempted_by_production_has_unchanged_tokens_and_is_counted()
     asyncio.run(story())
 
 
-def test_a_completion_of_slow_tokens_outlives_its_deadline_many_times_and_one_that_waits_for_its_slot_too(
+def test_slow_tokens_and_waiting_for_a_slot_may_exceed_the_deadline_of_a_completion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=0.0, perf_counter=time.perf_counter)

@@ -51,7 +51,7 @@ def test_a_lease_ends_unless_it_is_renewed_and_its_holder_joins_again() -> None:
     assert registry.renew("west", again, now=21.0) is State.SERVING
 
 
-def test_a_late_joiner_is_given_work_once_it_holds_what_was_published_when_it_joined() -> None:
+def test_a_late_joiner_gets_work_once_it_holds_the_version_published_when_it_joined() -> None:
     registry = Registry()
     registry.set_head(version(5))
     join(registry)

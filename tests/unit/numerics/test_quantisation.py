@@ -145,7 +145,7 @@ def _numbers(seed: int, spread: float, power: int) -> np.ndarray[tuple[int, int]
 @ALL
 @FEW
 @given(x=numbers())
-def test_packed_bytes_hold_exactly_what_rounding_gives(format: Format, x: torch.Tensor) -> None:
+def test_packed_bytes_contain_exactly_the_rounded_numbers(format: Format, x: torch.Tensor) -> None:
     for matrix in (False, True):
         packed = pack(x, format, matrix=matrix)
         found = unpack(packed, format)

@@ -268,7 +268,7 @@ def gradient(checkpoint: Path, *samples: Sample, temperature: float = 1.0) -> tu
     return learner.forward_backward(batch(*samples)), learner.optimizer.grad.clone()
 
 
-def test_each_token_weighs_what_its_own_advantage_says(checkpoint: Path, learner: TorchLearner) -> None:
+def test_each_token_is_weighted_by_its_own_advantage(checkpoint: Path, learner: TorchLearner) -> None:
     one, other = sampled(learner, 0), sampled(learner, 1)
     given = np.linspace(-1.0, 2.0, len(one.advantages), dtype=np.float32)
     report, found = gradient(checkpoint, msgspec.structs.replace(one, advantages=given), other)

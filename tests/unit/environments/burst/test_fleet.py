@@ -139,7 +139,7 @@ def test_a_caller_that_waits_for_capacity_is_informed_and_continues_when_there_i
     on(test)
 
 
-def test_callers_wait_in_the_order_they_came_and_nobody_overtakes():
+def test_callers_wait_in_the_order_of_their_arrival():
     async def test(fleet):
         snapshot = await fleet.fleet.prepare(FILES)
         held = await fleet.fleet.fork(snapshot, 16)

@@ -256,7 +256,7 @@ def tokens_one_by_one(between: Callable[[int], Awaitable[object]]) -> Callable[[
     return answer
 
 
-def test_an_answer_whose_tokens_still_come_outlives_its_deadline_and_one_whose_tokens_stop_does_not(
+def test_a_streamed_response_outlives_its_deadline_only_while_tokens_arrive(
     tell: Callable[[Story], None],
 ) -> None:
     async def story(engine: ExternalEngine, server: Server) -> None:
