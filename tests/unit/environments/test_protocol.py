@@ -1,4 +1,4 @@
-"""What host and machine are told: trees as frames, requests in memory, a host that outlives what it talks to."""
+"""The protocol of host and machine: trees as frames, requests in memory, a host that outlives its machine."""
 
 from __future__ import annotations
 

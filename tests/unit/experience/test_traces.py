@@ -257,7 +257,7 @@ def written(tmp_path: Path, kit: Any, *groups: Group, **options: Any) -> tuple[B
     return batch, pq.read_table(path).to_pylist()
 
 
-def test_what_siblings_begin_with_is_in_the_file_once(tmp_path, kit):
+def test_a_shared_prefix_of_siblings_is_in_the_file_once(tmp_path, kit):
     stem = np.arange(100, dtype=np.int32)
     traces = [Trace((turn_of(ids(), np.append(stem, ids(i, 7)), ids(i, i, 1)),)) for i in range(3)]
     batch, rows = written(tmp_path, kit, of_traces(kit, "g000000", traces), of_traces(kit, "g000001", traces))
@@ -369,7 +369,7 @@ def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
     kind=st.sampled_from([np.uint8, np.uint16, None]),
     group_bytes=st.sampled_from([1, trace_module.ROW_GROUP_BYTES]),
 )
-def test_every_turn_of_any_tree_comes_back(tmp_path, kit, seed, kind, group_bytes):
+def test_every_turn_of_any_tree_is_read_back(tmp_path, kit, seed, kind, group_bytes):
     rng = np.random.default_rng(seed)
     stem = rng.integers(0, 700, 12, np.int32)
     traces = [[grown(rng, stem, kind) for _ in range(4)] for _ in range(2)]

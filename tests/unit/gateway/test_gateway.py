@@ -493,7 +493,7 @@ def test_an_answer_without_a_limit_takes_what_room_there_is() -> None:
     run(work)
 
 
-def test_what_is_not_offered_is_refused_by_name() -> None:
+def test_unsupported_fields_are_refused_by_name() -> None:
     async def work() -> None:
         async with served() as (client, _, url):
             with pytest.raises(openai.NotFoundError) as unknown:
