@@ -32,5 +32,6 @@ def engineer() -> Task:
 
 
 if __name__ == "__main__":
-    (log,) = eval(engineer(), model="openai/etude", display="plain", log_dir="logs")
+    options = {"reasoning_summary": "none"}  # otherwise it first asks the model for a greeting
+    (log,) = eval(engineer(), model="openai/etude", display="plain", log_dir="logs", **options)
     sys.exit(log.status != "success")
