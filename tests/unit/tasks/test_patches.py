@@ -69,7 +69,7 @@ def test_a_hunk_whose_lines_stand_once_elsewhere_goes_there_and_one_that_fits_no
 
 
 BAD = {
-    "--- a/../x\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n": "names",
+    "--- a/../x\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n": "plain relative paths",
     "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n": "link",
     "diff --git a/b b/b\nGIT binary patch\n": "binary",
     "--- a/none\n+++ b/none\n@@ -1 +1 @@\n-x\n+y\n": "no such text file",
