@@ -1,7 +1,6 @@
 """CPU shares, idle shares and memory, computed from the `usage` events of a run.
 
-CPU time comes from the kernel, so waiting does not count as work. The counter of a restarted process starts at zero
-again, which is recognised by its decrease."""
+CPU time comes from the kernel, so waiting does not count as work."""
 
 from __future__ import annotations
 
@@ -50,9 +49,10 @@ def lanes(view: RunView) -> dict[str, Lane]:
                 continue
             lane = found.setdefault(name, Lane(name))
             before, at = last.get(name, (t, 0.0))
+            used, at = _used(at, cpu)
             if t > before:
-                lane.samples.append((before, t, cpu - at if cpu >= at else cpu))
-            last[name] = (t, cpu)
+                lane.samples.append((before, t, used))
+            last[name] = (t, at)
     return found
 
 
@@ -65,10 +65,19 @@ def cpu_s(view: RunView) -> dict[str, float]:
         for name, facts in processes.items() if isinstance(processes, Mapping) else ():
             cpu = number(facts, "cpu_s") if isinstance(facts, Mapping) else None
             if cpu is not None:
-                before = last.get(name, 0.0)
-                total[name] += cpu - before if cpu >= before else cpu
-                last[name] = cpu
+                used, last[name] = _used(last.get(name, 0.0), cpu)
+                total[name] += used
     return dict(total)
+
+
+def _used(before: float, now: float) -> tuple[float, float]:
+    """Return the CPU seconds between two readings of a counter, and the reading from which the next ones are counted.
+
+    A counter below half of its last reading is that of a restarted process, which began at zero. One that is a little
+    lower missed processes that ended while the kernel was read; the next reading has them again."""
+    if now < before / 2:
+        return now, now
+    return max(0.0, now - before), max(before, now)
 
 
 def idle(view: RunView) -> dict[str, float | None]:

@@ -167,6 +167,14 @@ def test_a_restarted_process_counts_on_from_zero(writer):
     assert lanes(view)["learner"].cpu_s(2.5, 3.0) == pytest.approx(0.25)
 
 
+def test_a_reading_that_misses_ended_processes_counts_nothing_twice(writer):
+    for t, seconds in enumerate((0.0, 10.0, 9.2, 10.5, 11.0)):
+        usage(writer, float(t), worker=seconds)
+    view = RunView(writer.path)
+    assert cpu_s(view) == {"worker": pytest.approx(11.0)}
+    assert lanes(view)["worker"].cpu_s() == pytest.approx(11.0)
+
+
 def shown(view, as_what=render) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(as_what(view))
