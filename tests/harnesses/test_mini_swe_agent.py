@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from benchmarks.mini_swe_agent import CONFIG, asked, trained
+from benchmarks.learning.mini_swe_agent import CONFIG, asked, trained
 from examples.mini_swe_agent import tasks
 from examples.mini_swe_agent.tasks import Issues
 from tests.harnesses.agents import AGENTS, FOLDER

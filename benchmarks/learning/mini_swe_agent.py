@@ -4,7 +4,7 @@ Each seed is the run's and the tasks'. What is reported is each run's own `summa
 requests that are turns, the replies that had to be tokenised again, and the rows of training for each branch of a
 conversation. mini-swe-agent must be installed in `agents/` (the config says how).
 
-`PYTHONPATH=. python -m benchmarks.mini_swe_agent [--seeds 0 1 2] [--runs RUN ...] [--set a.b=c]`
+`PYTHONPATH=. python -m benchmarks.learning.mini_swe_agent [--seeds 0 1 2] [--runs RUN ...] [--set a.b=c]`
 `--runs` reads runs that have ended in place of new ones."""
 
 from __future__ import annotations
