@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_and_comes_back_costs_a_wait(postgres, place, ki
 def test_a_run_goes_on_through_kills_of_its_server_and_none_is_lost_or_trained_twice(postgres, tmp_path, place):
     rng = random.Random(3)
     (tmp_path / "lineage").touch()
-    argv = [sys.executable, "-c", CHILD, str(tmp_path), place]
+    argv = [sys.executable, "-X", "faulthandler", "-c", CHILD, str(tmp_path), place]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as conductor:
         assert conductor.stdout is not None
         finished = set()
@@ -222,6 +222,37 @@ def test_a_session_that_hangs_is_given_up_and_ended_and_the_work_done_once(place
     threading.Timer(2.0, os.kill, (backend, signal.SIGCONT)).start()
     ledger.admit(kit.spec("g000000.0"))
     assert (ledger.states(), len(said)) == ({"admitted": 1}, 1)
+    ledger.close()
+
+
+def test_a_connection_that_is_found_closed_is_opened_again(place, kit):
+    said: list[str] = []
+    ledger = Ledger(place, capacity=8, log=said.append)
+    for number, use in enumerate([lambda: ledger.admit(kit.spec("g000000.0")), ledger.states], 1):
+        ledger._db.session.connection.close()
+        use()
+        assert len(said) == number
+    assert ledger.states() == {"admitted": 1}
+    ledger.close()
+
+
+def test_a_failed_transaction_does_not_wait_for_a_server_that_hangs(place, kit, monkeypatch):
+    said: list[str] = []
+    ledger = Ledger(place, capacity=8, log=said.append)
+    backend = ledger._db.session.connection.info.backend_pid
+    monkeypatch.setattr(postgres_session, "ANSWER_S", 0.0)
+    monkeypatch.setattr(postgres_session, "PATIENCE_S", 0.5)
+
+    def work() -> None:
+        ledger.admit(kit.spec("g000000.0"))
+        os.kill(backend, signal.SIGSTOP)
+        threading.Timer(5.0, os.kill, (backend, signal.SIGCONT)).start()
+        raise LookupError("the work failed")
+
+    with pytest.raises(LookupError, match="the work failed"):
+        ledger.transaction(work)
+    assert len(said) == 1, "the connection was not cut"
+    assert ledger.states() == {}
     ledger.close()
 
 

@@ -6,7 +6,9 @@ What must hold is what holds on one machine: it ends, its audit is sound, no pro
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,4 +167,81 @@ def test_a_cluster_that_offers_nothing_or_does_not_answer_is_told(running: Runni
     running.begin("rl.steps=2", on="127.0.0.1:1")
     assert running.end() == 2
     assert "error: no Ray cluster answers at 127.0.0.1:1: " in running.said
+    assert not running.path.exists()
+
+
+MINE = """
+from etude.harness.commands import Signature
+from etude.models.families.qwen3_moe import Qwen3Moe
+from etude.records.reward import Score
+
+
+class Loop:
+    async def run(self, episode):
+        while episode.ending is None:
+            await episode.act(await episode.ask())
+
+
+class Lines:
+    signature = Signature("lines", "Say how many files there are.")
+
+    async def run(self, bench):
+        return str(len(bench.files or ()))
+
+
+class Turns:
+    version = "1"
+
+    async def score(self, rollout, graded):
+        return Score(value=-float(rollout.num_turns), evidence="by " + __file__)
+
+
+class Family(Qwen3Moe):
+    model_type, hf_class = "mine_moe", "MineForCausalLM"
+
+
+class Spread:
+    name, version = "spread", "1"
+
+    def advantages(self, rewards):
+        mean = sum(one.value for one in rewards) / max(1, len(rewards))
+        return [one.value - mean for one in rewards]
+"""
+PARTS = (
+    "harness.program=mine:Loop",
+    'harness.tools=["edit", "submit", "write", {kind = "mine:Lines"}]',
+    'rewards.terms=[{name = "turns", weight = 0.1, kind = "mine:Turns"}]',
+    "experience.credit=mine:Spread",
+)
+
+
+def test_a_users_module_where_the_run_is_started_is_used_on_all_nodes(
+    running: Running, game: Any, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    (running.cli.cwd / "mine.py").write_text(MINE)
+    start = running.cli.cwd / "start"
+    shutil.copytree(game.start, start)
+    config = json.loads((start / "config.json").read_text())
+    config |= {"model_type": "mine_moe", "architectures": ["MineForCausalLM"]}
+    (start / "config.json").write_text(json.dumps(config))
+    running.cli.env["ETUDE_MODEL_FAMILIES"] = "mine:Family"
+    running.begin("rl.steps=2", f"start={start}", *PARTS, *TWO, on=nodes.address)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+    shown = running.cli("rollouts", "show", running.path, "g000000.0").stdout
+    assert "turns -" in shown
+    assert "by " in shown
+
+
+def test_a_users_module_that_only_the_conductor_finds_is_an_error_before_a_run_is_made(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    apart = tmp_path_factory.mktemp("apart")
+    (apart / "mine.py").write_text(MINE)
+    running.cli.env["PYTHONPATH"] = os.pathsep.join([str(apart), running.cli.env.get("PYTHONPATH", "")])
+    running.begin("rl.steps=2", *PARTS, on=nodes.address)
+    assert running.end() == 2, running.said
+    assert "error: 2 of 2 nodes cannot take part: " in running.said
+    assert "has no module 'mine'" in running.said
+    assert "hint: install its package on every node" in running.said
     assert not running.path.exists()

@@ -116,7 +116,7 @@ def test_the_config_is_complete_and_its_prompts_are_those_of_the_demonstrations(
     assert "mini-swe-agent==2.4.6" in CONFIG.read_text()
     source = _demonstrated_source(config)
     assert isinstance(source, PluginSource)
-    (talk,) = _play(source, 1, seed=3, first=1_000_000, right_body=0.5)
+    (talk,) = _play(source, 1, config.harness, seed=3, first=1_000_000, right_body=0.5)
     assert talk == Issues().conversation(Split.TRAIN, 1_000_000, seed=3, right=0.5)
 
 

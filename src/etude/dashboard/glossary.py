@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 GLOSSARY = {
-    "solve rate": "mean reward of a step's rollouts: 1.0 when each solved its task",
+    "reward": "mean reward of a step's rollouts: 1.0 when each solved its task, if no further reward term has a weight",
+    "solve rate": "share of tries that solve their task",
     "validation": "solve rate on tasks that are never trained on, measured during the run; settings are chosen by it",
     "held-out": "tasks, or documents, that are neither trained on nor used to choose settings; the result "
     "is measured on them",

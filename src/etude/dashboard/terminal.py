@@ -36,7 +36,7 @@ def terms_legend(view: RunView) -> RenderableType:
     return Text(legend(terms_in(view)), "dim")
 
 
-PLAIN = ("starting", "waiting", "evaluating", "loss", "solve rate", "validation", "engines", "learner", "problem")
+PLAIN = ("starting", "waiting", "evaluating", "loss", "reward", "validation", "engines", "learner", "problem")
 """The facts of a view that are shown in a plain line."""
 PLAIN_CHARS = 240
 
@@ -162,7 +162,7 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     steps = view.by_step("rl.step")
     rewards = [value for event in steps if (value := number(event, "reward_mean")) is not None]
     if rewards:
-        yield "solve rate", Text(formatting.sparkline(rewards) + f" {rewards[-1]:.2f}", "bold green")
+        yield "reward", Text(formatting.sparkline(rewards) + f" {rewards[-1]:.2f}", "bold green")
     yield from _evaluations(view)
     yield from _lost_learner(view)
     yield from _fleet(view)

@@ -114,22 +114,22 @@ class Fork(Rloo):
         values = [reward.value for reward in rewards]
         if not _differ(values):
             return [[0.0] * len(own) for own in turns]
-        total = math.fsum(values)
         reached: dict[bytes, set[int]] = {}
         for i, own in enumerate(turns):
             for turn in own:
                 reached.setdefault(turn.context, set()).add(i)
+        everyone, total = frozenset(range(len(values))), math.fsum(values)
         found = list[list[float]]()
         for i, own in enumerate(turns):
-            everyone = (frozenset(range(len(values))) - {i}, (total - values[i]) / (len(values) - 1))
-            baselines = list[tuple[Set[int], float]]()
+            first: tuple[Set[int], float] = (everyone - {i}, (total - values[i]) / (len(values) - 1))
+            baselines = list[tuple[Set[int], float]]()  # of each turn, with the siblings that it is from
             for turn in own:
-                with_, baseline = everyone if turn.parent is None else baselines[turn.parent]
-                others = reached[turn.context] - {i}
-                if others and others != with_:
-                    total_here = math.fsum(values[j] for j in others) + FORK_PRIOR * baseline
-                    with_, baseline = others, total_here / (len(others) + FORK_PRIOR)
-                baselines.append((with_, baseline))
+                siblings, baseline = first if turn.parent is None else baselines[turn.parent]
+                here = reached[turn.context] - {i}
+                if here and here != siblings:
+                    rewarded = math.fsum(values[j] for j in here)
+                    siblings, baseline = here, (rewarded + FORK_PRIOR * baseline) / (len(here) + FORK_PRIOR)
+                baselines.append((siblings, baseline))
             found.append([values[i] - baseline for _, baseline in baselines])
         return found
 

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 
 from etude.errors import LedgerError
 from etude.experience.postgres_errors import ANSWER_S, CONNECT_S, LOCK_S, map_error, one_line
 
+T = TypeVar("T")
 POLL_S = 0.2
 GRACE_S = 3.0  # for the server to notice that the previous conductor is gone
 PATIENCE_S = 5.0  # after ANSWER_S, the server's own limit of a statement
@@ -123,9 +124,7 @@ class Session:
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run the statement `sql`, with `values` for its placeholders `?`, and return its rows."""
-        cursor, rows = self.run(sql, values), list[tuple[Any, ...]]()
-        self._guarded(lambda: rows.extend(cursor.fetchall()))
-        return rows
+        return self._guarded(self.run(sql, values).fetchall)
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
         """Run a statement, or several without values, and return the cursor.
@@ -134,10 +133,8 @@ class Session:
         it."""
         if not self._connections:
             raise ConnectionBroken("not connected")
-        cursor = self.connection.cursor(binary=bool(values))
-        given = tuple(map(_plain, values)) if values else None
-        self._guarded(lambda: cursor.execute(sql.replace("?", "%s").encode(), given))
-        return cursor
+        text, given = sql.replace("?", "%s").encode(), tuple(map(_plain, values)) if values else None
+        return self._guarded(lambda: self.connection.cursor(binary=bool(values)).execute(text, given))
 
     @contextmanager
     def pipelined(self) -> Iterator[None]:
@@ -148,19 +145,19 @@ class Session:
         if not self._connections:
             raise ConnectionBroken("not connected")
         pipeline = self.connection.pipeline()
-        pipeline.__enter__()
+        self._guarded(pipeline.__enter__)
         try:
             yield
         except BaseException as error:
-            with suppress(psycopg.Error):
+            with suppress(psycopg.Error), self._watch:
                 pipeline.__exit__(type(error), error, error.__traceback__)
             raise
         self._guarded(lambda: pipeline.__exit__(None, None, None))
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    def _guarded(self, work: Callable[[], T]) -> T:
         try:
             with self._watch:
-                work()
+                return work()
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             if self.connection.closed or (error.sqlstate or "").startswith("57P"):
                 raise ConnectionBroken(one_line(error)) from error

@@ -95,4 +95,4 @@ def from_error(error: EtudeError) -> RequestRefused:
         return RequestRefused(400, message, code="context_length_exceeded", param="messages")
     if isinstance(error, EngineError):
         return RequestRefused(503, message, code="engine_unavailable")
-    return invalid_request(message, "messages")
+    return invalid_request(str(error), "messages")

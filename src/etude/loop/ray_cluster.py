@@ -27,6 +27,7 @@ from etude.inference.external.environment import SERVER_KINDS, environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.devices import gpus_of
 from etude.loop.preflight import validate_tasks
+from etude.models.config import own_family_names
 from etude.plugins import CHECK_S as PLUGINS_S
 from etude.plugins import Kind, check_all, kind_at
 
@@ -35,6 +36,7 @@ CHECK_S = 60.0  # deadline of a node's check
 PROVE_S = 600.0  # deadline for a node to validate the first tasks
 _OBJECTS_BYTES = 100 << 20  # object store of a local cluster: no data goes through Ray
 LOCAL_CAPACITY = 64.0  # resources per role in a local cluster
+_PLUGIN_HINT = "install its package on every node, or put its module where you start etude, in a folder of all nodes"
 _SHARED_HINT = "mount one file system on every node at the same path, for runs/ and for what the config names"
 
 
@@ -126,9 +128,11 @@ def check(config: RunConfig, runs: Path) -> None:
         _check_nodes(ROLES, CHECK_S, _missing_on_node, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
+    families = [("model.family", Plugin(name)) for name in own_family_names()]  # also those of `model.family`
     used = [(place, plugin) for place, plugin in plugins_in(config) if kind_at(place) is not Kind.TRACKER]
-    if plugins := used:  # trackers run beside the conductor only
-        _check_nodes(("learner", "worker", "grader"), CHECK_S + PLUGINS_S, _plugin_problem, plugins, os.getcwd())
+    if plugins := list(dict.fromkeys([*used, *families])):  # trackers run beside the conductor only
+        users, limit_s = ROLES if families else ("learner", "worker", "grader"), CHECK_S + PLUGINS_S
+        _check_nodes(users, limit_s, _plugin_problem, plugins, os.getcwd(), hint=_PLUGIN_HINT)
     _check_devices(config)
     _check_nodes(("worker", "grader"), PROVE_S, _task_problem, config, os.getcwd())
     _enough_gpus(config)
@@ -157,7 +161,9 @@ def _check_devices(config: RunConfig) -> None:
             raise ConfigError(f"{role}.device = {device!r}", f"no node that offers {role} has a GPU", hint=hint)
 
 
-def _check_nodes(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
+def _check_nodes(
+    roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object, hint: str = _SHARED_HINT
+) -> None:
     """Run `work` on every node that offers one of the roles; it returns what is wrong with the node, or "". A node that
     is lost meanwhile does not count. Raises `ConfigError`."""
     task, pending = ray.remote(num_cpus=0)(work), {}
@@ -174,7 +180,7 @@ def _check_nodes(roles: Sequence[str], deadline_s: float, work: Callable[..., st
     wrong = [f"{name} {results[node]}" for node, name in there.items() if results.get(node)]
     if wrong:
         what = f"{len(wrong)} of {len(there)} nodes cannot take part"
-        raise ConfigError(what, "; ".join(wrong), hint=_SHARED_HINT)
+        raise ConfigError(what, "; ".join(wrong), hint=hint)
 
 
 def _result(ref: Any, deadline_s: float) -> str:

@@ -32,6 +32,7 @@ from etude.loop.placement import NoCapacity, OnWait, Process, Program
 from etude.loop.ray_cluster import ROLES, capacity, offers
 from etude.loop.ray_host import RayHost
 from etude.loop.rpc import LINK_S, Caller, CallFailed, ProcessLost, enable_keepalive
+from etude.models.config import OWN_FAMILIES, own_family_names
 
 CAPACITY_S = 600.0
 """Seconds to wait for a node for a component that the run needs: an autoscaler takes minutes to add one."""
@@ -129,8 +130,9 @@ class RayPlacement:
                 host = self._host(program)
             address, port = found
             link = await _connect(program.name, address, port, self._secret)
+            program = replace(program, env={**program.env, OWN_FAMILIES: ",".join(own_family_names())})
             async with asyncio.timeout(ANSWER_S):
-                pid = int(await _result(host.start.remote(replace(program, env=dict(program.env)), self._secret)))
+                pid = int(await _result(host.start.remote(program, self._secret)))
         except BaseException as error:
             _kill(host)
             if link is not None:

@@ -130,7 +130,7 @@ def test_the_words_of_a_view_are_explained_when_asked_for(run: RunFolder, capsys
     )
     assert main(["status", "a"]) == Exit.DONE
     said = capsys.readouterr().out
-    assert "solve rate" in said
+    assert "reward" in said
     assert "mean reward of a step's rollouts" not in said
     assert "etude status --words" in said
     assert main(["status", "a", "--words"]) == Exit.DONE

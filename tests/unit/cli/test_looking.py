@@ -97,7 +97,7 @@ def test_a_line_for_a_pipe_is_short_and_has_what_matters(runs: Path) -> None:
     telemetry.close()
     line = plain_line(RunView(runs / "old"))
     assert len(line) <= 240
-    assert "solve rate 0.50" in line
+    assert "reward 0.50" in line
     assert "problem" in line
 
 

@@ -184,7 +184,7 @@ def shown(view, as_what=render) -> str:
 def test_the_terminal_shows_what_matters_during_rl(writer):
     writer.everything(until="rl", rl_steps=23)
     said = shown(RunView(writer.path))
-    for part in ("rl 23/45", "51 %", "left", "solve rate", "validation", "lag", "mean", "idle", "bound", "machine 1"):
+    for part in ("rl 23/45", "51 %", "left", "reward", "validation", "lag", "mean", "idle", "bound", "machine 1"):
         assert part in said, part
     assert "✓ mid-training 1:50" in said
     assert "▸ rl" in said
@@ -234,7 +234,7 @@ def test_one_plain_line_says_what_matters_without_graphics(writer):
     writer.everything(until="rl", rl_steps=23)
     line = plain_line(RunView(writer.path))
     assert "\n" not in line
-    for part in ("rl  23/45", "solve rate 0.8", "validation 0.79"):
+    for part in ("rl  23/45", "reward 0.8", "validation 0.79"):
         assert part in line, part
     assert not set("▁▂▃▄▅▆▇█") & set(line)
 

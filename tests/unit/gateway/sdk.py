@@ -69,12 +69,14 @@ async def served(
     key: str = "none",
     context_tokens: int = 4096,
     models: Sequence[str] = (MODEL,),
+    chat: ChatFormat | None = None,
 ) -> AsyncIterator[Served]:
     """Serve a policy; the scripted one gives `answers`, as lists of token ids, in order."""
+    chat = chat or qwen()
     engine = ScriptedEngine(answers, context_tokens=context_tokens)
     config = config or GatewayConfig(port=0, drain_s=2.0)
     policy = policy or StreamingPolicy(engine)
-    served = [ServedModel(policy, qwen(), name=m, context_tokens=context_tokens, config=config) for m in models]
+    served = [ServedModel(policy, chat, name=m, context_tokens=context_tokens, config=config) for m in models]
     app = create_app(served, config=config, keys=keys)
     async with (
         serving(app, config=config) as url,

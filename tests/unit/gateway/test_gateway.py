@@ -403,6 +403,29 @@ def test_a_stop_text_cuts_the_answer_and_the_length_limit_is_named() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_a_stop_text_cut_is_continued_by_its_tokens_before_it(stream: bool) -> None:
+    async def work() -> None:
+        odd = [int(i) for letter in "one" for i in CHAT.encode(letter)]  # not what the tokeniser makes of the text
+        sampled = [*odd, *CHAT.encode(" two three").tolist()]
+        async with served([[*sampled, END], text("ok")]) as (client, engine, _):
+            ask: dict[str, Any] = {"model": "laptop", "messages": USER, "stop": [" two"]}
+            if stream:
+                chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+                said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            else:
+                said = (await client.chat.completions.create(**ask)).choices[0].message.content or ""
+            assert said == "one"
+            repeated: list[Any] = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+            await client.chat.completions.create(model="laptop", messages=repeated)
+            one, two = engine.requests
+            assert two.session_id == one.session_id
+            before = [*one.prompt_ids.tolist(), *odd, END]
+            assert two.prompt_ids[: len(before)].tolist() == before
+
+    run(work)
+
+
 def test_an_answer_that_was_cut_off_is_continued_by_its_own_tokens_and_an_end() -> None:
     async def work() -> None:
         async with served([text("far too long"), text("ok")]) as (client, engine, _):

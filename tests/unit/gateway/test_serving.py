@@ -127,7 +127,7 @@ def test_each_request_is_one_log_line_without_content_and_is_counted(caplog: pyt
         f"POST dialect=chat model={MODEL} key=me status=200",
         "POST dialect=responses model=- key=me status=400",
     ]
-    assert f"answer={len(said('a secret'))} ms=" in lines[1]
+    assert f"answer={len(said('a secret'))} summary=0 ms=" in lines[1]
     assert not any("secret" in line or "hi" in line.split() for line in lines)
 
 

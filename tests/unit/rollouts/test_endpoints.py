@@ -17,6 +17,7 @@ from tests.unit.harness.test_tools import TASK
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import EngineBehind, EngineError
+from etude.experience.packing import paths
 from etude.gateway import RequestRefused
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, standard_tools
 from etude.records import Completion, CompletionRequest
@@ -212,12 +213,35 @@ def test_n_answers_are_n_turns() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_stop_text_ends_the_turn_in_the_tree_too_and_is_trained_once(tools: Any) -> None:
+    async def work() -> None:
+        sampled = text("look at it\nObservation: invented")
+        async with client(scripted(sampled, text("done"))) as c:
+            ask = {"tools": tools, "stop": ["\nObservation:"]}
+            first = {"role": "user", "content": "fix"}
+            _, body = await c.chat(messages=[first], **ask)
+            choice = body["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("look at it", "stop")
+            assert body["usage"]["completion_tokens"] == len(sampled)
+            output = {"role": "user", "content": "Observation: a.py"}
+            status, body = await c.chat(messages=[first, choice["message"], output], **ask)
+            assert (status, body["choices"][0]["message"]["content"]) == (200, "done")
+            trace = c.episode.result().trace
+            assert [turn.parent for turn in trace.turns] == [None, 0, 0]
+            trained = [CHAT.decode(path.token_ids[path.mask]) for path in paths(trace)]
+            assert trained == ["look at itdone", "\nObservation:"]
+
+    run(work)
+
+
 def test_the_runs_sampling_is_used_and_what_was_asked_is_logged_once() -> None:
     async def work() -> None:
         policy = scripted(text("one"), text("two"))
         async with client(policy) as c:
             for word in ("a", "b"):
                 asked = {"temperature": 0.1, "top_p": 0.5, "max_tokens": 9, "tool_choice": "required", "tools": TOOLS}
+                asked["response_format"] = {"type": "json_object"}
                 status, body = await c.chat(word, **asked)
                 assert status == 200, body
             used = policy.engine.requests[0].sampling  # type: ignore[attr-defined]
@@ -225,6 +249,8 @@ def test_the_runs_sampling_is_used_and_what_was_asked_is_logged_once() -> None:
             (line,) = c.lines
             assert '"temperature": 0.1' in line
             assert '"tool_choice": "required"' in line
+            assert '"schema": {"type": "object"}' in line
+            assert used.grammar == ""
             _, _ = await c.chat("c", max_tokens=10_000)
 
     run(work)
@@ -248,19 +274,30 @@ def test_a_stream_has_the_whole_answer_and_signs_of_life_before_it(monkeypatch: 
     run(work)
 
 
-def test_an_engine_that_is_lost_after_the_first_byte_is_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("chat/completions", {}, ['"code":"engine_unavailable"']),
+        ("responses", {"input": "a"}, ["event: error\n", "event: response.failed\n", '"code":"engine_unavailable"']),
+        ("messages", {"max_tokens": 9}, ["event: error\n", '"type":"overloaded_error"']),
+    ],
+)
+def test_an_engine_that_is_lost_after_the_first_byte_is_an_error_event(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], said: list[str]
+) -> None:
     monkeypatch.setattr(doors, "KEEP_ALIVE_S", 0.05)
 
     async def work() -> None:
         policy = Gated([])  # has no answer
         async with client(policy) as c:
-            body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
-            async with c.post("/v1/chat/completions", body) as response:
+            talk = {} if "input" in body else {"messages": [{"role": "user", "content": "a"}]}
+            async with c.post(f"/v1/{path}", {"model": "m", "stream": True, **talk, **body}) as response:
                 assert response.status == 200
                 await response.content.readline()
                 policy.gate.set()
                 rest = (await response.content.read()).decode()
-            assert '"code":"engine_unavailable"' in rest
+            assert all(one in rest for one in said), rest
+            assert "no engine answered" in rest
             assert isinstance(c.episode.result().failure, EngineError)
 
     run(work)

@@ -1,0 +1,154 @@
+"""What cannot be answered, in each dialect, whole and streamed: the vendor's client raises its own class of error."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from tests.parity import chats
+from tests.unit.gateway.sdk import MODEL, Served, run, said, served
+
+from etude.errors import EngineError
+from etude.harness import ChatFormat
+from etude.records import Completion, CompletionRequest
+
+DIALECTS = ["chat", "text", "responses", "messages"]
+NEVER = "not to be rendered"
+
+
+async def ask(at: Served, dialect: str, text: str, *, stream: bool = False, function: Any = None) -> list[Any]:
+    """Ask one thing by the client of a dialect. `function`: a tool. Returns the events, or the whole answer alone."""
+    talk: Any = [{"role": "user", "content": text}]
+    tools: Any = None if function is None else [function]
+    if dialect == "chat":
+        tools = tools and [{"type": "function", "function": function}]
+        given = {"tools": tools} if tools else {}
+        found = await at.openai.chat.completions.create(model=MODEL, messages=talk, stream=stream, **given)  # type: ignore[call-overload]
+    elif dialect == "text":
+        found = await at.openai.completions.create(model=MODEL, prompt=text, stream=stream, max_tokens=9)
+    elif dialect == "responses":
+        tools = tools and [{"type": "function", **function}]
+        found = await at.openai.responses.create(model=MODEL, input=talk, stream=stream, tools=tools or [])  # type: ignore[call-overload]
+    else:
+        tools = tools and [{"name": function.get("name"), "input_schema": function.get("parameters")}]
+        given = {"tools": tools} if tools else {}
+        found = await at.anthropic.messages.create(  # type: ignore[call-overload]
+            model=MODEL, messages=talk, stream=stream, max_tokens=9, **given
+        )
+    return [event async for event in found] if stream else [found]
+
+
+def details(error: Any, dialect: str) -> tuple[str, str]:
+    """The type and the message of an error, where the dialect has them."""
+    body = error.body["error"] if dialect == "messages" else error.body
+    if dialect == "messages":
+        assert error.body["type"] == "error"
+    return body["type"], body["message"]
+
+
+class Lost:
+    """A policy whose engine is lost, after the first token if it streams."""
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise EngineError("engine-0 is gone", hint="ask again")
+
+    async def stream(self, request: CompletionRequest) -> AsyncIterator[list[int] | Completion]:
+        yield said("ab")[:1]
+        await self.complete(request)
+
+
+def picky() -> ChatFormat:
+    """A checkpoint whose template refuses one text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = chats.make(Path(folder), "qwen") / "chat_template.jinja"
+        refusal = f"{{% if messages[-1].content == '{NEVER}' %}}{{{{ raise_exception('not this text') }}}}{{% endif %}}"
+        path.write_text(refusal + path.read_text())
+        return ChatFormat.load(path.parent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_prompt_past_the_context_is_a_bad_request(dialect: str, stream: bool) -> None:
+    async def work() -> None:
+        async with served([], context_tokens=64) as at:
+            with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as full:
+                await ask(at, dialect, "x y " * 100, stream=stream)
+            kind, message = details(full.value, dialect)
+            assert kind == "invalid_request_error"
+            assert ("prompt is too long: " if dialect == "messages" else "maximum context length is 64") in message
+            assert dialect == "messages" or full.value.code == "context_length_exceeded"  # type: ignore[union-attr]
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_a_template_that_refuses_a_conversation_says_so(dialect: str, stream: bool) -> None:
+    async def work() -> None:
+        async with served([said("ok")], chat=picky()) as at:
+            with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as refused:
+                await ask(at, dialect, NEVER, stream=stream)
+            kind, message = details(refused.value, dialect)
+            assert kind == "invalid_request_error"
+            assert "not this text" in message
+            assert "\n  hint: " in message
+            assert await ask(at, dialect, "hi")
+
+    run(work)
+
+
+FUNCTIONS = [
+    {"name": "f", "parameters": "x"},
+    {"name": "f", "parameters": {"type": "object", "properties": ["x"]}},
+    {"name": "f", "parameters": {"type": "object", "properties": {"a": 1}}},
+    {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}, "required": 1}},
+    {"name": "two words", "parameters": {"type": "object"}},
+    {"name": "", "parameters": {"type": "object"}},
+    {"name": 1, "parameters": {"type": "object"}},
+    {"parameters": {"type": "object"}},
+]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_a_malformed_tool_is_a_bad_request_that_names_the_tools(dialect: str) -> None:
+    async def work() -> None:
+        async with served([]) as at:
+            for function in FUNCTIONS:
+                for stream in (False, True):
+                    with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as refused:
+                        await ask(at, dialect, "hi", stream=stream, function=function)
+                    kind, message = details(refused.value, dialect)
+                    assert kind == "invalid_request_error"
+                    assert "tool" in message, (function, message)
+                    if dialect != "messages":
+                        assert str(refused.value.body["param"]).startswith("tools"), function  # type: ignore[index]
+
+    run(work)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_engine_that_is_lost_is_an_error_of_the_server_before_and_after_the_first_byte(dialect: str) -> None:
+    async def work() -> None:
+        async with served(policy=Lost()) as at:
+            with pytest.raises((openai.InternalServerError, anthropic.APIStatusError)) as lost:
+                await ask(at, dialect, "hi")
+            assert lost.value.status_code == 503
+            kind, message = details(lost.value, dialect)
+            assert kind == ("overloaded_error" if dialect == "messages" else "server_error")
+            assert "engine-0 is gone" in message
+            if dialect == "responses":  # OpenAI's client hands its errors on as events
+                *_, error, failed = await ask(at, dialect, "hi", stream=True)
+                assert (error.type, error.code) == ("error", "engine_unavailable")
+                assert (failed.type, failed.response.status) == ("response.failed", "failed")
+                assert "engine-0 is gone" in failed.response.error.message
+                return
+            with pytest.raises((openai.APIError, anthropic.APIStatusError), match="engine-0 is gone") as late:
+                await ask(at, dialect, "hi", stream=True)
+            assert not isinstance(late.value, (openai.APIConnectionError, anthropic.APIConnectionError))
+
+    run(work)
