@@ -1,147 +1,363 @@
 """What the gateway adds to a call of the engine: ``python -m benchmarks.serving.gateway``.
 
-A server process has a policy that answers after 30 ms without a model. Clients in this process send conversations over
-HTTP, one request at a time each. The policy tells how long it took, so `added_ms` is exactly the rest: HTTP, JSON,
-finding the turn, rendering and tokenising what is new, and the response. It includes the work of the client. `cpu_ms`
-is the CPU time of the server process for a call.
+Server, engine and clients are processes of their own; on one core they share it, and the latencies have the waits for
+each other in them. The engine has no model and answers after 30 ms. Clients send whole conversations over HTTP, one
+request at a time each. `added_ms` is the time of a request less the median time of a call of the engine without the
+server between. `cpu_ms` is the CPU time of the server process for a call.
 
-- `talks`: 8 clients, each with conversations of 50 turns and bodies of up to 64 KiB.
-- `long`: one conversation of 500 turns and 100,000 tokens; its first 20 turns and its last 20.
-"""
+- `dialects`: 8 clients, conversations of 50 turns and bodies of up to 64 KiB. The engine is a policy in the server's
+  process, so this is the gateway alone.
+- `long`: one conversation of 500 turns and 100,000 tokens: the first 20 turns, and the last 20.
+- `over_http`: the chat dialect with an engine in another process, as `etude serve` runs it; and LiteLLM's proxy before
+  the same engine. ``--litellm`` is its command in a virtual environment of its own; without it, it is not measured.
+
+``--before`` is the `src` of another checkout, to be measured in turns with this one."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
+import socket
 import sys
 import tempfile
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from benchmarks.report import report
+from benchmarks.report import HOME, report
 
 ANSWER_S = 0.03
+START_S = 120.0
+TURNS, NEW_CHARS, LONG_TURNS, LONG_CHARS = 50, 1100, 500, 780
 PIECE = "the weather in Paris is sunny and mild, "
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+SAID = "look again"
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": "string", "description": PIECE * 2} for name in ("path", "text", "reason")},
+    "required": ["path"],
+}
+TOOLS = [{"name": f"tool{i}", "description": PIECE * 3} for i in range(8)]
+SHAPES: dict[str, tuple[str, str, list[dict[str, Any]], dict[str, Any]]] = {
+    "chat": (
+        "chat/completions",
+        "messages",
+        [{"type": "function", "function": {**tool, "parameters": SCHEMA}} for tool in TOOLS],
+        {"max_tokens": 64},
+    ),
+    "messages": ("messages", "messages", [{**tool, "input_schema": SCHEMA} for tool in TOOLS], {"max_tokens": 64}),
+    "responses": (
+        "responses",
+        "input",
+        [{"type": "function", **tool, "parameters": SCHEMA} for tool in TOOLS],
+        {"max_output_tokens": 64},
+    ),
+}
+"""By dialect: the path, the field of the conversation, the tools, and further parameters."""
 
 
-async def serve() -> None:
-    """Serve until standard input has a line; then print the CPU seconds of this process, and so on."""
-    from tests.parity import chats
-
+async def serve(engine: str | None) -> None:
+    """Serve until killed. Prints the URL, and the seconds of a call of the policy alone. `engine`: the URL of one."""
     from etude.gateway import GatewayConfig, ServedModel, create_app, serving
-    from etude.harness import ChatFormat
+    from etude.inference import Fleet, HttpEngine
     from etude.records import Completion, CompletionRequest
-    from etude.testing import ScriptedEngine
 
-    with tempfile.TemporaryDirectory() as folder:
-        chat = ChatFormat.load(chats.make(Path(folder), "qwen"))
-    said = [*chat.encode("look again").tolist(), chat.stop_token_ids[0]]
+    chat, complete = fake_engine()
 
     class Policy:
         async def complete(self, request: CompletionRequest) -> Completion:
-            began = time.perf_counter()
             await asyncio.sleep(ANSWER_S)
-            done = await ScriptedEngine([said], context_tokens=1 << 20).generate(request)
-            fields = {name: getattr(done, name) for name in done.__struct_fields__}
-            return Completion(**{**fields, "num_cached": int(1e6 * (time.perf_counter() - began))})
+            return complete(request)
 
+        async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+            done = await self.complete(request)
+            for token in done.token_ids.tolist():
+                yield [token]
+            yield done
+
+    waits = []
+    for _ in range(20):
+        began = time.perf_counter()
+        await asyncio.sleep(ANSWER_S)
+        waits.append(time.perf_counter() - began)
+    policy: Any = Policy() if engine is None else Fleet({"engine": HttpEngine(engine)})
     config = GatewayConfig(port=0, drain_s=0.0, max_body_bytes=1 << 24)
-    app = create_app([ServedModel(Policy(), chat, name="m", context_tokens=1 << 19, config=config)], config=config)
+    app = create_app([ServedModel(policy, chat, name="m", context_tokens=1 << 19, config=config)], config=config)
     async with serving(app, config=config) as url:
-        print(url, flush=True)
-        while await asyncio.to_thread(sys.stdin.readline):
-            print(time.process_time(), flush=True)
+        print(url, float(np.median(waits)), flush=True)
+        await asyncio.Event().wait()
+
+
+async def serve_engine() -> None:
+    """Serve an engine without a model, in its own protocol and that of chat completions, until killed."""
+    from etude.http_server import bind, run_http_server
+    from etude.inference.wire import GENERATE, MSGPACK
+    from etude.records import CompletionRequest
+    from etude.records.wire import pack, unpack
+
+    _, complete = fake_engine()
+    message = {"role": "assistant", "content": SAID}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+    fixed = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage}
+    answer = json.dumps(fixed).encode()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            part = await receive()
+            body, more = body + part["body"], part.get("more_body", False)
+        await asyncio.sleep(ANSWER_S)
+        own = scope["path"] == GENERATE
+        found = pack(complete(unpack(body, CompletionRequest))) if own else answer
+        headers = [(b"content-type", MSGPACK.encode() if own else b"application/json")]
+        headers.append((b"content-length", str(len(found)).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": found})
+
+    async with run_http_server(app, bind("127.0.0.1", 0), name="the engine") as url:
+        print(url, 0.0, flush=True)
+        await asyncio.Event().wait()
+
+
+def fake_engine() -> tuple[Any, Any]:
+    """A chat format, and a function from a request to its completion, which always says the same."""
+    from tests.parity import chats
+
+    from etude.harness import ChatFormat
+    from etude.records import Completion, CompletionRequest, VersionSpan
+    from etude.records.completion import StopReason
+    from etude.testing import make_version
+
+    with tempfile.TemporaryDirectory() as folder:
+        chat = ChatFormat.load(chats.make(Path(folder), "qwen"))
+    ids = np.array([*chat.encode(SAID).tolist(), chat.stop_token_ids[0]], np.int32)
+    logprobs, routes = np.full(len(ids), -0.5, np.float32), np.zeros((0, 2, 2), np.uint8)
+    spans = (VersionSpan(make_version(0), len(ids)),)
+
+    def complete(request: CompletionRequest) -> Completion:
+        return Completion(
+            request_id=request.request_id,
+            token_ids=ids,
+            logprobs=logprobs,
+            routes=routes,
+            routes_start=len(request.prompt_ids) + len(ids) - 1,
+            spans=spans,
+            stop_reason=StopReason.STOP,
+            engine="engine",
+        )
+
+    return chat, complete
 
 
 class Server:
-    """The server process: its URL, and its CPU time in seconds."""
+    """A server process: its URL, and the CPU time of its threads."""
 
-    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
-        self._process, self.url = process, url
+    def __init__(self, process: asyncio.subprocess.Process, url: str, direct_s: float) -> None:
+        self._process, self.url, self.direct_s = process, url, direct_s
 
     @classmethod
-    async def start(cls) -> Server:
-        pipe = asyncio.subprocess.PIPE
-        argv = ["-m", "benchmarks.serving.gateway", "--serve"]
-        process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdin=pipe, stdout=pipe)
-        assert process.stdout is not None
-        while not (line := (await process.stdout.readline()).decode().strip()).startswith("http"):
-            assert process.returncode is None, "the server has ended"
-        return cls(process, line)
+    @contextlib.asynccontextmanager
+    async def of(cls, *argv: str, before: str | None = None) -> AsyncIterator[Server]:
+        """Run this file as a server while the block runs. `before`: the `src` of another checkout."""
+        paths = [str(HOME), *([before] if before else [str(HOME / "src")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths[::-1])}
+        command = [sys.executable, "-m", "benchmarks.serving.gateway", *argv]
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stdout=asyncio.subprocess.PIPE, cwd=HOME
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(START_S):
+                while not (line := (await process.stdout.readline()).decode()).startswith("http"):
+                    assert line, "the server has ended"
+            url, direct_s = line.split()
+            yield cls(process, url, float(direct_s))
+        finally:
+            process.kill()
+            await process.wait()
 
-    async def cpu_s(self) -> float:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(b"\n")
-        return float(await self._process.stdout.readline())
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def litellm(cls, command: str, engine: str) -> AsyncIterator[Server]:
+        """Run LiteLLM's proxy before an engine: one worker, no database, no callbacks, errors only in the log."""
+        with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+            free.close()
+            parameters = {"model": "openai/m", "api_base": f"{engine}/v1", "api_key": "none"}
+            settings = {"set_verbose": False, "telemetry": False, "callbacks": [], "request_timeout": 60}
+            config = {"model_list": [{"model_name": "m", "litellm_params": parameters}], "litellm_settings": settings}
+            (Path(folder) / "config.yaml").write_text(json.dumps(config))
+            quiet = {"LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+            argv = [command, "--config", f"{folder}/config.yaml", "--host", "127.0.0.1", "--port", str(port)]
+            log = await asyncio.to_thread(open, f"{folder}/log", "wb")
+            process = await asyncio.create_subprocess_exec(
+                *argv, "--num_workers", "1", env={**os.environ, **quiet}, stdout=log, stderr=log
+            )
+            try:
+                async with aiohttp.ClientSession() as session, asyncio.timeout(START_S):
+                    while not await answers(session, f"http://127.0.0.1:{port}/health/liveliness"):
+                        assert process.returncode is None, (Path(folder) / "log").read_text()[-2000:]
+                        await asyncio.sleep(0.5)
+                yield cls(process, f"http://127.0.0.1:{port}/v1", 0.0)
+            finally:
+                log.close()
+                process.kill()
+                await process.wait()
 
-    async def stop(self) -> None:
-        self._process.kill()
-        await self._process.wait()
+    def cpu_s(self) -> float:
+        found = 0
+        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += int((thread / "schedstat").read_text().split()[0])
+        return found / 1e9
 
 
-async def talk(session: aiohttp.ClientSession, url: str, name: str, turns: int, size: int) -> list[float]:
-    """Hold one conversation with new messages of `size` characters. Returns the added milliseconds of each turn."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": f"You are {name}."}]
-    added = []
+async def answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url) as r:
+            return r.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def talk(
+    session: aiohttp.ClientSession, url: str, name: str, turns: int, size: int, dialect: str = "chat", **options: Any
+) -> list[float]:
+    """Hold one conversation with new messages of `size` characters. Returns the milliseconds of each turn."""
+    path, field, tools, parameters = SHAPES[dialect]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"You speak with {name}."}]
+    found = []
     for turn in range(turns):
         messages.append({"role": "user", "content": (f"{turn}: " + PIECE * (size // len(PIECE) + 1))[:size]})
-        body = json.dumps({"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 64}).encode()
+        asked = {"model": "m", field: messages, "tools": tools, **parameters, **options}
+        body = json.dumps(asked).encode()
         began = time.perf_counter()
-        async with session.post(
-            f"{url}/chat/completions", data=body, headers={"content-type": "application/json"}
-        ) as r:
-            answer = json.loads(await r.read())
-        wall_s = time.perf_counter() - began
+        async with session.post(f"{url}/{path}", data=body, headers={"content-type": "application/json"}) as r:
+            answer = await r.read()
+        found.append(1e3 * (time.perf_counter() - began))
         assert r.status == 200, answer
-        added.append(1e3 * wall_s - answer["usage"]["prompt_tokens_details"]["cached_tokens"] / 1e3)
-        messages.append(answer["choices"][0]["message"])
-    return added
+        messages.append({"role": "assistant", "content": SAID})
+    return found
 
 
-def percentiles(added: list[float]) -> dict[str, float]:
-    return {f"p{p}": round(float(np.percentile(added, p)), 3) for p in (50, 90, 99)}
+def percentiles(times: list[float], direct_ms: float) -> dict[str, float]:
+    return {f"p{p}": round(float(np.percentile(times, p)) - direct_ms, 3) for p in (50, 90, 99)}
 
 
-async def measure(clients: int, talks: int) -> dict[str, Any]:
-    server = await Server.start()
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-            await talk(session, server.url, "warm", 20, 1000)
+async def talks(server: Server, clients: int, num: int, dialect: str = "chat", **options: Any) -> tuple[Any, float]:
+    """The milliseconds of the requests of many clients with `num` conversations each, and of CPU time of each."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        await talk(session, server.url, "warm", TURNS, NEW_CHARS, dialect, **options)
 
-            async def client(number: int) -> list[float]:
-                parts = [await talk(session, server.url, f"{number}.{i}", 50, 1200) for i in range(talks)]
-                return [one for part in parts for one in part]
+        async def client(number: int) -> list[float]:
+            await asyncio.sleep(number * ANSWER_S / clients)
+            named = (f"{number}.{i} of {time.time_ns()}" for i in range(num))
+            parts = [await talk(session, server.url, name, TURNS, NEW_CHARS, dialect, **options) for name in named]
+            return [one for part in parts for one in part]
 
-            before = await server.cpu_s()
-            found = await asyncio.gather(*(client(i) for i in range(clients)))
-            cpu_ms = 1e3 * (await server.cpu_s() - before)
-            added = [one for part in found for one in part]
-            shorts = {"num_calls": len(added), "added_ms": percentiles(added), "cpu_ms": round(cpu_ms / len(added), 3)}
-            long = await talk(session, server.url, "long", 500, 780)
-            first, last = sorted(long[:20])[10], sorted(long[-20:])[10]
-            longs = {"first_ms": round(first, 3), "last_ms": round(last, 3), "ratio": round(last / first, 2)}
-    finally:
-        await server.stop()
-    return {"talks": {"clients": clients, "turns": 50, **shorts}, "long": longs}
+        before = server.cpu_s()
+        found = [one for part in await asyncio.gather(*(client(i) for i in range(clients))) for one in part]
+        return found, 1e3 * (server.cpu_s() - before) / len(found)
+
+
+async def alone(server: Server, clients: int, num: int) -> dict[str, Any]:
+    """Measure a gateway with the policy in its process."""
+    direct_ms, dialects = 1e3 * server.direct_s, {}
+    for dialect in SHAPES:
+        for stream in (False, True):
+            found, cpu_ms = await talks(server, clients, num, dialect, stream=stream)
+            name = f"{dialect}, {'streamed' if stream else 'whole'}"
+            dialects[name] = {"added_ms": percentiles(found, direct_ms), "cpu_ms": round(cpu_ms, 3)}
+    long: dict[str, Any] = {}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        for part in ("chat", "responses"):
+            times, cpus = [], []
+            messages = long_talk(session, server, part)
+            async for wall_ms, cpu_ms in messages:
+                times.append(wall_ms - direct_ms)
+                cpus.append(cpu_ms)
+            first, last = ([float(np.median(x[at])) for x in (times, cpus)] for at in (slice(0, 20), slice(-20, None)))
+            long[part] = {
+                "first_ms": round(first[0], 3),
+                "last_ms": round(last[0], 3),
+                "ratio": round(last[0] / first[0], 2),
+                "first_cpu_ms": round(first[1], 3),
+                "last_cpu_ms": round(last[1], 3),
+                "cpu_ratio": round(last[1] / first[1], 2),
+            }
+    return {"dialects": dialects, "long": long}
+
+
+async def long_talk(session: aiohttp.ClientSession, server: Server, dialect: str) -> AsyncIterator[tuple[float, float]]:
+    """Yield the milliseconds and the CPU milliseconds of the turns of one long conversation."""
+    path, field, tools, parameters = SHAPES[dialect]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"long {time.time_ns()}"}]
+    for turn in range(LONG_TURNS):
+        messages.append(
+            {"role": "user", "content": (f"{turn}: " + PIECE * (LONG_CHARS // len(PIECE) + 1))[:LONG_CHARS]}
+        )
+        body = json.dumps({"model": "m", field: messages, "tools": tools, **parameters}).encode()
+        cpu_s, began = server.cpu_s(), time.perf_counter()
+        async with session.post(f"{server.url}/{path}", data=body, headers={"content-type": "application/json"}) as r:
+            answer = await r.read()
+        wall_ms = 1e3 * (time.perf_counter() - began)
+        assert r.status == 200, answer
+        yield wall_ms, 1e3 * (server.cpu_s() - cpu_s)
+        messages.append({"role": "assistant", "content": SAID})
+
+
+async def over_http(clients: int, num: int, before: str | None, litellm: str | None) -> dict[str, Any]:
+    """Measure the gateway before an engine in another process, and LiteLLM's proxy before the same."""
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(Server.of("--engine"))
+        direct = Server(engine._process, f"{engine.url}/v1", 0.0)
+        servers = {"etude": await stack.enter_async_context(Server.of("--serve", engine.url))}
+        if before is not None:
+            servers["before"] = await stack.enter_async_context(Server.of("--serve", engine.url, before=before))
+        if litellm is not None:
+            servers["litellm"] = await stack.enter_async_context(Server.litellm(litellm, engine.url))
+        plain, _ = await talks(direct, clients, num)
+        direct_ms = float(np.median(plain))
+        found: dict[str, Any] = {"direct_ms": {**percentiles(plain, 0.0)}, "litellm": "not measured"}
+        for name, server in servers.items():
+            times, cpu_ms = await talks(server, clients, num)
+            found[name] = {"added_ms": percentiles(times, direct_ms), "cpu_ms": round(cpu_ms, 3)}
+    return found
+
+
+async def measure(clients: int, num: int, before: str | None, litellm: str | None) -> Mapping[str, Any]:
+    async with Server.of("--serve") as server:
+        found = await alone(server, clients, num)
+    if before is not None:
+        async with Server.of("--serve", before=before) as server:
+            found["before"] = await alone(server, clients, num)
+    http = await over_http(clients, num, before, litellm)
+    return {"clients": clients, "turns": TURNS, "cores": len(os.sched_getaffinity(0)), **found, "over_http": http}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", action="store_true", help="be the server")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", nargs="?", const="", metavar="ENGINE", help="be the gateway")
+    parser.add_argument("--engine", action="store_true", help="be the engine")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--talks", type=int, default=3, help="conversations of each client, one after the other")
+    parser.add_argument("--talks", type=int, default=2, help="conversations of each client, one after the other")
+    parser.add_argument("--before", metavar="SRC", help="the `src` of another checkout")
+    parser.add_argument("--litellm", metavar="COMMAND", help="LiteLLM's proxy in a virtual environment of its own")
     args = parser.parse_args()
-    if args.serve:
-        asyncio.run(serve())
+    if args.serve is not None or args.engine:
+        from etude.loop import event_loop
+
+        event_loop.run(serve_engine() if args.engine else serve(args.serve or None))
         return
-    report("gateway", asyncio.run(measure(args.clients, args.talks)))
+    report("gateway", asyncio.run(measure(args.clients, args.talks, args.before, args.litellm)))
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def _override(raw: dict[str, Any], override: str) -> None:
     key, eq, text = override.partition("=")
     if not eq or not key:
         raise ConfigError(
-            f"--set {override!r}", "it does not have the form a.b=value", hint="write e.g. --set rl.steps=10"
+            f"--set {override!r} is invalid", "it does not have the form a.b=value", hint="write e.g. --set rl.steps=10"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -147,7 +147,7 @@ def _override(raw: dict[str, Any], override: str) -> None:
         at = at.setdefault(name, {})
         if not isinstance(at, dict):
             raise ConfigError(
-                f"--set {override!r}",
+                f"--set {override!r} is invalid",
                 f"{name} is a value, not a section",
                 hint="a dot leads into a section; check the name before it",
             )

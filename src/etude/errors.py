@@ -69,7 +69,7 @@ class ConfigError(InputError):
 
 
 class ConfigErrors(ConfigError):
-    """Several independent errors of a config, in `errors`. `raise_all` raises it."""
+    """Several independent errors of a config, which `errors` lists. Raised by `raise_all`."""
 
     errors: tuple[EtudeError, ...] = ()
 
@@ -170,7 +170,7 @@ class DeadlineExceeded(EtudeError):
 
 
 def raise_all(errors: Sequence[EtudeError]) -> None:
-    """Raise the errors of a config, if there are any: one as it is, several as `ConfigErrors` with their number."""
+    """Raise the errors of a config: nothing for none, a single error as it is, several as one `ConfigErrors`."""
     flat = [one for error in errors for one in (error.errors if isinstance(error, ConfigErrors) else [error])]
     if len(flat) == 1:
         raise flat[0] from None

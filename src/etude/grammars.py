@@ -128,10 +128,11 @@ def from_tool_calls(
 
 
 def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
-    """Return the grammar of a completion that is either a sentence of `calls` or JSON that is valid under a schema.
+    """Return the grammar of a completion that is either a text of the grammar `calls` or JSON that is valid under a
+    schema.
 
     `calls`: a grammar of kind "lark" whose first line is its rule `start`, as `from_tool_calls` makes it. Raises
-    `GrammarError` for another one, and when no JSON is valid.
+    `GrammarError` for another grammar, and for a schema that no JSON fulfils.
 
     >>> print(json.loads(with_answer(from_lark('start: "now"'), {"type": "null"}))["lark"].partition(", ")[0])
     start: called | answer

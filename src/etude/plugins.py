@@ -420,7 +420,7 @@ def check_all(uses: Sequence[tuple[str, Plugin]], *, deadline_s: float = CHECK_S
 
     `uses` are (setting, plug-in) pairs from `config.plugins_in`. Raises `PluginRefused` for a plug-in that cannot be
     used or takes longer than `deadline_s` seconds, `ConfigError` for settings that it does not accept, and
-    `ConfigErrors` for several errors. After a plug-in that ends its process or hangs no other one is checked."""
+    `ConfigErrors` for several errors. Checking stops at a plug-in that hangs or ends its process."""
     if not uses:
         return []
     requests = [(place, plugin.path, dict(plugin.settings)) for place, plugin in uses]

@@ -238,7 +238,7 @@ class CreditScheme(Protocol):
 
 @runtime_checkable
 class TurnCreditScheme(Protocol):
-    """The optional method of a `CreditScheme` that gives each turn of a rollout its own advantage."""
+    """An optional interface of a `CreditScheme` that gives each turn of a rollout its own advantage."""
 
     def turn_advantages(
         self, rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]]

@@ -14,12 +14,13 @@ from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
 from etude.capture.context import SummaryLimits
 from etude.capture.stops import Cut, cut_at_stop
 from etude.capture.summaries import Summaries
-from etude.capture.tree import KeptMessage, Node, Prompt, TurnTree
+from etude.capture.tree import KeptMessage, KeptTools, Node, Prompt, TurnTree
 
 __all__ = [
     "Chat",
     "Cut",
     "KeptMessage",
+    "KeptTools",
     "Message",
     "Node",
     "ParsedCall",

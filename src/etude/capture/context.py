@@ -2,8 +2,8 @@
 
 A conversation that has become long gets a short request for a summary, with the same tools in its prompt. A new
 conversation then begins with the task's instruction, the summary, and the name of a file with all earlier messages.
-`etude.harness.compaction` does this in the built-in program, and `etude.capture.summaries` for conversations that come
-over HTTP, in training and in production."""
+`etude.harness.compaction` does this in the built-in agent program, and `etude.capture.summaries` for conversations that
+arrive over HTTP, in training and in production."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _MESSAGE_CHARS = 16  # the same in characters
 
 
 class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How conversations were summarised in training. `etude.json` of an exported checkpoint has it.
+    """How conversations were summarised in training. It is stored in `etude.json` of an exported checkpoint.
 
     - `context_tokens`: the most tokens of a conversation.
     - `summary_tokens`: the most tokens of a summary, at least 1 and at most a quarter of the context.
     - `turn_tokens`: the most tokens of a turn.
-    - `temperature`: at which turns were sampled.
+    - `temperature`: the sampling temperature of turns.
 
     Raises `ValueError` for values outside of their ranges."""
 
@@ -99,7 +99,7 @@ def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
 
 
 def served_trigger(context_tokens: int) -> int:
-    """Return the length from which a conversation is summarised in production: the longest that occurs in training.
+    """Return the length in tokens from which a conversation is summarised in production: the longest one of training.
 
     >>> served_trigger(1000)
     800
@@ -130,10 +130,10 @@ def head_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def instructions_of(messages: Sequence[Message]) -> list[Message]:
-    """Return the head of a conversation, extended by what the user said last.
+    """Return the messages that are kept at a summary (`head_of`), extended by what the user said last.
 
-    A program or a person may give further instructions. The last one must not depend on a summary. It is the newest
-    message that follows a reply, and the last message of all if that is the user's.
+    So a later instruction is not lost if the summary omits it. It is the newest user message that follows a reply, and
+    the last message of all if that is the user's.
 
     >>> talk = [{"role": "user", "content": "fix"}, {"role": "assistant", "content": "done"}]
     >>> instructions_of([*talk, {"role": "user", "content": "now test"}])[0]["content"]
@@ -149,9 +149,9 @@ def instructions_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def stops_of(messages: Sequence[Message], start: int) -> list[int]:
-    """Return where a summary may be made: the lengths of the prompts that have a turn of the model after `start`.
+    """Return the places where a summary may be made, as numbers of messages before them.
 
-    A prompt ends before each turn of the model, and at the end.
+    They are before each turn of the model but the first one from message `start` on, and at the end.
 
     >>> roles = ["user", "assistant", "tool", "assistant", "tool"]
     >>> stops_of([{"role": role} for role in roles], 0)
@@ -162,9 +162,10 @@ def stops_of(messages: Sequence[Message], start: int) -> list[int]:
 
 
 def longest_exchange(messages: Sequence[Message], num_tokens: int) -> int:
-    """Return about how many tokens the longest exchange has: a turn of the model, and what follows until the next.
+    """Return about how many tokens the longest exchange has: a turn of the model and the messages until its next turn.
 
-    `num_tokens`: of all messages. They are divided by the number of characters, so that nothing is tokenised again."""
+    `num_tokens` is the number of tokens of all messages. The estimate uses numbers of characters, without
+    tokenising."""
     sizes = [len(_plain(message)) + _MESSAGE_CHARS for message in messages]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     ends = [*turns[1:], len(messages)]
@@ -205,8 +206,7 @@ def summary_fault(reply: ParsedReply, *, ended: bool, num_tokens: int, max_token
 
 
 def go_on(head: Sequence[Message], carried: Carried) -> list[Message]:
-    """Return the conversation that follows a summary: the messages `head`, the last one extended by what is carried
-    over.
+    """Return the conversation that follows a summary: `head` with its last message extended by `carried`.
 
     >>> head = [{"role": "user", "content": "fix the test"}]
     >>> print(go_on(head, Carried("calc.py is wrong", 2, turns_left=9, history=HISTORY))[0]["content"])
@@ -218,6 +218,18 @@ def go_on(head: Sequence[Message], carried: Carried) -> list[Message]:
     facts += [] if carried.turns_left is None else [f"{carried.turns_left} turns left"]
     facts += [f"history: {carried.history}"] if carried.history else []
     return [*head[:-1], _extended(head[-1], f"[{', '.join(facts)}]\n{carried.summary.strip()}")]
+
+
+def joined(before: Sequence[Message], after: Sequence[Message]) -> list[Message]:
+    """Return two parts of a conversation as one. Two messages of the user in a row become one message, since many
+    templates refuse two.
+
+    >>> joined([{"role": "user", "content": "fix"}], [{"role": "user", "content": "now"}])
+    [{'role': 'user', 'content': 'fix\\nnow'}]
+    """
+    if before and after and before[-1]["role"] == after[0]["role"] == "user":
+        return [*before[:-1], _extended(before[-1], _text(after[0].get("content"))), *after[1:]]
+    return [*before, *after]
 
 
 def history_text(messages: Sequence[Message]) -> str:

@@ -1,8 +1,8 @@
-"""Stop texts: where one cuts off a completion, in whole tokens.
+"""Stop texts of requests: cuts a completion off at one, in whole tokens.
 
-A client that gives a stop text gets the text before it, and repeats that text in its next request. So only the tokens
-before the stop text stay in the conversation. Those of the stop text itself were sampled too: that the model wrote it
-is what handed the turn over. Tokens after it had no effect on anything."""
+A client that gives a stop text gets the text before it, and repeats only that text in its next request. So only the
+tokens before the stop text stay in the conversation. The tokens of the stop text itself were sampled too, and are
+trained on: writing it ended the turn. Tokens after the stop text had no effect and are dropped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cut:
     - `text`: the text that the client gets, which ends before `stop_text`.
     - `kept`: the tokens before the one with which the stop text begins. They stay in the conversation.
     - `tail`: the tokens from there to the end of the stop text.
-    - `rest`: the characters before the stop text that are in the first token of `tail`; mostly ""."""
+    - `rest`: the characters before the stop text that the first token of `tail` contains; mostly ""."""
 
     text: str
     stop_text: str
@@ -35,7 +35,7 @@ class Cut:
 
 
 def cut_at_stop(chat: Chat, completion: Completion, reply: str, stops: Sequence[str], *, num_prompt: int) -> Cut | None:
-    """Cut a completion off before the first of its stop texts; None if its reply has none.
+    """Return how the first stop text in a completion cuts it off; None if the completion contains none of `stops`.
 
     `reply`: the text of the completion that the client would get, without reasoning and calls. `num_prompt`: the number
     of tokens of the prompt."""

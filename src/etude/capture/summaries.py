@@ -1,8 +1,8 @@
-"""Summaries of conversations that clients send whole with each request, by the rules of `etude.capture.context`.
+"""Summaries of conversations that clients send in full with each request, by the rules of `etude.capture.context`.
 
-A client does not know of summaries. So the beginning of its conversation is looked up in the tree of turns: is there a
-summary in its place, the conversation goes on with that. Where a further one is due, the model writes it first. All
-summaries can be made again from the messages alone, at the same places."""
+Clients do not know of summaries. So the tree of turns is searched for a summary of the beginning of the conversation.
+If there is one, it replaces that beginning. If a further summary is due, the model writes it first. All summaries can
+be made again from the messages alone, at the same places."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from etude.capture.context import (
     go_on,
     instructions_of,
     is_due,
+    joined,
     longest_exchange,
     stops_of,
     summary_fault,
@@ -36,9 +37,9 @@ _TOO_MANY = 1 << 40  # tokens of a prompt that certainly does not fit
 
 
 class Writer(Protocol):
-    """Counts tokens and samples summaries, for one request of a client.
+    """The interface through which `Summaries` counts tokens and samples summaries for one request of a client.
 
-    `max_attempts`: how many summaries may be sampled now; 0: none is made."""
+    `max_attempts`: how many summaries may be sampled now; 0: none."""
 
     @property
     def max_attempts(self) -> int: ...
@@ -48,20 +49,26 @@ class Writer(Protocol):
         ...
 
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
-        """Sample a turn of kind SUMMARY and record it. `attempt`: how often the same was asked before."""
+        """Sample a summary, record it as a turn of kind SUMMARY, and return (its node, the parsed completion).
+
+        `attempt`: how often a summary of the same messages was asked for before."""
         ...
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Return what the conversation goes on with. `covered`: the client's messages that the summary stands for."""
+        """Return what the conversation keeps after summary number `number`.
+
+        `summary` is its text, and `covered` are the client's messages that it replaces."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A conversation as the model gets it.
+    """A client's conversation in the form in which the model gets it.
 
-    `messages`: those after the last summary. `number`: how many summaries they stand for. `written`: the turns that
-    were sampled for summaries in this call, refused ones included. `fault`: a summary is due and was refused."""
+    - `messages`: the messages after the last summary, with the summary.
+    - `number`: how many summaries they contain.
+    - `written`: the turns that were sampled for summaries in this call, refused ones included.
+    - `fault`: why a summary that was due is missing; None if none is."""
 
     messages: list[Message]
     number: int = 0
@@ -70,7 +77,7 @@ class Shortened:
 
 
 class Summaries:
-    """The summaries of all conversations of one tree. They are kept and evicted with its turns.
+    """The summaries of all conversations in a tree of turns. They are stored and evicted with its turns.
 
     `trigger` is the length in tokens from which a conversation is summarised."""
 
@@ -89,13 +96,14 @@ class Summaries:
         room: int = 0,
         context_tokens: int | None = None,
     ) -> Shortened:
-        """Return a client's conversation as it goes on after its summaries, written if necessary.
+        """Return a client's conversation with its beginning replaced by a summary, which is written first if it is due.
 
         `tools`: in OpenAI's format. `room`: tokens that the answer needs, in a context of `context_tokens` (None: that
-        of the limits). Raises what the writer raises. Requests with the same beginning wait for one summary; when all
-        of them are cancelled, it is, too."""
+        of the limits). Raises what the writer raises. Requests with the same beginning wait for the same summary. It is
+        cancelled when all of them are cancelled."""
         keys = conversation_keys(tools, messages)
-        known = self._tree.find_summary(keys)
+        inside = [i + 1 < len(messages) and messages[i + 1]["role"] == "tool" for i in range(len(messages))]
+        known = self._tree.find_summary([b"" if more else key for key, more in zip(keys, inside, strict=True)])
         written: tuple[Node, ...] = ()
         refused: dict[int, SummaryFault] = {}
         context_tokens = self.limits.context_tokens if context_tokens is None else context_tokens
@@ -193,7 +201,7 @@ class _Work:
 
     def talk(self, stop: int) -> list[Message]:
         """Return the first `stop` messages of the client as the model gets them."""
-        return [*(self._kept.messages if self._kept else ()), *self.messages[self._start : stop]]
+        return joined(self._kept.messages if self._kept else (), self.messages[self._start : stop])
 
     async def exchange(self, stop: int, num_tokens: int | None = None) -> int:
         """Return the tokens of the longest exchange before a place, in this conversation and before its summaries."""

@@ -12,7 +12,9 @@ branch with a new session, whose KV cache starts as a copy (`CompletionRequest.f
 request continues one without a continuation, so that equal siblings stay separate.
 
 The tree of a rollout keeps all turns. The tree of a gateway keeps at most `max_tokens` tokens. It evicts the least
-recently used turn first, and children always before their parent."""
+recently used turn first, and children always before their parent.
+
+A request costs time for its new messages. Of the messages before them only the digests are compared."""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,7 @@ from etude.records.rollout import Start, ToolCall, Trace, Turn, TurnKind
 from etude.records.wire import I32
 
 _MAX_RENDERED = 16  # prompts whose tokens are kept until they are asked
+_KEPT_CONTEXTS = 64  # conversations whose context is in memory as one array; that of others is joined from their turns
 _NONE: I32 = np.zeros(0, np.int32)
 
 
@@ -48,8 +53,8 @@ class Node:
     - `number`: the place in the order of recording. `num_tokens`: tokens of the context, this turn's completion
       included.
     - `continued`: whether a request has continued its session.
-    - `tail`: the sampled tokens of the stop text that cut off the turn, which are in no context; None if none did.
-    - `rest_ids`: tokens of the characters that the client got of the first token of `tail`, [R] int32."""
+    - `tail`: the sampled tokens of the stop text that cut the turn off, which are in no context; None: not cut off.
+    - `rest_ids`: token ids of the characters in the first token of `tail` that belong to the reply, [R] int32."""
 
     parent: Node | None
     prompt_ids: I32
@@ -66,6 +71,8 @@ class Node:
     tail: Completion | None = None
     rest_ids: I32 = field(default_factory=lambda: _NONE)
     continued: bool = False  # whether a request has taken over its session
+    num_children: int = 0  # turns in the tree that continue it
+    kept_context: I32 | None = None  # the result of `context` while it is in memory
     stands_for: bytes = b""  # of a summary: key of the conversation in whose place it is, as `TurnTree.keep_summary`
 
     @property
@@ -90,8 +97,17 @@ class Node:
 
     def context(self) -> I32:
         """Return the token ids that the model has read and sampled up to the end of this turn, [num_tokens] int32."""
-        parts = [ids for node in self.ancestry() for ids in (node.completion.token_ids, node.prompt_ids)]
-        return np.concatenate(parts[::-1])
+        return np.concatenate(self.context_parts())
+
+    def context_parts(self) -> list[I32]:
+        """Return `context` as arrays in their order. It is one array for a turn that was recorded lately."""
+        parts: list[I32] = []
+        for node in self.ancestry():
+            if (kept := node.kept_context) is not None:
+                parts.append(kept)
+                break
+            parts += [node.completion.token_ids, node.prompt_ids]
+        return parts[::-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,10 +141,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A summary that the conversations with a common beginning go on with.
+    """A stored summary, with which all conversations with a common beginning continue.
 
-    `messages` are in the place of the beginning. `number`: how many summaries there were, with this one. `exchange`:
-    tokens of the longest exchange before it."""
+    `messages` replace the beginning. `number`: how many summaries there were, this one included. `exchange`: tokens of
+    the longest exchange before it."""
 
     messages: list[Message]
     number: int
@@ -145,8 +161,11 @@ class TurnTree:
         self.max_tokens, self.num_tokens = max_tokens, 0
         self._chat, self._session_id = chat, session_id
         self._num_sessions = self._num_recorded = 0
-        self._nodes: OrderedDict[Node, None] = OrderedDict()  # least recently used first
+        self._nodes = set[Node]()
+        self._leaves: OrderedDict[Node, None] = OrderedDict()  # turns without children, least recently used first
+        self._contexts: OrderedDict[Node, None] = OrderedDict()  # turns with a `kept_context`, oldest first
         self._by_key: dict[bytes, list[Node]] = {}
+        self._replies = Counter[bytes]()  # turns by `Node.reply_digest`
         self._tools: set[bytes] = set()  # digests of the tools of all requests
         self._first_messages: set[bytes] = set()  # keys of the tools and the first message of all requests
         self._summaries: dict[bytes, tuple[Node, Kept | SummaryFault]] = {}  # by `Node.stands_for`
@@ -169,17 +188,33 @@ class TurnTree:
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
         same tools in OpenAI's format, needed when the tools may change within the tree. Raises `ContextFull`, before it
         tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
+        prompt = self.prompt_if_short(messages, signatures, tools=tools, max_tokens=max_tokens)
+        assert prompt is not None, "without a limit"
+        return prompt
+
+    def prompt_if_short(
+        self,
+        messages: Sequence[Message],
+        signatures: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        max_chars: int | None = None,
+    ) -> Prompt | None:
+        """Encode a request as `prompt` does, if its new messages have at most `max_chars` characters; otherwise None.
+
+        So an event loop can encode short ones itself and leave the others to a thread."""
         keys = conversation_keys(tools, messages)
         with self._lock:
-            parent = self._deepest(keys[:-1])
+            parent, known = self._deepest(keys)
+            if max_chars is not None and sum(map(_num_chars, messages[known:])) > max_chars:
+                return None
             start = self._start(parent, tools, keys[0])
             session_id, fork_from = self._session(parent)
-            known = 0 if parent is None else keys.index(parent.key) + 1
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
-            recorded = {node.reply_digest for node in self._nodes} if replies else set()
-        num_resampled = sum(reply in recorded for reply in replies)
+            num_resampled = sum(reply in self._replies for reply in replies)
         new_ids = self._new_ids(parent, messages, known, signatures, max_tokens)
-        token_ids = new_ids if parent is None else np.concatenate([parent.context(), new_ids])
+        token_ids = new_ids if parent is None else np.concatenate([*parent.context_parts(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
 
     def prompt_tokens(
@@ -195,8 +230,7 @@ class TurnTree:
         The arguments are those of `prompt`. Raises what the chat format raises."""
         keys = conversation_keys(tools, messages)
         with self._lock:
-            parent = self._deepest(keys[:-1])
-        known = 0 if parent is None else keys.index(parent.key) + 1
+            parent, known = self._deepest(keys)
         num_before = 0 if parent is None else parent.num_tokens
         return num_before + len(self._new_ids(parent, messages, known, signatures, max_tokens))
 
@@ -213,8 +247,8 @@ class TurnTree:
     ) -> Node:
         """Record a completion as the turn that follows `prompt`, and return its node.
 
-        `message`: the model's message, as later requests will repeat it. `cut`: the completion as a stop text cuts it
-        off; only what it keeps is in the context of later turns. Recording the same turn again (same prompt,
+        `message`: the model's message, as later requests will repeat it. `cut`: how a stop text cuts the completion
+        off; only the kept tokens are in the context of later turns. Recording the same turn again (same prompt,
         sampling and tokens) returns the existing node."""
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
         completion = completion if cut is None else cut.kept
@@ -241,15 +275,17 @@ class TurnTree:
                 rest_ids=self._chat.encode(rest) if rest else _NONE,
             )
             self._num_recorded += 1
-            self._touch(node)
+            self._add(node)
+            self._keep_context(node, np.concatenate([prompt.token_ids, completion.token_ids]))
             while self.max_tokens is not None and self.num_tokens > self.max_tokens:
-                self._evict(next(iter(self._nodes)))
+                self._evict(next(iter(self._leaves)))
         return node
 
     def trace(self) -> Trace:
         """Return all turns that are in the tree, in the order in which they were recorded.
 
-        After them come the stop texts that cut off turns: each a turn without a prompt, which nothing continues."""
+        After them come the sampled stop texts that cut turns off, each as a turn without a prompt and a
+        continuation."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
@@ -280,16 +316,20 @@ class TurnTree:
         return Trace((*turns, *tails))
 
     def keep_summary(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
-        """Keep what a conversation goes on with, or why its summary was refused, as long as the turn `node` is kept.
+        """Store the summary of the beginning of a conversation, or why it was refused, as long as the turn `node` is
+        kept.
 
-        `key` is that of the conversation up to the summary, as its clients send it (`conversation_keys`)."""
+        `key` identifies the beginning, as its clients send it (an element of `conversation_keys`)."""
         with self._lock:
             if node in self._nodes:
                 node.stands_for = key
                 self._summaries[key] = node, kept
 
     def find_summary(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
-        """Return the summary of the longest beginning of a conversation, and how many messages that has, or None."""
+        """Return the stored summary of the longest beginning of a conversation, or None.
+
+        `keys` are the conversation's `conversation_keys`. The result is (number of messages that it replaces,
+        summary)."""
         with self._lock:
             for i in range(len(keys) - 1, -1, -1):
                 node, kept = self._summaries.get(keys[i], (None, None))
@@ -299,7 +339,7 @@ class TurnTree:
         return None
 
     def refused_summary(self, key: bytes) -> SummaryFault | None:
-        """Return why the summary of a conversation was refused; None if none was."""
+        """Return why the summary of the beginning `key` was refused; None if none was."""
         with self._lock:
             _, kept = self._summaries.get(key, (None, None))
         return kept if isinstance(kept, SummaryFault) else None
@@ -333,16 +373,16 @@ class TurnTree:
 
     # The caller of these methods holds the lock.
 
-    def _deepest(self, keys: Sequence[bytes]) -> Node | None:
-        """Return the turn of the longest known prefix of a conversation.
+    def _deepest(self, keys: Sequence[bytes]) -> tuple[Node | None, int]:
+        """Return the turn of the longest known prefix of a conversation, and the number of messages in it.
 
-        Of equal turns it is the newest one without a continuation, or else the newest."""
-        same = next((self._by_key[key] for key in reversed(keys) if key in self._by_key), None)
-        if same is None:
-            return None
-        node = next((node for node in reversed(same) if not node.continued), same[-1])
-        self._touch(node)
-        return node
+        `keys`: of all its prefixes. Of equal turns it is the newest one without a continuation, or else the newest."""
+        for known in range(len(keys) - 1, 0, -1):
+            if (same := self._by_key.get(keys[known - 1])) is not None:
+                node = next((node for node in reversed(same) if not node.continued), same[-1])
+                self._touch(node)
+                return node, known
+        return None, 0
 
     def _start(self, parent: Node | None, tools: Sequence[Mapping[str, Any]], first: bytes) -> Start:
         """Why a request continues `parent`, or starts a root (None). `first`: key of the tools and first message."""
@@ -368,34 +408,77 @@ class TurnTree:
         return session_id, parent.session_id if parent else None
 
     def _touch(self, node: Node) -> None:
-        """Mark a turn and its ancestors as recently used.
+        """Mark a turn as recently used. One with children is kept as long as they are."""
+        if node in self._leaves:
+            self._leaves.move_to_end(node)
 
-        Each ancestor becomes more recent than its children, and so is evicted after them."""
+    def _add(self, node: Node) -> None:
+        """Add a turn, and those of its ancestors that were evicted."""
+        self._leaves[node] = None
         for at in node.ancestry():
-            if at not in self._nodes:
-                self._nodes[at] = None
-                self._by_key.setdefault(at.key, []).append(at)
-                self.num_tokens += at.num_added
-            self._nodes.move_to_end(at)
+            if at in self._nodes:
+                break
+            self._nodes.add(at)
+            self._by_key.setdefault(at.key, []).append(at)
+            self._replies[at.reply_digest] += 1
+            self.num_tokens += at.num_added
+            if at.parent is not None:
+                at.parent.num_children += 1
+                self._leaves.pop(at.parent, None)
 
     def _evict(self, node: Node) -> None:
-        del self._nodes[node]
+        """Remove a turn without children. Its parent is as old as its last child was."""
+        del self._leaves[node]
+        self._nodes.remove(node)
         self._summaries.pop(node.stands_for, None)
         self.num_tokens -= node.num_added
+        self._drop_context(node)
         same = self._by_key[node.key]
         same.remove(node)
         if not same:
             del self._by_key[node.key]
+        self._replies[node.reply_digest] -= 1
+        if not self._replies[node.reply_digest]:
+            del self._replies[node.reply_digest]
+        if (parent := node.parent) is not None:
+            parent.num_children -= 1
+            if not parent.num_children:
+                self._leaves[parent] = None
+                self._leaves.move_to_end(parent, last=False)
+
+    def _keep_context(self, node: Node, context: I32) -> None:
+        """Keep the context of a new turn in place of its parent's."""
+        if node.parent is not None:
+            self._drop_context(node.parent)
+        node.kept_context = context
+        self._contexts[node] = None
+        if len(self._contexts) > _KEPT_CONTEXTS:
+            self._drop_context(next(iter(self._contexts)))
+
+    def _drop_context(self, node: Node) -> None:
+        self._contexts.pop(node, None)
+        node.kept_context = None
 
 
 class KeptMessage(dict[str, Any]):
-    """A message that never changes, so that its digest (`message_digest`) is computed only once."""
+    """A message that never changes, with its digest (`message_digest`) and its number of characters."""
 
-    __slots__ = ("digest",)
+    __slots__ = ("digest", "num_chars")
 
     def __init__(self, message: Message) -> None:
         super().__init__(message)
-        self.digest = b""
+        self.digest, self.num_chars = message_digest(message), _num_chars(message)
+
+
+class KeptTools(list[dict[str, Any]]):
+    """A list of tools that never changes, with its digest. It can be the key of a dict, by identity."""
+
+    __slots__ = ("digest",)
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        super().__init__(tools)
+        self.digest = _tools_digest(tools)
 
 
 def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
@@ -408,12 +491,8 @@ def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mes
     >>> conversation_keys([], [one]) == conversation_keys([], [same])
     True
     """
-    key = _tools_digest(tools)
-    keys = []
-    for message in messages:
-        key = _extend_key(key, message_digest(message))
-        keys.append(key)
-    return keys
+    digests = [m.digest if m.__class__ is KeptMessage else message_digest(m) for m in messages]
+    return list(accumulate(digests, _extend_key, initial=_tools_digest(tools)))[1:]
 
 
 def message_digest(message: Message) -> bytes:
@@ -428,16 +507,13 @@ def message_digest(message: Message) -> bytes:
     >>> message_digest(reply) == message_digest({"role": "assistant", "content": "so", "tool_calls": [same]})
     True
     """
-    if isinstance(message, KeptMessage) and message.digest:
+    if isinstance(message, KeptMessage):
         return message.digest
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
     calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
-    digest = hashlib.sha256(_canonical([message["role"], content, calls])).digest()
-    if isinstance(message, KeptMessage):
-        message.digest = digest
-    return digest
+    return hashlib.sha256(_canonical([message["role"], content, calls])).digest()
 
 
 def _call_identity(call: Mapping[str, Any]) -> list[Any]:
@@ -449,10 +525,21 @@ def _call_identity(call: Mapping[str, Any]) -> list[Any]:
     return [function["name"], arguments]
 
 
+def _num_chars(message: Message) -> int:
+    """Return about how many characters the template gets: of the text, the reasoning and the calls' arguments."""
+    if isinstance(message, KeptMessage):
+        return message.num_chars
+    texts = (message.get(name) for name in ("content", "reasoning_content"))
+    return sum(len(text) for text in texts if text) + len(_canonical(message.get("tool_calls") or []))
+
+
 def _tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    if isinstance(tools, KeptTools):
+        return tools.digest
     return hashlib.sha256(_canonical(list(tools))).digest()
 
 
+@lru_cache(maxsize=1 << 15)  # each request of a conversation has the keys of all earlier ones
 def _extend_key(key: bytes, digest: bytes) -> bytes:
     return hashlib.sha256(key + digest).digest()
 

@@ -163,7 +163,7 @@ def _lost(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], rende
 class ScriptedModel:
     """A policy that answers the requests of an `ObservedEpisode`.
 
-    `answer`: returns a text or a call for the last message and the tools of a request."""
+    `answer` is called with the last message and the tools of a request, and returns a text or a call."""
 
     def __init__(self, chat: ChatFormat, answer: Answer) -> None:
         self._chat, self._answer = chat, answer
@@ -211,11 +211,11 @@ def _problems(episode: ObservedEpisode, run: AgentRun) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if not episode.observed:
         hint = "it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL of its environment; its log is above"
-        found.append(("the program asked nothing: nothing of it would be trained", hint))
+        found.append(("the program sent no request to the model, so nothing would be trained", hint))
     again = [one.turn.node.number for one in episode.observed if one.turn.node.start is Start.HISTORY]
     if again:
         hint = "it changes or drops messages of the model; each such request is tokenised anew, as a branch of its own"
-        found.append((f"turns {again} repeat no turn of the model", hint))
+        found.append((f"turns {again} do not continue any earlier turn of the model", hint))
     lost = sorted({name for one in episode.observed for name in one.lost})
     if lost:
         hint = "the chat template leaves it out; a checkpoint's own template shows what it was trained with"

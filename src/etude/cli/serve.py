@@ -20,6 +20,8 @@ from etude.numerics.config import Quantise
 
 def serve(args: argparse.Namespace) -> int:
     """Serve checkpoints and runs over HTTP until interrupted. Returns the exit code."""
+    from etude.loop import event_loop
+
     models = dict(_named_path(text) for text in args.models) if args.models else {}
     if len(models) < len(args.models):
         raise InputError("two models have the same name", hint="give them names: etude serve one=runs/a/x two=runs/b/x")
@@ -42,7 +44,7 @@ def serve(args: argparse.Namespace) -> int:
         )
     keys = Keys.read(args.keys) if args.keys else Keys.of(key) if key else None
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(models, gateway, keys, args.fleet, args.public_key))
+        event_loop.run(_serve(models, gateway, keys, args.fleet, args.public_key))
     return 0
 
 

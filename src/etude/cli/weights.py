@@ -102,7 +102,7 @@ def verify(args: argparse.Namespace) -> int:
     that checkpoint, without writing anything. Returns exit code 1 if something is damaged."""
     if args.base is not None:
         if args.run is None:
-            raise InputError("--base without a delta file", hint="etude weights verify FILE --base CHECKPOINT")
+            raise InputError("--base needs a delta file", hint="write: etude weights verify FILE --base CHECKPOINT")
         return weights_files.verify(args.run, args.base)
     if args.run is not None and args.run.is_file():
         raise InputError(

@@ -11,12 +11,12 @@ GLOSSARY = {
     "held-out": "tasks, or documents, that are neither trained on nor used to choose settings; the result "
     "is measured on them",
     "copies": "share of held-out texts in which the model correctly copies text from its context",
-    "lag": "optimiser steps from the version of a rollout's oldest token to the trained one, through their common "
-    "ancestor",
+    "lag": "optimiser steps from the version of a rollout's oldest token to the trained one; after a restart, counted "
+    "through the last version that both have in common",
     "idle": "share of the RL phase in which a process did not compute",
     "delta": "what an engine with the previous version fetches for a new one",
-    "bound": "the bytes of a code of sparse changes that knows how many there are at each exponent; deltas of bf16 "
-    "training are within some 5 per cent of it, deltas with few or very regular changes are larger",
+    "bound": "an estimate of the smallest possible size of a delta, from how many weights of each exponent changed; "
+    "deltas of bf16 training are within about 5 per cent of it, deltas with few or very regular changes are larger",
     "pause": "how long an engine with requests in flight stops to load a new version",
     "probe": "a fixed text that engines and learner compute: r is the ratio of their probabilities, 1 when equal",
     "k3": "an estimate of the KL divergence from the policy that sampled to the one that is trained; 0 when they agree",

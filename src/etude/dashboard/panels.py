@@ -148,12 +148,12 @@ def deltas(view: RunView) -> Panel | None:
     omitted = f" {len(anchors)} snapshots of {size(max(anchors))}, for late engines, are not shown." if anchors else ""
     total = weights(view)
     share, unchanged = total["share_of_bound"], total["ratio"] is None
-    many = " Most published values change in a step: the bound, for sparse changes, does not apply."
+    many = " Most values change in a step, so the bound, which is for few changes, does not apply."
     reached = f" In all {percent(share)} of the bound." if share else " No weight has changed." if unchanged else many
     return Panel(
         "Weights on the wire",
-        "Bytes of each version's delta, and the bound of a code that knows how many changes there are at each "
-        "exponent. A delta of training in bf16 comes within some 5 per cent of it, above or below." + reached + omitted,
+        "Bytes of each version's delta, and an estimate of the smallest possible size (the bound). A delta of "
+        "training in bf16 is within about 5 per cent of it, above or below." + reached + omitted,
         line_chart(
             [Series("sent", sent, 1), Series("bound", bound, 2)],
             title="Delta bytes by step",

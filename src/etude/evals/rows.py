@@ -36,8 +36,8 @@ class EvalRow:
     - `ending`: how the rollout ended, such as by submitting; "" if invalid.
     - `turns`, `sampled`, `malformed`: numbers of model requests, sampled tokens, and unparsable tool calls.
     - `wall_s`, `tool_s`: seconds in total, and of tools.
-    - `transcript`: all conversations as text. `tree`: JSON list of `etude.records.view.TurnView`, "" in files of
-      earlier versions, whose transcript is the last conversation only.
+    - `transcript`: all conversations as text. `tree`: the turns as a JSON list of `etude.records.view.TurnView`. In
+      files of earlier versions `tree` is "" and `transcript` has only the last conversation.
     - `sign`: the most serious sign of cheating, or ""."""
 
     task_id: str

@@ -90,22 +90,22 @@ class Rloo:
 
 
 class Fork(Rloo):
-    """Fork credit: the advantage of a turn is r − what the other siblings got that came to the same context.
+    """Fork credit: the advantage of a turn is r − the mean reward of the siblings that reached the same context.
 
-    Rollouts of a group whose first turns have equal tokens share a prefix. Where they part is a fork, and a turn is
-    compared with the siblings that reached this fork, not only with those that had left before. The baseline of a turn
-    is ``(Σ r + 4 b) / (k + 4)`` over the k other siblings that read the same context, where b is the baseline of the
-    turn before; of several turns that the same siblings reached it is that of the first. It begins with RLOO's, the
-    mean of all other siblings, so that the reward of a few siblings alone counts little (`FORK_PRIOR`). Turns that no
-    other sibling reached keep the baseline of the fork at which their rollout went its own way.
+    Rollouts of a group whose first turns have equal tokens share a prefix. The place where they part is a fork. A turn
+    is compared with the siblings that reached its fork. The baseline of a turn is ``(Σ r + 4 b) / (k + 4)`` over the k
+    other siblings that read the same context, where b is the baseline of the turn before. Of several turns in a row
+    that the same siblings reached, only the first one changes the baseline. The first b is RLOO's baseline, the mean of
+    all other siblings. So a few siblings change a baseline only a little (`FORK_PRIOR`). Turns that no other sibling
+    reached keep the baseline of the fork at which their rollout left the others.
 
     The baseline depends on the context and on other rollouts only, never on what was sampled after the context. So the
     gradient is unbiased, as RLOO's is. Turns with the same context in one rollout (an agent program asked twice) have
     the same baseline: they share one reward, which says nothing about which of them was better.
 
-    Trees of siblings as in Tree-GRPO (Ji et al. 2025, arXiv 2509.21240) and groups at a state that several rollouts
-    reached as in GiGPO (Feng et al. 2025, arXiv 2505.10978). These add normalised advantages of several levels, which
-    is biased; here each turn has one baseline.
+    Related: Tree-GRPO (Ji et al. 2025, arXiv 2509.21240) has trees of siblings, and GiGPO (Feng et al. 2025, arXiv
+    2505.10978) groups of rollouts that reached the same state. Both add normalised advantages of several levels, which
+    is biased. Here each turn has one baseline.
     """
 
     name, version = "fork", "1"
@@ -163,7 +163,8 @@ def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> lis
 def turn_advantages(
     rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]], scheme: CreditScheme
 ) -> list[tuple[float, ...]]:
-    """Return the advantages of the turns of each rollout of a group; empty ones if the scheme does not credit by turn.
+    """Return the advantages of the turns of each rollout of a group; empty tuples if the scheme has one per rollout
+    only.
 
     Raises `PluginError`, which names the scheme, when it fails or returns anything but one finite number per turn."""
     if not isinstance(scheme, TurnCreditScheme):

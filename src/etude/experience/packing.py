@@ -210,8 +210,8 @@ def has_fresh_signal(
 ) -> bool:
     """Return whether some member of the group that has an advantage also sampled a token within the lag bound.
 
-    Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. Advantages are
-    those without a KL penalty, which is measured later."""
+    Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. The KL penalty
+    is not part of these advantages, since it is measured later."""
     return any(
         learner_step - step <= max_lag
         for member in _members(group, composition, scheme, Straggler.WAIT, None)

@@ -125,7 +125,7 @@ class RecordedRollout:
 
     `task_id`, `family`, `attempt` and `ending` are None if the process that ran the rollout stored nothing. `outcome`:
     None if it was cancelled or quarantined. `reward`: the composed reward that credit was computed from; None unless
-    graded. `places`: of its turns, for credit by turn; empty in files of format 1."""
+    graded. `places`: the places of its turns in the tree, for credit by turn; empty in files of format 1."""
 
     rollout_id: str
     group_id: str
@@ -157,7 +157,7 @@ class RecordedBatch:
 class RecordedTree:
     """One rollout of a recorded step with its turns.
 
-    `samples`: pairs (number of the last turn of the path, sample). `first_row`: the number of the first of them in the
+    `samples`: pairs (number of the path's last turn, sample). `first_row`: the position of the first sample in the
     batch, from 0."""
 
     rollout: RecordedRollout
@@ -565,10 +565,10 @@ def _share(value: object) -> float:
 
 
 def read_rollout(path: TraceFile, rollout_id: str) -> RecordedTree | None:
-    """Read one rollout with its turns and samples from a trace file; turns and samples have no routes.
+    """Read one rollout with its turns and samples from a trace file, without their routes.
 
-    A path of a file of format 1 is one turn that sampled nothing. Returns None when the file does not have the rollout.
-    Raises `LedgerError` for a missing or damaged file."""
+    In a file of format 1 each path is returned as one turn without sampled tokens. Returns None when the file does not
+    have the rollout. Raises `LedgerError` for a missing or damaged file."""
     old = [*_JUDGED, "token_ids"]
     columns = {number: [name for name in schema.names if name != "routes"] for number, schema in _SCHEMAS.items()}
     table, facts = _read(path, {1: old, **columns})

@@ -26,7 +26,9 @@ class ResponseHead:
 
 @dataclass(frozen=True, slots=True)
 class SummaryUse:
-    """The summaries that the model's context stands for, and the tokens of those that were written for this answer."""
+    """The summaries in the model's context, and the tokens that were needed to write new ones for this answer.
+
+    `number`: how many summaries. `num_prompt`, `num_sampled`: prompt tokens and sampled tokens of the new ones."""
 
     number: int = 0
     num_prompt: int = 0
@@ -34,7 +36,7 @@ class SummaryUse:
 
     @classmethod
     def of(cls, shortened: Shortened) -> SummaryUse:
-        """Return the use of a shortened conversation."""
+        """Return the summaries of a shortened conversation."""
         sampled = sum(len(node.completion.token_ids) for node in shortened.written)
         return cls(shortened.number, sum(node.num_tokens for node in shortened.written) - sampled, sampled)
 
@@ -57,9 +59,9 @@ class Answer:
     - `finish`: "stop", "length" or "tool_calls".
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `completion`: what the policy returned.
-    - `summaries`: the summaries in the prompt.
+    - `summaries`: the summaries in the prompt (`SummaryUse`).
     - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them.
-    - `cut`: the completion as a stop text of the request cuts it off; None if none does."""
+    - `cut`: how a stop text of the request cuts the completion off; None if none does."""
 
     text: str
     reasoning: str
@@ -73,7 +75,7 @@ class Answer:
 
     @property
     def stop_text(self) -> str | None:
-        """Which of the request's stop texts cut the answer off; None if none did."""
+        """The stop text of the request that cut the answer off; None if none did."""
         return None if self.cut is None else self.cut.stop_text
 
     @property
@@ -119,7 +121,7 @@ def make_answer(
     - `stop`: the stop texts.
     - `prompt_ids`: the token ids that the model read, [P] int32.
     - `reply`: the parsed completion; None: `chat` parses it.
-    - `cut`: where a stop text cuts the completion off, if known.
+    - `cut`: how a stop text cuts the completion off, if known.
     - `logprobs`: whether the answer has log-probabilities.
 
     A malformed tool call is returned as text."""
@@ -184,8 +186,9 @@ def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
 
 
 def summary_usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the field `summaries` of a response's usage: how many the context stands for, and the tokens that were
-    read and sampled to write new ones. Without any, there is no such field."""
+    """Return the field `summaries` of a response's `usage` object; {} if the context has no summary.
+
+    It has the number of summaries in the context, and the tokens that were read and sampled to write new ones."""
     number = answers[0].summaries.number
     num_prompt = sum(answer.summaries.num_prompt for answer in answers)
     if not number and not num_prompt:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,15 +27,16 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError
-from etude.gateway.access_log import Metrics, Record
+from etude.gateway.access_log import Metrics, Record, logger
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
 from etude.gateway.errors import RequestRefused, from_error, invalid_request
-from etude.gateway.http import HANDLERS, error_response, host, is_loopback, run_until_disconnect
+from etude.gateway.http import BROKEN, HANDLERS, error_response, host, is_loopback, json_response, run_until_disconnect
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
@@ -42,7 +44,10 @@ from etude.gateway.requests import ChatRequest
 
 SUMMARIES = "x-etude-summaries"
 """The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
-_SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
+_SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread, unless another of its size took less than `_SHORT_S`
+_LONG_BYTES = 1 << 20  # a larger body is always parsed in a thread
+_SHORT_S = 0.002
+_PATHS = {dialect.path: name for name, dialect in DIALECTS.items()}
 
 
 def create_app(
@@ -66,9 +71,21 @@ def create_app(
     ]
     allowed = list(gateway.config.cors_origins)
     cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"])
-    app = Starlette(routes=routes, exception_handlers=HANDLERS, middleware=[cors] if allowed else [])
+    app = _App(routes=routes, exception_handlers=HANDLERS, middleware=[cors] if allowed else [])
     app.state.needs_key, app.state.gateway = keys is not None, gateway
     return app
+
+
+class _App(Starlette):
+    """An app whose completions bypass Starlette's middleware and router, unless web pages may ask for them."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = _PATHS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if name is None or self.user_middleware:
+            await super().__call__(scope, receive, send)
+        else:
+            response = await self.state.gateway.complete(Request(scope, receive, send), name)
+            await response(scope, receive, send)
 
 
 class Gateway:
@@ -81,6 +98,7 @@ class Gateway:
         self.models = {model.name: model for model in models}
         self.metrics = Metrics()
         self.num_open = 0  # requests that are not answered to their end
+        self._short_bytes = _SHORT_BYTES
         self._keys, self._draining, self._empty = keys, False, asyncio.Event()
 
     async def drain(self, deadline_s: float) -> None:
@@ -94,7 +112,7 @@ class Gateway:
     async def health(self, request: Request) -> Response:
         """Answer GET /health with status 200, or 503 while the gateway drains. No API key is needed."""
         status = "draining" if self._draining else "ok"
-        return JSONResponse({"status": status, "models": list(self.models)}, 503 if self._draining else 200)
+        return json_response({"status": status, "models": list(self.models)}, 503 if self._draining else 200)
 
     async def metrics_page(self, request: Request) -> Response:
         """Answer GET /metrics with the metrics for Prometheus."""
@@ -110,12 +128,12 @@ class Gateway:
         self._admit(request)
         names = list(self.models)
         of_anthropic = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": [_card(m) for m in self.models.values()], **of_anthropic})
+        return json_response({"object": "list", "data": [_card(m) for m in self.models.values()], **of_anthropic})
 
     async def one_model(self, request: Request) -> Response:
         """Answer GET /v1/models/{name} with the model's description, or with 404 for another name."""
         self._admit(request)
-        return JSONResponse(_card(self._model(request.path_params["name"])))
+        return json_response(_card(self._model(request.path_params["name"])))
 
     async def complete(self, request: Request, name: str) -> Response:
         """Answer a request in the dialect `name` ("chat", "text", "responses" or "messages"): sample the answers and
@@ -159,6 +177,9 @@ class Gateway:
             response = error_response(request, refused)
         except EtudeError as error:
             response = error_response(request, from_error(error))
+        except Exception:  # noqa: BLE001
+            logger.exception("a request failed")
+            response = error_response(request, BROKEN)
         finally:
             if response is not None:
                 status = response.status_code
@@ -174,7 +195,7 @@ class Gateway:
         if not parsed.stream:
             answers = await run_until_disconnect(request, model.answer(parsed))
             record.add(answers)
-            return JSONResponse(dialect.body(parsed, head, answers))
+            return json_response(dialect.body(parsed, head, answers))
         pump = EventPump(model.stream(parsed), dialect.stream(parsed, head, model.chat), record)
         try:
             end = record.began + self.config.deadline_s
@@ -186,26 +207,34 @@ class Gateway:
 
     async def _count_tokens(self, request: Request, record: Record) -> Response:
         parsed, model = await self._parsed(request, record, messages.read_count)
-        return JSONResponse({"input_tokens": await run_until_disconnect(request, model.count(parsed))})
+        return json_response({"input_tokens": await run_until_disconnect(request, model.count(parsed))})
 
     async def _parsed(
         self, request: Request, record: Record, read: Callable[[bytes], ChatRequest]
     ) -> tuple[ChatRequest, ServedModel]:
         body = await self._body(request)
-        if len(body) <= _SHORT_BYTES:
-            parsed = read(body)
+
+        def timed() -> tuple[ChatRequest, float]:
+            began = time.thread_time()
+            return read(body), time.thread_time() - began
+
+        if len(body) <= self._short_bytes:
+            parsed, cpu_s = timed()
         else:
-            parsed = await next(iter(self.models.values())).run_in_thread(partial(read, body))
+            parsed, cpu_s = await next(iter(self.models.values())).run_in_thread(timed)
+        quick = min(_LONG_BYTES, 5 * len(body) // 4)
+        self._short_bytes = max(self._short_bytes, quick) if cpu_s < _SHORT_S else _SHORT_BYTES
         wish = request.headers.get(SUMMARIES, "on").lower()
         if wish not in ("on", "off"):
             raise invalid_request(f"the header {SUMMARIES} is {wish[:100]!r}\n  hint: send on or off")
-        parsed = replace(parsed, summaries=wish == "on")
+        if wish == "off":
+            parsed = replace(parsed, summaries=False)
         model = self._model(parsed.model)
         record.model = model.name
         return parsed, model
 
     def _timeout(self) -> RequestRefused:
-        return RequestRefused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
+        return RequestRefused(504, f"the answer was not complete within {self.config.deadline_s:g} s", code="timeout")
 
     def _admit(self, request: Request) -> KeyUse | None:
         """Check the API key. Without keys, check that the Host header is loopback.
@@ -213,7 +242,9 @@ class Gateway:
         The second check refuses a web page whose host name resolves to this machine."""
         if self._keys is None:
             if not is_loopback(host(request)):
-                raise RequestRefused(403, "without a key only localhost is answered", code="forbidden")
+                raise RequestRefused(
+                    403, "this gateway has no API key, so it answers only requests to localhost", code="forbidden"
+                )
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

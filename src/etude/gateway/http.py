@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from etude.errors import ConfigError, EtudeError
 from etude.gateway.config import GatewayConfig
@@ -19,6 +20,7 @@ from etude.gateway.errors import RequestRefused, from_error, openai_error
 from etude.http_server import bind, run_http_server
 
 T = TypeVar("T")
+BROKEN = RequestRefused(500, "the gateway failed; its log says why", code="internal_error")
 
 
 def host(request: Request) -> str:
@@ -47,17 +49,21 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Await `work` and return its result.
 
     When the client disconnects first, cancel `work` and raise `ClientDisconnect`."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone, ended = asyncio.create_task(_disconnected(request)), False
+    scope = asyncio.timeout(None)
+    gone.add_done_callback(lambda _: None if ended else scope.reschedule(0.0))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        async with scope:
+            try:
+                return await work
+            finally:
+                ended = True
+    except TimeoutError:
+        if scope.expired():
+            raise ClientDisconnect from None
+        raise
     finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        gone.cancel()
 
 
 async def _disconnected(request: Request) -> None:
@@ -65,11 +71,16 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response with a JSON body."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
 def error_response(request: Request, refused: RequestRefused) -> Response:
     """Return the HTTP response of an error, in the format of the API that the request's path belongs to."""
     path = request.scope["path"]
     write = next((d.error for d in DIALECTS.values() if path.startswith(d.path)), openai_error)
-    return JSONResponse(write(refused), refused.status, refused.headers)
+    return json_response(write(refused), refused.status, refused.headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -89,7 +100,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return error_response(request, RequestRefused(500, "the gateway failed; its log says why", code="internal_error"))
+    return error_response(request, BROKEN)
 
 
 HANDLERS: Any = {RequestRefused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}

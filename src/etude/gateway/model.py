@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from etude import grammars
-from etude.capture import Chat, Prompt, Summaries, SummaryLimits, TurnTree
+from etude.capture import Chat, KeptTools, Prompt, Summaries, SummaryLimits, TurnTree
 from etude.capture.context import served_trigger
 from etude.capture.summaries import Shortened
 from etude.errors import ContextFull
@@ -36,6 +36,8 @@ _MAX_QUEUED = 64
 MAX_CALLS = 16  # calls of an answer that must have one
 TOKENISER_THREADS = 2
 """Number of tokeniser threads. Work of a disconnected client is not interrupted; later work waits for it."""
+_SHORT_CHARS = 16_384  # new text that is rendered and tokenised without a thread, which would cost more than it saves
+_SHORT_S = 0.02  # after more CPU time than this for a short text, fewer are rendered without a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class PendingRequest:
     - `parsed`: the client's request; `request`: the one for the policy.
     - `signatures`: the tools; None: the completion is not searched for tool calls.
     - `prompt`: the node, in the tree of conversations, to which the completion is appended; None for a text request.
-    - `summaries`: those in the prompt."""
+    - `summaries`: the summaries in the prompt."""
 
     parsed: ChatRequest
     request: CompletionRequest
@@ -61,8 +63,8 @@ class ServedModel:
     - `chat`: converts messages to tokens and back.
     - `name`: the model name that clients send.
     - `context_tokens`: the most tokens of prompt and answer together.
-    - `summaries`: how the model learnt to summarise a long conversation, which it then does here, too; None: it did not
-      learn it."""
+    - `summaries`: how the model was trained to summarise long conversations, which it then also does here; None: it was
+      not."""
 
     def __init__(
         self,
@@ -85,6 +87,8 @@ class ServedModel:
         self._running = asyncio.Semaphore(self.config.max_running)
         self._num_running = self._num_waiting = 0
         self._tokeniser_threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
+        self._short_chars = _SHORT_CHARS
+        self._signatures_of = lru_cache(maxsize=64)(self._read_signatures)
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in one of the model's tokeniser threads, and return its result."""
@@ -185,8 +189,12 @@ class ServedModel:
             raise context_exceeded(self.context_tokens, self.context_tokens + 1, 0, facts=full.facts) from None
 
     def _signatures(self, parsed: ChatRequest) -> Any:
+        tools = parsed.tools
+        return self._signatures_of(tools) if isinstance(tools, KeptTools) else self._read_signatures(tools)
+
+    def _read_signatures(self, tools: list[dict[str, Any]]) -> Any:
         try:
-            return self.chat.signatures(parsed.tools)
+            return self.chat.signatures(tools)
         except ValueError as error:
             raise invalid_request(str(error), "tools") from None
 
@@ -195,9 +203,21 @@ class ServedModel:
         signatures = self._signatures(parsed)
         shortened = await self._shortened(parsed, signatures)
         render = partial(
-            self._tree.prompt, shortened.messages, signatures, tools=parsed.tools, max_tokens=self.context_tokens
+            self._tree.prompt_if_short,
+            shortened.messages,
+            signatures,
+            tools=parsed.tools,
+            max_tokens=self.context_tokens,
         )
-        prompt = await self.run_in_thread(render)
+        began = time.thread_time()
+        prompt = render(max_chars=self._short_chars)
+        if prompt is None:
+            prompt = await self.run_in_thread(render)
+            assert prompt is not None, "without a limit"
+        elif time.thread_time() - began > _SHORT_S:
+            self._short_chars //= 2
+        else:
+            self._short_chars = min(_SHORT_CHARS, self._short_chars + 256)
         num_tokens = len(prompt.token_ids)
         if shortened.fault is not None and num_tokens + _least_tokens(parsed) > self.context_tokens:
             facts = f"the conversation has {num_tokens} tokens, and its summary was refused: {shortened.fault}"
@@ -229,9 +249,8 @@ class ServedModel:
     async def _prepare_text(self, parsed: ChatRequest, index: int) -> PendingRequest:
         assert parsed.prompt is not None, "a text request"
         if isinstance(parsed.prompt, str):
-            prompt_ids = await self.run_in_thread(
-                partial(self.chat.encode, parsed.prompt, max_tokens=self.context_tokens)
-            )
+            encode = partial(self.chat.encode, parsed.prompt, max_tokens=self.context_tokens)
+            prompt_ids = encode() if len(parsed.prompt) <= _SHORT_CHARS else await self.run_in_thread(encode)
         elif all(0 <= token < self.chat.vocab_size for token in parsed.prompt):
             prompt_ids = np.array(parsed.prompt, np.int32)
         else:

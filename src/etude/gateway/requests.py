@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from etude.capture import KeptMessage, Message
+from etude.capture import KeptMessage, KeptTools, Message
 from etude.gateway.errors import invalid_request, unknown_parameter, unsupported_value
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
@@ -71,39 +69,45 @@ class ChatRequest:
 
 
 B = TypeVar("B", bound=msgspec.Struct)
+P = TypeVar("P")
+V = TypeVar("V")
 _path = re.compile(r" - at `\$\.?([^`]*)`")
-_names_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_unknown = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+ABSENT = msgspec.Raw()
+"""The value of a field that is parsed later and that a body does not have."""
 
 
-def decode_body(
-    data: bytes,
-    decoder: msgspec.json.Decoder[B],
-    *,
-    neutral: Mapping[str, Collection[Any]],
-    harmless: Collection[str],
-) -> B:
-    """Parse a JSON body with `decoder`. Raises `RequestRefused` (HTTP status 400), which names the invalid field.
+class BodyDecoder(Generic[B]):
+    """A decoder of the JSON bodies of a dialect, which reads them once.
 
+    - `kind`: the struct of a body.
     - `neutral`: known parameters that are not supported, each with the values that are accepted, as they have no
       effect.
     - `harmless`: parameters that are ignored.
 
-    Any other parameter that the decoder does not know is refused."""
-    try:
-        body = decoder.decode(data)
-        fields = _names_decoder.decode(data)
-    except msgspec.ValidationError as error:
-        place = _path.search(str(error))
-        raise invalid_request(str(error), place[1] if place else None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid_request(f"the body is not JSON: {error}") from None
-    for name, raw in fields.items():
-        if name in neutral:
-            if (value := _decode_value(raw)) not in neutral[name]:
-                raise unsupported_value(name, value, list(neutral[name]))
-        elif name not in body.__struct_fields__ and name not in harmless:
-            raise unknown_parameter(name, {*body.__struct_fields__, *harmless, *neutral})
-    return body
+    Any other parameter that is no field of `kind` is refused."""
+
+    def __init__(self, kind: type[B], *, neutral: Mapping[str, Collection[Any]], harmless: Collection[str]) -> None:
+        self._neutral, self._known = neutral, {*kind.__struct_fields__, *harmless, *neutral}
+        others = [(name, msgspec.Raw, ABSENT) for name in self._known.difference(kind.__struct_fields__)]
+        options: Any = {"kw_only": True, "forbid_unknown_fields": True}
+        self._decoder: Any = msgspec.json.Decoder(msgspec.defstruct(kind.__name__, others, bases=(kind,), **options))
+
+    def decode(self, data: bytes) -> B:
+        """Parse a body. Raises `RequestRefused` (HTTP status 400), which names the invalid field."""
+        try:
+            body: B = self._decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if unknown := _unknown.fullmatch(str(error)):
+                raise unknown_parameter(unknown[1], self._known) from None
+            place = _path.search(str(error))
+            raise invalid_request(str(error), place[1] if place else None) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid_request(f"the body is not JSON: {error}") from None
+        for name, accepted in self._neutral.items():
+            if (raw := getattr(body, name)) is not ABSENT and (value := _decode_value(raw)) not in accepted:
+                raise unsupported_value(name, value, list(accepted))
+        return body
 
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -161,52 +165,70 @@ def _decode_value(raw: msgspec.Raw) -> Any:
         raise invalid_request(f"the body is not JSON: {error}") from None
 
 
-class MessageCache(Generic[B]):
-    """A thread-safe cache of parsed messages by their JSON text, since each request repeats all earlier messages.
+class ParseCache(Generic[P, V]):
+    """A thread-safe cache of parsed values by their JSON text, since each request repeats all earlier messages.
 
-    `decoder` parses one message, and `convert` turns it into canonical messages (`ChatRequest.messages`). The second
-    argument of `convert` is the place in the body, for errors. The least recently used messages are dropped when the
-    JSON texts have more than `max_bytes` in total."""
+    `decoder` parses one value, and `convert` turns it into what is kept. The second argument of `convert` is the place
+    in the body, for errors. What was not read lately is dropped, so that the JSON texts have at most `max_bytes`."""
 
     def __init__(
-        self,
-        decoder: msgspec.json.Decoder[B],
-        convert: Callable[[B, str], Sequence[Message]],
-        *,
-        max_bytes: int = 64 << 20,
+        self, decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], V], *, max_bytes: int = 64 << 20
     ) -> None:
         self._decoder, self._convert, self._max_bytes = decoder, convert, max_bytes
-        self._kept: OrderedDict[bytes, list[Message]] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
+        self._recent, self._older = dict[bytes, V](), dict[bytes, V]()  # each has at most half of the bytes
+        self._num_bytes = 0  # of the recent ones
+
+    def read(self, raw: bytes, where: str) -> V:
+        """Parse a JSON value, which `where` names in errors. Raises `RequestRefused` (HTTP status 400)."""
+        known = self._recent.get(raw)
+        if known is None:
+            known = self._older.get(raw)
+            if known is None:
+                known = self._parse(raw, where)
+            if self._num_bytes + len(raw) > self._max_bytes // 2:
+                self._older, self._recent, self._num_bytes = self._recent, {}, 0
+            self._recent[raw] = known
+            self._num_bytes += len(raw)
+        return known
+
+    def _parse(self, raw: bytes, where: str) -> V:
+        try:
+            return self._convert(self._decoder.decode(raw), where)
+        except msgspec.ValidationError as error:
+            place = _path.search(str(error))
+            inner = place[1] if place else ""
+            dot = "." if inner and inner[0] != "[" else ""
+            raise invalid_request(f"{where}: {error}", where + dot + inner) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid_request(f"the body is not JSON: {error}") from None
+
+
+class MessageCache(Generic[P]):
+    """Keeps parsed messages (`ParseCache`). `convert` returns the canonical messages of a message of the dialect."""
+
+    def __init__(self, decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], Sequence[Message]]) -> None:
+        self._kept = ParseCache(decoder, lambda parsed, where: [KeptMessage(m) for m in convert(parsed, where)])
 
     def read(self, parts: Sequence[msgspec.Raw], where: str) -> list[Message]:
         """Parse the messages of a conversation. `where` is the name of the request field that has them."""
         found: list[Message] = []
         for i, part in enumerate(parts):
-            raw = bytes(part)
-            with self._lock:
-                if (known := self._kept.get(raw)) is not None:
-                    self._kept.move_to_end(raw)
-            found += known if known is not None else self._parse(raw, f"{where}[{i}]")
+            found += self._kept.read(bytes(part), f"{where}[{i}]")
         return found
 
-    def _parse(self, raw: bytes, where: str) -> list[Message]:
-        try:
-            message = self._decoder.decode(raw)
-        except msgspec.ValidationError as error:
-            place = _path.search(str(error))
-            raise invalid_request(f"{where}: {error}", where + (f".{place[1]}" if place and place[1] else "")) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid_request(f"the body is not JSON: {error}") from None
-        parsed: list[Message] = [KeptMessage(one) for one in self._convert(message, where)]
-        with self._lock:
-            self._num_bytes += 0 if raw in self._kept else len(raw)
-            self._kept[raw] = parsed
-            while self._num_bytes > self._max_bytes:
-                old, _ = self._kept.popitem(last=False)
-                self._num_bytes -= len(old)
-        return parsed
+
+class ToolsCache(Generic[P]):
+    """A cache of parsed lists of tools (`ParseCache`). `kind` is the type of a tool in the dialect.
+
+    `convert` returns such tools as OpenAI's list."""
+
+    def __init__(self, kind: type[P], convert: Callable[[list[P]], list[dict[str, Any]]]) -> None:
+        decoder: Any = msgspec.json.Decoder(list[kind] | None)  # type: ignore[valid-type]
+        self._kept = ParseCache[Any, KeptTools](decoder, lambda tools, _: KeptTools(convert(tools or [])))
+
+    def read(self, tools: msgspec.Raw) -> KeptTools:
+        """Parse the field `tools` of a body."""
+        return self._kept.read(bytes(tools) or b"null", "tools")
 
 
 def check_range(name: str, value: float | None, low: float, high: float = float("inf")) -> None:
@@ -234,7 +256,7 @@ def canonical_call(name: str, arguments: Any, call_id: str, where: str) -> dict[
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise invalid_request("a tool call's arguments must be a JSON object of whole characters", where)
+        raise invalid_request("a tool call's arguments must be a JSON object of valid Unicode text", where)
     identity = {"id": call_id} if call_id else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": parsed}}
 
@@ -274,13 +296,10 @@ def checked_messages(messages: list[Message], where: str) -> list[Message]:
     messages."""
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid_request(f"{where} must end with a system, user or tool message", where)
-    at = 0
-    while at < len(messages):
-        order = {call["id"]: i for i, call in enumerate(messages[at].get("tool_calls") or ()) if "id" in call}
-        start = at = at + 1
-        while at < len(messages) and messages[at]["role"] == "tool":
-            at += 1
-        if len(order) > 1:
-            last = len(order)
-            messages[start:at] = sorted(messages[start:at], key=lambda m: order.get(m.get("tool_call_id", ""), last))
+    for at, message in enumerate(messages):
+        if "tool_calls" in message and len(calls := message["tool_calls"] or ()) > 1:
+            order = {call["id"]: i for i, call in enumerate(calls) if "id" in call}
+            stop = next((i for i in range(at + 1, len(messages)) if messages[i]["role"] != "tool"), len(messages))
+            results = messages[at + 1 : stop]
+            messages[at + 1 : stop] = sorted(results, key=lambda m: order.get(m.get("tool_call_id", ""), len(order)))
     return messages

@@ -20,10 +20,11 @@ from etude.seams import Policy
 
 @dataclass(frozen=True)
 class SummaryWriter:
-    """Counts and samples for one request, with its `tools` and their `signatures`.
+    """Counts tokens and samples summaries for one request with `tools`.
 
-    `run` runs a function in a tokeniser thread. A summary is sampled like those of training. Its seed is a digest of
-    the conversation, so that it is the same when it must be written again."""
+    `signatures` are the tools as the chat format takes them, and `run` runs a function in a tokeniser thread. Summaries
+    are sampled as in training. The seed is a digest of the conversation, so a summary that must be written again is the
+    same."""
 
     policy: Policy
     chat: Chat
@@ -42,7 +43,9 @@ class SummaryWriter:
         return number
 
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
-        """Sample a summary. Raises `RequestRefused` when the engine cancels it, and what the policy raises."""
+        """Sample a summary and return (its node, the parsed completion).
+
+        Raises `RequestRefused` when the engine cancels it, and what the policy raises."""
         prompt = await self.run(partial(self.tree.prompt, messages, self.signatures, tools=self.tools))
         digest = hashlib.blake2b(f"summary {attempt} ".encode() + prompt.key, digest_size=8).digest()
         request = CompletionRequest(
@@ -70,5 +73,6 @@ class SummaryWriter:
         return self.tree.record(prompt, completion, message, sampling=sampling, kind=TurnKind.SUMMARY), reply
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Return what goes on: without a limit of turns and a file, which only a rollout has."""
+        """Return what the conversation keeps: the summary, without a limit of turns and without a file of earlier
+        messages."""
         return Carried(summary, number)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class ChatFormat:
         )  # the tokeniser would match these in any text
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
+        self._kept_tools: dict[int, tuple[Mapping[str, Signature], tuple[Signature, ...], list[dict[str, Any]]]] = {}
         self._num_continued: dict[tuple[Any, ...], int] = {}  # turns by their kinds of messages
 
     @classmethod
@@ -321,8 +323,18 @@ class ChatFormat:
 
     def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
         """Return the escaped tools if the template uses them, else an empty list."""
-        lists = "tools" in self._template.variables
-        return [self._escape_all(s.to_openai()) for s in signatures.values()] if lists else []
+        return self._escaped_tools(signatures) if "tools" in self._template.variables else []
+
+    def _escaped_tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
+        """Escape the tools, once for the many requests that have the same."""
+        tools = tuple(signatures.values())
+        kept = self._kept_tools.get(id(signatures))
+        if kept is None or len(kept[1]) != len(tools) or not all(map(operator.is_, kept[1], tools)):
+            if len(self._kept_tools) >= _MAX_KINDS:
+                self._kept_tools.clear()
+            kept = signatures, tools, [self._escape_all(tool.to_openai()) for tool in tools]
+            self._kept_tools[id(signatures)] = kept  # with the dict, so that no other gets its id
+        return kept[2]
 
     def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
         escaped = {k: self._escape(v) if isinstance(v, str) else v for k, v in message.items()}
@@ -504,7 +516,8 @@ class CheckpointChatFormat(ChatFormat):
         )
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
-        """Return the number of leading tokens before the first one that opens a tool call, or that is special."""
+        """Return how many leading tokens of a completion come before the first one that opens a tool call or is
+        special."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 
@@ -543,7 +556,7 @@ class CheckpointChatFormat(ChatFormat):
 
     def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
         lists = "tools" in self._template.variables | self._with_tools.variables
-        return [self._escape_all(s.to_openai()) for s in signatures.values()] if lists else []
+        return self._escaped_tools(signatures) if lists else []
 
     def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
         escape = self._escape_special if message.get("role") == "assistant" else self._escape_all

@@ -119,9 +119,10 @@ class Compactor:
 
 
 async def write_history(episode: Episode, messages: Sequence[Message], path: str = HISTORY) -> str:
-    """Write messages into a file in the machine, which git ignores. `remove_history` removes it.
+    """Write messages into a file in the machine, hidden from git. `remove_history` removes the file.
 
-    Returns its path, or "" if the agent's files prevent it. Raises `MachineError`, which is then the episode's."""
+    Returns its path, or "" if the agent's files prevent it. Raises `MachineError`, and then sets it as the episode's
+    failure."""
     try:
         if not episode.has_history:
             await episode.machine.write(_IGNORE, b"*\n")
@@ -136,7 +137,7 @@ async def write_history(episode: Episode, messages: Sequence[Message], path: str
 
 
 async def remove_history(episode: Episode) -> None:
-    """Remove the files of `write_history`, so that nothing that grades the machine sees them. Raises `MachineError`."""
+    """Remove the files of `write_history`, so that grading the machine does not see them. Raises `MachineError`."""
     if episode.has_history:
         script = f"rm -f {OWN}history*.txt {_IGNORE}; rmdir {OWN}"
         key = f"{episode.options.session_id}/remove-history"

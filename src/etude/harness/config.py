@@ -67,7 +67,7 @@ class HarnessConfig:
 
     @property
     def summaries(self) -> SummaryLimits | None:
-        """How conversations are summarised; None: they are not."""
+        """How conversations are summarised; None: they are not summarised."""
         if not self.summary_tokens:
             return None
         return SummaryLimits(

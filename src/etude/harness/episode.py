@@ -94,8 +94,8 @@ class ModelTurn:
     - `num_tokens`: tokens of the conversation with this turn included.
     - `number`: how many turns of the episode came before.
     - `node`: the recorded turn with its tokens.
-    - `completion`: all tokens that were sampled.
-    - `cut`: where a stop text cut them off; None if none did."""
+    - `completion`: what the policy returned, with all sampled tokens.
+    - `cut`: how a stop text cut the completion off; None if none did."""
 
     reply: Reply
     messages: list[Message]
@@ -170,7 +170,8 @@ class Episode:
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn.
         `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
         fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
-        gateway get it. Before the first of the texts `stops` the message ends, and what was sampled after it is lost.
+        gateway get it. The message ends before the first of the texts `stops` in it, and tokens after that text are
+        dropped.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
@@ -178,8 +179,8 @@ class Episode:
         Raises:
 
         - `EpisodeEnded` when `ending` is set, or when `harness.max_turns` turns were requested.
-        - `ContextFull` when the conversation and `max_tokens` do not fit into `harness.context_tokens`. A
-          program may catch it and ask with a shorter conversation; otherwise it ends the episode.
+        - `ContextFull` when the conversation and `max_tokens` do not fit into `harness.context_tokens`. A program may
+          catch it and ask with a shorter conversation; otherwise it ends the episode.
         - `EngineError` when no engine has answered. The rollout is then invalid in any case.
         - `ChatError` for a chat template that the user must fix."""
         await self._require_open()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -34,6 +34,8 @@ MAX_STEPS = 300_000
 DEADLINE_S = 5.0
 MAX_WIDTH = 10_000
 """The largest number that a filter or a method accepts, since it may be a width."""
+
+_MAX_SAFE = 4096  # attributes of types whose safety is known
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HINT = "compare it with the chat_template.jinja that etude packages, or with the one its makers publish"
@@ -185,7 +187,7 @@ class _Budget:
         self.steps -= 1
         if self.steps < 0:
             raise _LimitExceeded(f"more than {MAX_STEPS} loop iterations and calls")
-        if time.thread_time() > self.deadline:
+        if not self.steps % 8 and time.thread_time() > self.deadline:
             raise _LimitExceeded("it took too much CPU time")
 
 
@@ -194,13 +196,14 @@ def _size(*values: Any) -> int:
     total, elements, waiting = 0, 0, list(values)
     while waiting:
         value = waiting.pop()
+        kind = type(value)  # `isinstance` asks an object of the template for its class, which is slow
         elements += 1
-        if isinstance(value, str):
+        if issubclass(kind, str):
             total += len(value)
-        elif isinstance(value, Mapping):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple):
+        elif issubclass(kind, list | tuple):
             waiting += value
+        elif issubclass(kind, Mapping):
+            waiting += [*value.keys(), *value.values()]
         if total > MAX_CHARS or elements + len(waiting) > MAX_ELEMENTS:
             raise _LimitExceeded(f"a value of more than {MAX_CHARS} characters or {MAX_ELEMENTS} elements")
     return total + elements
@@ -241,6 +244,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits on steps and sizes."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
+    _safe: ClassVar[dict[tuple[type, str], bool]] = {}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return what Jinja's sandbox says of an attribute, which depends on the object's type only."""
+        key = type(obj), attr
+        if (safe := self._safe.get(key)) is None:
+            if len(self._safe) >= _MAX_SAFE:
+                self._safe.clear()
+            safe = self._safe[key] = super().is_safe_attribute(obj, attr, value)
+        return safe
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         size = _size(left, right)

@@ -123,11 +123,11 @@ class ToolSet:
 
     @property
     def is_standard(self) -> bool:
-        """Whether all are standard tools, and none is a plug-in."""
+        """Whether all tools are standard tools, so that none is a plug-in."""
         return all(STANDARD_TOOLS.get(name) is tool for name, tool in self._tools.items())
 
     def misfit(self, call: Call) -> str:
-        """Return why a call of a script fits no tool: its name or its arguments; "" if it fits."""
+        """Return why a scripted call does not fit the tools (unknown name or wrong arguments); "" if it fits."""
         if call.name not in self._tools:
             return f"it calls {call.name!r}, and the tools are {', '.join(self._tools)}"
         parameters = self.signatures[call.name].parameters
@@ -137,7 +137,7 @@ class ToolSet:
         return f"it calls {call.name}({', '.join(call.arguments)}), expected ({', '.join(p.name for p in parameters)})"
 
     def with_standard(self) -> ToolSet:
-        """Return these tools and the standard tools of other names."""
+        """Return a set of these tools and of all standard tools with other names."""
         others = (tool for name, tool in STANDARD_TOOLS.items() if name not in self._tools)
         return ToolSet((*self._tools.values(), *others))
 

@@ -287,7 +287,7 @@ class Fleet:
         return dict(Counter(self._sessions.values()))
 
     def forget(self, session_id: str) -> None:
-        """Forget an ended session and its forks ("s+1" of "s"), so that they count no longer.
+        """Forget an ended session and its forks ("s+1" of "s"), so that they no longer count as sessions of an engine.
 
         Unknown ids are ignored."""
         for one in [s for s in self._sessions if s == session_id or s.startswith(f"{session_id}+")]:

@@ -235,7 +235,8 @@ class Scheduler:
         return plan
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a request, finished or not. Its slot rests, and stays with its session if the request wants that."""
+        """Remove a request, finished or not. Its slot is free now, but keeps its KV; it stays reserved for the session
+        if the request asks for that."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
@@ -369,5 +370,5 @@ def late(sequence: Sequence) -> EngineLate:
     return EngineLate(
         f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a step of the engine",
         sequence.phase,
-        hint="resume the engine if it is paused, see its log, or give the request more time",
+        hint="resume the engine if it is paused, see the engine's log, or give the request more time",
     )

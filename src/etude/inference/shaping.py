@@ -21,7 +21,8 @@ I64 = npt.NDArray[np.int64]
 
 
 class Changes(NamedTuple):
-    """Changes of a row's logits, one for each of N tokens: bias, repetition penalty, and what is subtracted last."""
+    """Changes of a row's logits, one value for each of the N tokens `tokens`: `bias` is added first. Then a positive
+    logit is divided and another one multiplied by `repetition`. At last `penalty` is subtracted."""
 
     tokens: I64
     bias: F32

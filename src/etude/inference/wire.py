@@ -124,5 +124,7 @@ async def read_frames(
                 raise ValueError(f"a frame of kind {kind!r}")
     except (ValueError, struct.error, asyncio.IncompleteReadError) as error:
         raise EngineError(
-            f"the stream of {engine} is invalid or ended early", str(error), hint="send the request again; see its log"
+            f"the stream of {engine} is invalid or ended early",
+            str(error),
+            hint="send the request again; if it fails again, see the engine's log",
         ) from None

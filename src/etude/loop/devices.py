@@ -52,7 +52,7 @@ def check_devices(config: RunConfig, *, count: Callable[[], int] = count_gpus) -
             device = config.engine.device if section == "engine" else config.learner.device
             ranks = f" for each of {here} ranks" if section == "learner" and here > 1 else ""
             raise ConfigError(
-                f"{section}.device = {device!r}{ranks}",
+                f"{section}.device = {device!r}{ranks} is not possible",
                 f"torch sees {seen} {'GPU' if seen == 1 else 'GPUs'} here",
                 hint=f"set {section}.device = 'auto', or install a torch that is built for this machine's GPUs",
             )
@@ -66,13 +66,13 @@ def check_foreign_device(config: RunConfig, kind: EngineKind) -> None:
     installed = environment(config.foreign(kind).environment, SERVER_KINDS[kind]).require().device
     if device.partition(":")[0] not in ("auto", installed):
         raise ConfigError(
-            f"engine.device = {device!r}",
+            f"engine.device = {device!r} is not possible",
             f"{name} was installed for {installed} and runs there",
             hint=f"set engine.device = 'auto', or etude engines install {kind} --device {device.partition(':')[0]}",
         )
     if gpus_of(device) > 1:
         raise ConfigError(
-            f"engine.device = {device!r}",
+            f"engine.device = {device!r} is not possible",
             f"{name} chooses its own GPUs",
             hint="set engine.device = 'cuda', and choose with the environment variable CUDA_VISIBLE_DEVICES",
         )

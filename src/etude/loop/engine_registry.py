@@ -35,7 +35,7 @@ def check_listen(config: RunConfig) -> None:
         return
     if host not in LOOPBACK and environment_token() is None:
         facts, hint = "anybody could join and receive rollouts", "set ETUDE_TOKEN here and at the engines"
-        raise ConfigError(f"fleet.listen = {listen!r} without a token", facts, hint=hint)
+        raise ConfigError(f"fleet.listen = {listen!r} needs a token", facts, hint=hint)
     try:
         bind(host.strip("[]"), int(port)).close()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The event loop of the conductor, which serves thousands of calls, tasks and timers a second."""
+"""The event loop of the conductor and the gateway, which serve thousands of calls, tasks and timers a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ YOUNG_OBJECTS = 10_000  # between two garbage collections; Python's 700 are allo
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run the conductor's work in a new event loop and return its result. From now on the garbage collector ignores the
+    """Run a program's work in a new event loop and return its result. From now on the garbage collector ignores the
     objects that exist already, and looks for garbage less often: almost none of it is in cycles."""
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)

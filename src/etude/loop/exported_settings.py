@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 class ExportedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of the file. `summaries`: how conversations were summarised in training."""
+    """The content of ``etude.json``. `summaries`: how conversations were summarised in training."""
 
     format: int = FORMAT
     summaries: SummaryLimits
@@ -36,7 +36,7 @@ def summaries_of_run(run: RunFolder) -> SummaryLimits | None:
 
 
 def settings_files(summaries: SummaryLimits | None) -> dict[str, str]:
-    """Return the files for an exported checkpoint: name → content. Without summaries there is none."""
+    """Return the files to add to an exported checkpoint, as name → content; {} without summaries."""
     if summaries is None:
         return {}
     data = msgspec.json.encode(ExportedSettings(summaries=summaries))
@@ -46,7 +46,7 @@ def settings_files(summaries: SummaryLimits | None) -> dict[str, str]:
 def summaries_of_checkpoint(folder: Path) -> SummaryLimits | None:
     """Read how conversations were summarised from the directory of a checkpoint; None: it has no such file.
 
-    Raises `CheckpointError` for a damaged file, and for one of a later etude."""
+    Raises `CheckpointError` for a damaged file, and for one that a later version of etude wrote."""
     if not (folder / FILE).is_file():
         return None
     hint = "export the checkpoint again, or remove the file to serve it without summaries"

@@ -15,6 +15,7 @@ from etude import progress
 from etude.environments import MachineGrader
 from etude.environments.backends import runtime_from_config
 from etude.loop import child
+from etude.loop.blocked import interrupt_blocking
 from etude.loop.config import open_tasks, read_config
 from etude.loop.locations import rollout_files
 from etude.plugins import Kind, make
@@ -80,7 +81,8 @@ class GradeSlots:
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     """Return the RPC methods of a grader process, by name."""
     config = read_config(run)
-    source = open_tasks(config)
+    interrupt_blocking(config)
+    source, answering = open_tasks(config), asyncio.Lock()
     runtime = runtime_from_config(config.machines)
     grader = CachingGrader(grader_for(source, MachineGrader(runtime)))
     terms = [_named(i, one) for i, one in enumerate(config.rewards.terms)]
@@ -90,7 +92,9 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         """Grade the exports of a stored rollout."""
         async with grading.slot():
             exports = await asyncio.to_thread(files.read_exports, summary)
-            return await grader.grade(task, source.answer(task), exports)
+            async with answering:  # a plug-in may take longer than this process may be silent
+                answer = await asyncio.to_thread(source.answer, task)
+            return await grader.grade(task, answer, exports)
 
     async def measured(summary: RolloutSummary, graded: Graded) -> Graded:
         """Measure the run's own reward terms. Returns the verdict with these terms."""

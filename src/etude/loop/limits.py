@@ -66,7 +66,9 @@ def start_model_config(checkpoint: Path) -> ModelConfig:
         raw = json.loads(path.read_text())
     except OSError:
         raise ConfigError(
-            f"start = {str(checkpoint)!r}", "no config.json there", hint="give a Hugging Face checkpoint directory"
+            f"start = {str(checkpoint)!r} is not a checkpoint",
+            "it has no config.json",
+            hint="give a Hugging Face checkpoint directory",
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
@@ -76,7 +78,7 @@ def start_model_config(checkpoint: Path) -> ModelConfig:
         return ModelConfig.from_hf(raw)
     except CheckpointError as error:  # a valid file of an unsupported architecture
         facts = f"{error.what}{': ' if error.facts else ''}{error.facts}"
-        raise ConfigError(f"start = {str(checkpoint)!r}", facts, hint=error.hint) from None
+        raise ConfigError(f"start = {str(checkpoint)!r} cannot be used", facts, hint=error.hint) from None
 
 
 def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:

@@ -89,8 +89,8 @@ def preflight(
     standard_tools(config.harness.tools)
     if config.harness.require_submit and not config.harness.is_command and "submit" not in config.harness.tools:
         raise ConfigError(
-            f"harness.tools = {list(map(str, config.harness.tools))}",
-            "no rollout could submit, and with harness.require_submit such rollouts have reward 0",
+            f"harness.tools = {list(map(str, config.harness.tools))} lacks 'submit'",
+            "with harness.require_submit, rollouts that do not submit have reward 0",
             hint="add 'submit', or set harness.require_submit=false",
         )
     asyncio.run(build_images(config, log))
@@ -132,7 +132,7 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     model = start_model_config(config.start)
     if model.architecture.no_external_engines:
         raise ConfigError(
-            f"fleet.engines = {list(map(str, config.fleet.engines))}",
+            f"fleet.engines = {list(map(str, config.fleet.engines))} cannot serve this model",
             f"{SERVER_KINDS[kinds[0]].name} {model.architecture.no_external_engines} (family {model.family})",
             hint="use reference engines for this model",
         )
@@ -241,7 +241,7 @@ def check_start(
     model.per_rank(numerics.degree)
     if context_tokens > model.context_tokens:
         raise ConfigError(
-            f"engine.context_tokens = {context_tokens}",
+            f"engine.context_tokens = {context_tokens} is too large",
             f"the checkpoint has positions for {model.context_tokens}",
             hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
         )
@@ -267,7 +267,7 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
     """Check that a model's experts can be divided evenly among this many ranks. Raises `ConfigError`."""
     if model.num_experts % expert_parallel or (expert_parallel > 1 and not model.num_experts):
         raise ConfigError(
-            f"learner.expert_parallel = {expert_parallel}",
+            f"learner.expert_parallel = {expert_parallel} is not possible",
             f"the checkpoint has {model.num_experts} experts, and every rank must hold the same number of them",
             hint="set it to a divisor of the number of experts",
         )

@@ -155,10 +155,14 @@ def _check_devices(config: RunConfig) -> None:
     for role, device in (("engine", config.engine.device), ("learner", config.learner.device)):
         if gpus_of(device) > 1:
             hint = f"set {role}.device = 'cuda'"
-            raise ConfigError(f"{role}.device = {device!r}", "Ray shows each process only its own GPU", hint=hint)
+            raise ConfigError(
+                f"{role}.device = {device!r} is not possible", "Ray shows each process only its own GPU", hint=hint
+            )
         if gpus_of(device) and not any(node["Resources"].get("GPU", 0) >= 1 for node in nodes((role,))):
             hint = f"add a node: ray start --num-gpus=1 --resources='{{\"{role}\": 1}}'; or set {role}.device = 'auto'"
-            raise ConfigError(f"{role}.device = {device!r}", f"no node that offers {role} has a GPU", hint=hint)
+            raise ConfigError(
+                f"{role}.device = {device!r} is not possible", f"no node that offers {role} has a GPU", hint=hint
+            )
 
 
 def _check_nodes(

@@ -1,4 +1,4 @@
-"""Reads rollouts of a run as people read them: from the ledger, traces, rollout files and evaluations."""
+"""Reads the rollouts of a run as text for people: from the ledger, traces, rollout files and evaluations."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ REPORTED_STEPS, REPORTED_BYTES = 8, 256 << 20
 
 
 def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Mapping[str, Any]] = ()) -> RolloutView:
-    """Return a rollout of training as text: from the trace of its step, or else from its file.
+    """Return a rollout of training as text, from the trace of its step or, if there is none, from its file.
 
-    `history`: its transitions in the ledger. It has no turns if nothing was stored. Raises `LedgerError` for damaged
-    files, and `ChatError` without the run's tokeniser."""
+    `row` is its row in the ledger, and `history` its transitions there. The result has no turns if nothing was stored.
+    Raises `LedgerError` for damaged files, and `ChatError` if the run's tokeniser is missing."""
     found = _recorded(run, ledger, row)
     finished = ledger.finished(row.rollout_id)
     outcome: Outcome | None = None
@@ -98,9 +98,10 @@ def evaluation_view(name: str, row: EvalRow) -> RolloutView:
 
 
 def reported_views(run: RunFolder, ledger: Ledger) -> list[RolloutView]:
-    """Return the best and the worst rollout of a group of the last step with a sample; [] if there is none.
+    """Return the rollouts of training that a report shows: the best and the worst one of a group of the last step.
 
-    Traces in a bucket, and large ones, are not read: a report should take seconds."""
+    The group is one with a sample; the list is empty if there is none. Traces in a bucket, and large ones, are not
+    read, since a report should take seconds."""
     folder = traces_folder(run)
     for step in ledger.steps()[: -REPORTED_STEPS - 1 : -1]:
         groups: dict[str, list[Row]] = {}

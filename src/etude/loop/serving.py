@@ -41,10 +41,10 @@ from etude.weights.chain.inspect import require_pointer
 class ModelSource(NamedTuple):
     """A model to serve. `parts_of` makes one.
 
-    - `name`: for clients.
+    - `name`: the model name for clients.
     - `checkpoint`: a Hugging Face directory.
     - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights.
-    - `summaries`: how it learnt to summarise long conversations; None: it did not.
+    - `summaries`: how the model was trained to summarise long conversations; None: it was not.
     - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model."""
 
     name: str

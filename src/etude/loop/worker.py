@@ -16,6 +16,7 @@ from etude.inference import Assignment, Fleet
 from etude.inference.registry_client import FleetUpdater
 from etude.inference.registry_messages import Roster
 from etude.loop import child
+from etude.loop.blocked import interrupt_blocking
 from etude.loop.config import open_tasks, read_config
 from etude.loop.locations import rollout_files
 from etude.loop.rollout_result import RolloutReply, store_rollout
@@ -36,6 +37,7 @@ often than a local process hangs, and a repeated request gives the same result."
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     """Return the RPC methods of a worker process, by name."""
     config = read_config(run)
+    interrupt_blocking(config)
     runtime = runtime_from_config(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
     scripted = (

@@ -193,7 +193,9 @@ def _load_merged(
     `CheckpointError`, and `ConfigError` if `parallel` has several ranks."""
     if parallel is not SINGLE_RANK:
         raise ConfigError(
-            f"{folder} on several ranks", "it is an adapter", hint="export the merged model, and use that"
+            f"{folder} cannot be loaded on several ranks",
+            "it is an adapter",
+            hint="export the merged model, and use that",
         )
     base_of(folder)  # checks that the chain of bases ends
     config, tensors = read_adapter(folder)

@@ -115,7 +115,7 @@ def fsync_directory(folder: Path) -> None:
 
 
 def rename_into_place(hidden: Path, path: Path) -> None:
-    """Rename a complete directory to its final name, in place of an existing directory."""
+    """Rename the complete directory `hidden` to its final name `path`, replacing an existing directory."""
     old = hidden.with_name(hidden.name + ".old")
     if path.exists():
         path.rename(old)

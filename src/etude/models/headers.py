@@ -76,7 +76,7 @@ def check_blocks(config: ModelConfig, kind: Quantise) -> None:
         if is_quantised(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
             block = FORMATS[kind].block
             raise ConfigError(
-                f"numerics.quantise = {str(kind)!r}",
+                f"numerics.quantise = {str(kind)!r} is not possible",
                 f"the width of {outside(name)} {list(shape)} is not a multiple of the block size {block}",
                 hint=f'use model widths that are multiples of {block}, or set numerics.quantise = "none"',
             )
@@ -88,7 +88,7 @@ def check_rank(config: ModelConfig, rank: int) -> None:
     for name, shape in weight_shapes(config):
         if is_quantised(name) and rank > (most := math.prod(shape) // sum(shape)):
             raise ConfigError(
-                f"learner.lora_rank = {rank}",
+                f"learner.lora_rank = {rank} is too large",
                 f"{outside(name)} is {list(shape)}: an adapter of rank above {most} is not smaller than the matrix",
                 hint="lower it: 1 to 32 are usual; or set learner.lora_rank = 0 to train all weights",
             )

@@ -28,7 +28,7 @@ def device_for(name: str) -> torch.device:
     index = device.index or 0
     if index >= seen:
         raise ConfigError(
-            f'device = "{name}"',
+            f'device = "{name}" is not possible',
             f"torch {torch.__version__} sees {seen} GPUs here",
             hint='set device = "cpu", or install a torch that is built for this machine\'s GPUs',
         )

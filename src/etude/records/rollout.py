@@ -46,7 +46,7 @@ class TurnKind(enum.StrEnum):
 
 
 class Start(enum.StrEnum):
-    """Why a turn does or does not continue the engine session of the turn before it.
+    """The reason why a turn continues the engine session of its parent turn, or why it does not.
 
     FIRST: the first turn of the tree. NEXT: it continues its parent. FORK: its parent has another continuation already.
     The others are new roots. TOOLS: the tools are others than in all requests before. SYSTEM: the first message is
@@ -66,11 +66,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     It stores only the tokens that it adds to its parent's context. The context of a turn is the tokens of its
     ancestors, then `prompt_ids`, then the sampled tokens. `parent`: the index of the parent in `Trace.turns`; None for
     a root. `prompt_ids`: the tokens of the new messages and of the generation prompt. `sampling`: the parameters that
-    the engine used. `calls`: tool calls in the order of the completion; empty for text only. `start`: None if it is
-    not known.
+    the engine used. `calls`: tool calls in the order of the completion; empty for text only. `start`: why it continues
+    its parent's session or not; None if unknown.
 
-    The sampled tokens of a stop text with which a client cut off a turn are a turn of their own, without `prompt_ids`
-    and a continuation: they are trained, and in no context."""
+    When a client cuts a turn off at a stop text, the sampled tokens of that text are recorded as a turn of their own,
+    without `prompt_ids` and without a continuation: they are trained on, and in no context."""
 
     parent: int | None
     prompt_ids: I32
@@ -340,7 +340,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """Number of model calls. A stop text that cut off a turn is a turn of the trace, but no call of its own."""
+        """The number of model calls. A sampled stop text that cut a turn off is a turn of the trace, but not a call."""
         return sum(turn.parent is None or len(turn.prompt_ids) > 0 for turn in self.trace.turns)
 
     @property

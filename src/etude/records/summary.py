@@ -23,10 +23,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class TurnPlace(msgspec.Struct, frozen=True, array_like=True):
-    """A turn of a rollout without its tokens, for credit by turn.
+    """The place of a turn in its rollout's tree, without its tokens. Credit by turn uses it.
 
-    `context`: a digest (16 bytes) of all tokens that the model read for it. So turns with the same context continue the
-    same prefix, in whichever rollout they are. `parent`, `kind`: as in `Turn`."""
+    `context`: a digest (16 bytes) of all tokens that the model read for the turn. Turns of any rollouts with equal
+    digests continue the same prefix. `parent`, `kind`: as in `Turn`."""
 
     context: bytes
     parent: int | None
@@ -34,7 +34,7 @@ class TurnPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 def turn_places(trace: Trace) -> tuple[TurnPlace, ...]:
-    """Return the places of all turns of a trace."""
+    """Return the place of each turn of a trace, in order."""
     read, ends = list[TurnPlace](), list[bytes]()
     for turn in trace.turns:
         before = b"" if turn.parent is None else ends[turn.parent]
@@ -63,7 +63,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
       steps are relative to the weights that continue (`experience.lineage`).
     - `sampled_by`: pairs (indices into `versions` that a token depends on, number of such tokens).
     - `invalid`: set when the rollout failed outside the agent's reach.
-    - `places`: of its turns; empty in summaries by earlier versions."""
+    - `places`: the places of its turns (`TurnPlace`); empty in summaries by earlier versions of etude."""
 
     rollout_id: str
     group_id: str
@@ -161,9 +161,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a planned batch: outcome, reward and advantage.
 
     `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
-    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
-    `turn_advantages`: one for each of its turns; empty if all have `advantage`. `masks_stale`: whether tokens older
-    than `max_lag` get no loss; otherwise one of them is an error."""
+    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: of the whole rollout.
+    `turn_advantages`: one for each turn; empty if all turns have `advantage`. `masks_stale`: whether tokens older than
+    `max_lag` get no loss; otherwise one of them is an error."""
 
     rollout_id: str
     group_id: str
@@ -176,7 +176,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def credited(self) -> bool:
-        """Whether any of its tokens has an advantage. Otherwise the rollout is recorded and not trained on."""
+        """Whether any token of the rollout has an advantage. Otherwise it is recorded, but not trained on."""
         return any(self.turn_advantages or (self.advantage,))
 
 

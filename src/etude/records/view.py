@@ -1,6 +1,6 @@
-"""A rollout as people read it: the text of its turns as a tree, with what was sampled, graded and trained on.
+"""A rollout as text for people: its turns as a tree, with what was sampled, graded and trained on.
 
-`etude.rollouts.view` makes these records; the command line, the report and the files of evaluations use them."""
+`etude.rollouts.view` makes these records. The command line, the report and the files of evaluations use them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_DEPTH = 32
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step trained of one turn in one sample.
+    """What a step trained of one turn, through one sample of the batch.
 
-    `row`: the number of the sample in the batch, from 0. `num_tokens`: sampled tokens of the turn with loss there.
-    `low`, `high`: the smallest and largest advantage of these tokens."""
+    `row`: the position of the sample in the batch, from 0. `num_tokens`: sampled tokens of the turn with loss in this
+    sample. `low`, `high`: the smallest and the largest advantage of these tokens."""
 
     row: int
     num_tokens: int
@@ -32,7 +32,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TurnView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn as text.
 
-    - `number`, `parent`: its number in the rollout, from 0, and that of its parent; None for a root.
+    - `number`: its number in the rollout, from 0. `parent`: the number of its parent; None for a root.
     - `start`: why it does or does not continue its parent; None if unknown (files of earlier versions).
     - `prompt`, `reply`: the new messages, and what the model sampled. Each message begins with its role, "[user] ".
     - `num_new`, `num_prompt`, `num_sampled`: tokens of the new messages, of the whole prompt, and sampled ones.
@@ -40,7 +40,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     - `stop_reason`, `engine`: as in `Completion`. `steps`: the version steps of the weights that sampled it, in order.
     - `same_prompt`: the number of an earlier turn with the same prompt; None if there is none.
     - `num_malformed`: tool calls that could not be parsed. 0 also if it is unknown, as in traces.
-    - `trained`: the samples in which it has loss."""
+    - `trained`: the samples in which it has tokens with loss."""
 
     number: int
     parent: int | None
@@ -64,8 +64,8 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout as text.
 
     - `source`: "training", or "evaluation NAME". `state`: in the ledger; None in an evaluation.
-    - `step`: the version step that was trained on it; None if there is none.
-    - `rows`: numbers of its samples in the batch of that step.
+    - `step`: the version step that was trained on it; None: not trained on.
+    - `rows`: the positions of its samples in the batch of that step.
     - `reward`, `reason`: None and "" unless graded. `terms`: the raw parts of the reward.
     - `invalid`: the part of the system that failed and why; "" for a valid rollout. `sign`: of cheating, or "".
     - `history`: its transitions in the ledger. `logs`: (attempt, log) of its agent program."""
@@ -93,9 +93,9 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Conversation:
-    """Turns that follow each other, each with the branches that begin after it.
+    """Turns that follow each other, each with the branches (other conversations) that begin after it.
 
-    `title`: which turns these are and why they are not part of another conversation."""
+    `title` names the turns and says why they are a conversation of their own."""
 
     title: str
     turns: list[tuple[TurnView, list[Conversation]]] = field(default_factory=list)
@@ -171,7 +171,7 @@ def transcript(turns: Sequence[TurnView]) -> str:
 
 
 def shorten(text: str, *, lines: int, chars: int) -> str:
-    """Shorten a text to some lines of some characters each, and say how many lines were left out.
+    """Shorten a text to `lines` lines of at most `chars` characters, and say how many lines were left out.
 
     >>> shorten("abcdef\\nx\\ny\\nz", lines=2, chars=4)
     'abc…\\nx\\n… 2 more lines'
@@ -185,7 +185,7 @@ def shorten(text: str, *, lines: int, chars: int) -> str:
 def turn_facts(turn: TurnView) -> str:
     """Return the numbers of a turn in one line: its tokens, the weights that sampled it, and what was trained of it.
 
-    In "trained 12 × +0.75 (row 3)", 12 tokens have the advantage .75 in sample 3 of the batch."""
+    For example, "trained 12 × +0.75 (row 3)" means that 12 tokens have the advantage 0.75 in sample 3 of the batch."""
     facts = [f"prompt {turn.num_prompt}" + ("" if turn.num_cached is None else f" ({turn.num_cached} cached)")]
     facts[0] += f", sampled {turn.num_sampled}"
     facts += [] if turn.stop_reason == "stop" else [f"ended by {turn.stop_reason}"]

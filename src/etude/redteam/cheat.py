@@ -59,11 +59,12 @@ class Verdict(enum.StrEnum):
 class Cheat:
     """One attempt to cheat: a program that the agent runs in its machine, or files that it leaves there to be graded.
 
-    It succeeds if the program gets something, the reward is above 0, or there is no grade. `program` and `partner` are
-    names "module.function" in `programs`; a sibling machine runs the partner at the same time. `kinds` are the kinds of
-    task that it is tried on. `shared_kernel`: it can only work if the machine shares the host's kernel. `bomb`: it
-    exhausts a resource, so host and siblings are checked afterwards. `known` says why it works with a shared kernel and
-    what it is worth; "" if it does not work. `danger`: it must never run without isolation.
+    It succeeds if the program returns a proof of its success, the reward is above 0, or there is no grade. `program`
+    and `partner` are names "module.function" in `programs`; a sibling machine runs the partner at the same time.
+    `kinds` are the kinds of task that it is tried on. `shared_kernel`: it can only work if the machine shares the
+    host's kernel. `bomb`: it exhausts a resource, so host and siblings are checked afterwards. `known` says why it
+    works with a shared kernel and what it is worth; "" if it does not work. `danger`: it must never run without
+    isolation.
 
     >>> Cheat(name="exit", row=Row.ENDINGS, what="exit at import", files={"calc.py": "raise SystemExit(0)"}).kinds
     (<Kind.DATA: 'cases'>,)
@@ -83,11 +84,12 @@ class Cheat:
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one cheat (a row of attacks) on one kind of task. `evidence` says what it got, or why it failed."""
+    """The result of one cheat (a row of attacks) on one kind of task. `evidence` says what the cheat achieved, or why
+    it failed."""
 
     cheat: str
     row: Row
     kind: Kind
     verdict: Verdict
-    evidence: str  # what it got, or why it failed
+    evidence: str
     wall_s: float

@@ -1,8 +1,8 @@
 """Run cheats against a runtime and a grader.
 
 For each cheat: make a machine, run the program, freeze the machine, grade the exports, and check siblings and host. A
-cheat succeeds if its program gets something, a secret of the host leaks, the reward is above 0, the rollout is invalid
-instead of graded, a process continues after the freeze, or a sibling or the host is harmed.
+cheat succeeds if its program returns a proof of its success, a secret of the host leaks, the reward is above 0, the
+rollout is invalid instead of graded, a process continues after the freeze, or a sibling or the host is harmed.
 """
 
 from __future__ import annotations

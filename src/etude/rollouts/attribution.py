@@ -77,7 +77,7 @@ class Call:
     """A recorded turn with the properties of its request by which side calls are found.
 
     `max_tokens` is the client's limit of the answer (None: no limit), `tools` says whether it sent tools, and `first`
-    is a digest of the first message."""
+    is a digest of the first message. `shortened` is the conversation as the model got it."""
 
     model: str
     max_tokens: int | None
@@ -253,7 +253,7 @@ class TooManyRequests(Exception):
 class EpisodeWriter:
     """Samples summaries as turns of an episode (`etude.capture.summaries.Writer`).
 
-    `tools` are those of the request. `path`: the file in the machine for the messages before a summary."""
+    `tools` are the request's. `path` is the file in the machine that gets the messages before a summary."""
 
     episode: Episode
     tools: Sequence[dict[str, Any]]
@@ -261,7 +261,8 @@ class EpisodeWriter:
 
     @property
     def max_attempts(self) -> int:
-        """How many summaries may be sampled: at least one turn is left to go on with."""
+        """How many summaries may be sampled now. At least one turn of the episode is left for the agent's next
+        request."""
         return min(MAX_ATTEMPTS, self._turns_left - 1)
 
     @property
@@ -273,7 +274,7 @@ class EpisodeWriter:
         return await self.episode.num_tokens(messages, tools=self.tools)
 
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, Reply]:
-        """Sample a summary. Raises what `Episode.ask` raises."""
+        """Sample a summary and return (its node, the parsed completion). Raises what `Episode.ask` raises."""
         limit = self.episode.limits.summary_tokens
         asked = list(messages)
         turn = await self.episode.ask(asked, tools=self.tools, kind=TurnKind.SUMMARY, max_tokens=limit)
@@ -281,13 +282,13 @@ class EpisodeWriter:
         return turn.node, turn.reply
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Return what goes on, and write the file. Raises `MachineError`."""
+        """Write the file of earlier messages, and return what the conversation keeps. Raises `MachineError`."""
         path = await write_history(self.episode, covered, self.path)
         return Carried(summary, number, max(0, self._turns_left), path)
 
 
 def add_outputs(node: Node, messages: Sequence[Message]) -> None:
-    """Add the outputs of tools at the end of a conversation to the turn before `node`, which called them."""
+    """Copy the tool outputs at the end of a conversation to the recorded turn before `node`, which made the calls."""
     if node.parent is not None:
         node.parent.calls = _with_outputs(node.parent.calls, messages)
 

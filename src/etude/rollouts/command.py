@@ -118,8 +118,9 @@ class CommandProgram:
             episode.log = log.value()
 
     def launcher(self) -> Launcher:
-        """Return the launcher that starts the program on the worker's host. Its warm modules see the variables of
-        `env` that are the same in all rollouts."""
+        """Return the launcher that starts the program on the worker's host, with the modules `warm` imported.
+
+        They are imported with those variables of `env` that are the same in all rollouts."""
         if not self.warm:
             return launcher_of(sys.executable, (), ())
         fixed = self._fixed()

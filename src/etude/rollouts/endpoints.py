@@ -124,11 +124,11 @@ class RolloutEndpoints:
         if _same(given, self._prefix) and inner.startswith("/"):
             return inner
         if path.startswith("/r/"):
-            raise RequestRefused(404, "there is no such rollout here", code="not_found")
+            raise RequestRefused(404, "no such rollout is running here", code="not_found")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not _same(key, self._secret):
-            raise RequestRefused(401, "the API key is not that of this rollout", code="invalid_api_key")
+            raise RequestRefused(401, "the API key does not belong to this rollout", code="invalid_api_key")
         return path
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -354,7 +354,7 @@ async def _body(request: Request) -> bytes:
                     message = f"the body is larger than {MAX_BODY_BYTES} bytes"
                     raise RequestRefused(413, message, code="request_too_large")
     except TimeoutError:
-        raise RequestRefused(408, f"no whole body within {BODY_S:g} s", code="timeout") from None
+        raise RequestRefused(408, f"the request body did not arrive within {BODY_S:g} s", code="timeout") from None
     return bytes(body)
 
 

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def reap(*_: object) -> None:
-    """Wait for the supervisors that have ended, so that their CPU time is added to that of this process."""
+    """Wait for the supervisors that have ended, so that this process's CPU time includes theirs."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -30,10 +30,9 @@ LOST = 137
 
 @functools.lru_cache(maxsize=8)
 def launcher_of(python: str, modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> Launcher:
-    """Return the launcher for programs of the interpreter `python` that need `modules` imported. Each exists once a
-    process.
+    """Return this process's launcher for programs of the interpreter `python` that need `modules` imported.
 
-    `env`: environment variables, added to those of this process, that the modules have when they are imported."""
+    `env`: environment variables to set, besides those of this process, when the modules are imported."""
     return Launcher(python, modules, dict(env))
 
 

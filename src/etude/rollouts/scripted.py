@@ -46,7 +46,7 @@ _DEADLINE_S = 10.0
 class ScriptedPolicy:
     """A `Policy` that plays a script, once, in place of a model.
 
-    It reads the last tool output from the prompt, as a model does. Its completions are those of `scripted_completion`.
+    It reads the last tool output from the prompt, as a model does. Its completions are made by `scripted_completion`.
     It ignores `max_tokens`. If the script ends without submitting, the policy submits."""
 
     def __init__(self, script: Script, chat: ChatFormat) -> None:
@@ -96,8 +96,8 @@ def demonstrate(
     """Run a script on a machine in memory and return the conversation, for `ChatFormat.encode_conversation`.
 
     Each tool output has at most `output_chars` characters. Without plug-ins it works only for machines whose coroutines
-    never suspend (`etude.environments.memory`), at thousands of tasks a second; it raises `RuntimeError` for others. A
-    tool that is a plug-in may wait. Raises `TaskError` for a call that does not fit the tools."""
+    never suspend (`etude.environments.memory`), at thousands of tasks a second; it raises `RuntimeError` for others.
+    Tools that are plug-ins may suspend. Raises `TaskError` for a call that does not fit the tools."""
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
     return _played(_converse(task, script, tools, bench), tools)
 

@@ -27,10 +27,10 @@ class ReadableChat(Protocol):
 def view_turns(
     trace: Trace, chat: ReadableChat, samples: Sequence[tuple[int, Sample]] = (), *, first_row: int = 0
 ) -> tuple[TurnView, ...]:
-    """Return the turns of a trace as text, with what was trained of them.
+    """Return the turns of a trace as text, with what a step trained of them.
 
-    `samples`: pairs (number of the last turn of the path, sample), in the order of the batch. `first_row`: the number
-    of the first of them in the batch."""
+    `samples`: pairs (number of the last turn of the path, sample), in the order of the batch. `first_row`: the position
+    of the first sample in the batch."""
     trained: dict[int, list[Trained]] = {}
     for row, (leaf, sample) in enumerate(samples, first_row):
         for at, one in _trained(trace, leaf, sample, row):

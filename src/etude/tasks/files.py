@@ -155,7 +155,7 @@ class DirectorySource:
         module, _, function = toml.entry_point.partition(":")
         if kind is Kind.CHECK and not (module and function):
             raise TaskError(
-                f"{folder / 'task.toml'}: entry_point = {toml.entry_point!r}",
+                f"{folder / 'task.toml'}: entry_point = {toml.entry_point!r} is invalid",
                 "answer/check.py needs a function to check",
                 hint='write entry_point = "module:function", the function to grade',
             )

@@ -112,7 +112,7 @@ class PluginSource:
 
 
 def is_conversation(value: object) -> bool:
-    """Return whether a value is what `etude.tasks.scripts.Conversing` returns."""
+    """Return whether a value is a conversation as `etude.tasks.scripts.Conversing` returns it: a list of messages."""
     try:
         messages = msgspec.convert(value, list[_Message])
     except msgspec.ValidationError:

@@ -33,7 +33,7 @@ class Demonstration:
 
 @runtime_checkable
 class Demonstrating(TaskSource, Protocol):
-    """Optional method of a `TaskSource`: demonstrations of its tasks for mid-training.
+    """An optional interface of a `TaskSource`: demonstrations of its tasks for mid-training.
 
     The scripts call the run's tools, including plug-ins, and the standard tools. They run on machines in memory, in the
     calling process, so scripts and tasks must be trusted."""
@@ -49,9 +49,10 @@ class Demonstrating(TaskSource, Protocol):
 
 @runtime_checkable
 class Conversing(TaskSource, Protocol):
-    """Optional method of a `TaskSource`: demonstrations as finished conversations, used in place of scripts.
+    """An optional interface of a `TaskSource`: demonstrations as finished conversations, used in place of scripts.
 
-    They are for agent programs with prompts and tools of their own. With `harness.summary_tokens` scripts are used."""
+    Use it for agent programs with their own prompts and tools. If `harness.summary_tokens` is set, scripts are used
+    instead."""
 
     def conversation(self, split: Split, index: int, *, seed: int, right: float) -> list[dict[str, Any]]:
         """Return all messages of the agent program and the model for a task, in OpenAI's format.

@@ -451,7 +451,7 @@ class TaskSourceContract(Contract):
     def calls(self, demonstration: Demonstration) -> list[Any]:
         """Play a demonstration on a machine in memory with the standard tools, and return its calls.
 
-        It ends with the first call of a tool of another name, whose output is unknown here."""
+        The list ends at the first call of any other tool, since its output is not known here."""
         from etude.environments.memory import MemoryMachine
         from etude.harness import standard_tools
         from etude.harness.commands import Call
@@ -486,8 +486,8 @@ class HarnessContract(Contract):
     )
 
     def played(self, script: Script | None, *, max_turns: int = 6) -> AgentRun:
-        """Run the program once and return its result. `script` takes the place of the model; None: every request
-        fails."""
+        """Run the program once and return its result. `script` makes the calls in place of a model; None: every request
+        to the model fails. `max_turns` limits the requests."""
         from etude.environments.memory import MemoryMachine
         from etude.harness import ChatFormat, Episode, HarnessConfig, RequestOptions, chat_template, standard_tools
         from etude.harness.chat import SPECIAL_TOKENS

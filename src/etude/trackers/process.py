@@ -82,7 +82,9 @@ class TrackerProcess:
                 self._waiting.put_nowait({"step": step, "values": dict(values)})
         except queue.Full:
             if not self._num_dropped:
-                self._report(f"{MAX_WAITING} calls wait: it is slow or hangs, and misses metrics", "see its log")
+                self._report(
+                    f"{MAX_WAITING} calls wait: it is slow or hangs, and misses metrics", "see the tracker's log"
+                )
             self._num_dropped += 1
 
     def finish(self, outcome: str, end: float) -> None:

@@ -32,7 +32,7 @@ class Prometheus:
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdigit() or int(port) >= 65_536:
             hint = 'write e.g. listen = "127.0.0.1:8791"'
-            raise ConfigError(f"listen = {self.listen!r}", "it is not HOST:PORT", hint=hint)
+            raise ConfigError(f"listen = {self.listen!r} is invalid", "it is not HOST:PORT", hint=hint)
         self._host, self._port = host.strip("[]"), int(port)
         try:
             bind(self._host, self._port).close()

@@ -35,7 +35,7 @@ def check_sampled(samples: Sequence[Sample], rows: FlatBatch, *, step: int) -> N
             raise NotFinite(
                 f"a sampled token's {what} is {float(numbers_R[at])} at step {step}",
                 f"in {describe_row(samples, rows, at)}",
-                hint="the engine or the grader returned a number that is not finite: see its log and the trace",
+                hint="the engine or the grader returned NaN or infinity: see the engine's log and the trace",
             )
 
 

@@ -51,7 +51,7 @@ def test_a_program_that_asks_and_submits_is_shown_as_a_tree(check: Callable[...,
 def test_a_program_that_asks_nothing_fails_the_check(check: Callable[..., tuple[int, str]]) -> None:
     code, said = check(["{python}", "-c", "print('hello')"])
     assert code == 1
-    assert "problem: the program asked nothing" in said
+    assert "problem: the program sent no request to the model" in said
     assert "| hello" in said
 
 

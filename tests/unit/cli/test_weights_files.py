@@ -151,7 +151,7 @@ def test_a_plot_is_one_page_that_fetches_nothing(pair, capsys) -> None:
         (["apply", "b", "d", "-o", "c"], 1, "this delta is for another base"),
         (["verify", "d", "--base", "b"], 1, "this delta is for another base"),
         (["verify", "d"], 2, "d is a file"),
-        (["verify", "--base", "a"], 2, "without a delta file"),
+        (["verify", "--base", "a"], 2, "--base needs a delta file"),
         (["encode", "a", "b", "-o", "no/where"], 2, "no directory no"),
         (["encode", "a", "b", "-o", "d/where"], 2, "no directory d"),
         (["encode", "a", "b", "-o", "other"], 2, "other is a directory"),

@@ -26,7 +26,7 @@ def test_a_delta_has_a_share_of_the_bound_and_an_anchor_has_none(
     assert (anchor[2], anchor[5]) == ("anchor", "–")
     assert delta[2] == "delta"
     assert float(delta[5]) > 0
-    assert "some 5 per cent of it" in " ".join(said.split())
+    assert "within about 5 per cent of it" in " ".join(said.split())
     assert "cannot be beaten" not in said
 
 

@@ -128,7 +128,7 @@ def test_where_most_weights_change_no_share_of_the_bound_is_told(writer):
     assert "no weight" not in said
     panel = deltas(RunView(writer.path))
     assert panel is not None
-    assert "Most published values change" in panel.note
+    assert "Most values change in a step" in panel.note
 
 
 def test_pauses_count_where_requests_were_in_flight(writer):

@@ -20,6 +20,7 @@ from tests.unit.rollouts.reader import Reader
 from etude.capture import SummaryLimits
 from etude.capture.context import REQUEST, longest_exchange, stops_of
 from etude.environments.memory import MemoryMachine
+from etude.errors import ContextFull
 from etude.gateway import GatewayConfig, ServedModel, create_app, serving
 from etude.harness import Call, Workbench, standard_tools
 from etude.records import Completion, CompletionRequest
@@ -335,6 +336,19 @@ def test_what_the_user_said_last_does_not_depend_on_the_summary() -> None:
     )
 
 
+def test_a_summary_is_used_when_the_answer_to_it_was_dropped() -> None:
+    engine = ScriptedEngine([text("nothing"), text("ok"), text("ok")])
+
+    async def body() -> None:
+        async with served(StreamingPolicy(engine)) as (client, _, _):
+            await client.chat.completions.create(model="long", messages=TALK)
+            await client.chat.completions.create(model="long", messages=[*TALK, *ask("hurry")])
+
+    run(body)
+    after = CHAT.readable(engine.requests[2].prompt_ids)
+    assert after.startswith("[user] one\nthree\n[summary 1]\nnothing\nhurry\n[assistant]")
+
+
 def test_a_very_long_message_is_left_for_after_the_summary() -> None:
     """It does not fit beside the request for a summary, so what comes before it is summarised."""
     talk = [*ask("one"), *say(40), *ask("two"), *say(2), *ask("z " * 100)]
@@ -372,3 +386,19 @@ def test_the_longest_exchange_is_a_share_of_the_tokens() -> None:
     talk = [*ask("a" * 84), *say(0), *ask("b" * 184), *say(0), *ask("c" * 68)]
     assert longest_exchange(talk, 416) == 216
     assert longest_exchange(talk[:1], 400) == 0
+
+
+def test_an_engine_whose_context_is_full_at_a_summary_is_a_context_error() -> None:
+    class Full:
+        async def complete(self, request: CompletionRequest) -> Completion:
+            raise ContextFull("the engine is full", "it has 9 tokens", hint="none")
+
+    async def body() -> None:
+        async with served(Full()) as (client, of_anthropic, _):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model="long", messages=TALK)
+            assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                await of_anthropic.messages.create(model="long", max_tokens=9, messages=TALK)
+
+    run(body)

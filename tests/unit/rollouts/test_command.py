@@ -310,6 +310,22 @@ def test_a_long_output_is_bounded() -> None:
     assert len(run.log) <= 4096
 
 
+def test_a_command_gets_standard_input_only_if_asked_to_so_one_that_is_never_closed_blocks_nothing() -> None:
+    class Echo(MemoryMachine):
+        async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+            output = b"read: " + options["stdin"]
+            return ExecResult(exit_code=0, output=output, timed_out=False, truncated=False, wall_s=0.0)
+
+    script = """
+import socket, subprocess
+never_closed, other = socket.socketpair()
+for words, given in ((["cat"], {"stdin": never_closed}), (["-i", "cat"], {"input": b"given"})):
+    print(subprocess.run(["etude-machine", *words], stdout=subprocess.PIPE, timeout=20, **given).stdout)
+"""
+    run = play(script, machine=Echo({}))
+    assert b"b'read: '\nb'read: given'\n" in run.log, run.log
+
+
 def test_a_machine_that_fails_is_a_failure() -> None:
     class Broken(MemoryMachine):
         async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:

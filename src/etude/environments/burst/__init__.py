@@ -1,5 +1,4 @@
-"""One runtime over many hosts: it decides which host forks which machines. For use as a library; no setting of a run
-uses it.
+"""A runtime over many hosts, which decides which host forks which machines. For use as a library only.
 
 `FleetRuntime` is a `Runtime` over the runtimes of several hosts. `Placement` decides which host forks what. It is pure
 and does no I/O, so it also serves fleets of your own. `benchmarks.fleet.model` tests it on simulated hosts.

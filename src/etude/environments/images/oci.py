@@ -156,7 +156,7 @@ def _find(root: int, tag: str, limits: ImageLimits) -> tuple[bytes, list[str]]:
     chosen = [image for image in images if not tag or tag in (image.repo_tags or [])]
     if len(chosen) != 1:
         tags = ", ".join(t for image in images for t in image.repo_tags or [])
-        raise BadSource(f"{len(chosen)} images with tag {tag!r}", f"tags: {tags}", hint="name one of them")
+        raise BadSource(f"{len(chosen)} images have the tag {tag!r}", f"tags: {tags}", hint="name one of them")
     config = _document(root, chosen[0].config, limits)
     if config is None:
         raise BadSource("the config of the image is missing", chosen[0].config[:80], hint=_HINT)
@@ -187,7 +187,7 @@ def _for_this_host(manifests: list[_Descriptor]) -> _Descriptor:
     fits = [m for m in manifests if m.platform is None or (m.platform.os, m.platform.architecture) == ("linux", wanted)]
     if len(fits) != 1:
         there = ", ".join(f"{m.platform.os}/{m.platform.architecture}" for m in manifests if m.platform)
-        raise BadSource(f"{len(fits)} images for linux/{wanted} in an index", there, hint="copy a single image")
+        raise BadSource(f"the index has {len(fits)} images for linux/{wanted}", there, hint="copy a single image")
     return fits[0]
 
 

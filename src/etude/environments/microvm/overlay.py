@@ -30,7 +30,7 @@ def anonymous(folder: str | None = None) -> int:
 def free_bytes(place: int | str = "") -> int:
     """Return the number of free bytes on the disk of a file or folder.
 
-    `place`: a path or a descriptor; "": the folder for temporary files.
+    `place`: the file's or folder's path or descriptor; "": the folder for temporary files.
     """
     found = os.statvfs(place or tempfile.gettempdir())
     return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62  # a memory file has no disk

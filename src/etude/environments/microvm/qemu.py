@@ -33,8 +33,9 @@ _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=d
 class Hardware(NamedTuple):
     """The hardware of a guest. A snapshot can only be restored on the same hardware.
 
-    `accelerator`: "kvm" or "tcg". `disk`: the image's filesystem, which is read-only; `disk_bytes`: size of the disk as
-    the guest sees it. `translation_mib`: MiB of TCG's cache of translated code.
+    `accelerator`: "kvm" (the CPU's virtualization), or "tcg" (QEMU's slower emulation). `disk`: the image's filesystem,
+    which is read-only; `disk_bytes`: size of the disk as the guest sees it. `translation_mib`: MiB of TCG's cache of
+    translated code.
     """
 
     accelerator: str

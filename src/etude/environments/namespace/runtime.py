@@ -177,7 +177,11 @@ class NamespaceRuntime:
         tree = self._snapshots.require(snapshot)
         state = unpack_state(tree)
         if n > self._max_machines:
-            raise MachineError(f"{n} machines requested", f"at most {self._max_machines}", hint="raise max_machines")
+            raise MachineError(
+                f"{n} machines were requested",
+                f"this runtime has at most {self._max_machines}",
+                hint="raise max_machines",
+            )
         waiting_for = "free slots among the live machines"
         try:
             async with asyncio.timeout(deadline_s):
@@ -366,8 +370,8 @@ def probe() -> None:
 class MachinePool:
     """Empty machines of one launcher, which is restarted after it has died.
 
-    `start`: starts a launcher. `spare`: the most machines that are created in advance. `release`: called when the pool
-    has ended.
+    `start`: starts a launcher, the process that creates machines. `spare`: the most machines that are created in
+    advance. `release`: called when the pool has ended.
     """
 
     def __init__(

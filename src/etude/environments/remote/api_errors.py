@@ -43,7 +43,7 @@ class ApiError(Exception):
 def sandbox_gone(sandbox_id: str) -> Response:
     """Build the 502 response for a sandbox that does not exist or has ended.
 
-    It is the response of E2B's own proxy. Clients recognize the sandbox's end by its message."""
+    E2B's own proxy sends the same. Clients recognize the sandbox's end by the message."""
     message = "The sandbox was not found"
     fields = {"code": 502, "message": message, "sandboxId": sandbox_id[:40], "hint": "it has ended: create another one"}
     return JSONResponse(fields, status_code=502, headers={"should-retry": "false"})

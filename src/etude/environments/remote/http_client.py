@@ -177,7 +177,7 @@ def _unreachable(url: str, what: str, error: Exception) -> MachineError:
 def deadline_error(url: str, what: str, deadline_s: float) -> MachineError:
     """Build the error for a request without a response in time. `what` is the purpose of the request."""
     what = f"{_origin(url)} did not respond within {deadline_s:g} s: {what}"
-    return MachineError(what, hint="it may hang or be overloaded: see its log")
+    return MachineError(what, hint="the server may hang or be overloaded: see the server's log")
 
 
 def _origin(url: str) -> str:

@@ -284,7 +284,7 @@ class Changes(Message, frozen=True, kw_only=True):
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base class of the REST messages. E2B's names for their fields are not regular, so each field has its own."""
+    """Base class of the REST messages. Each field gives its JSON name itself, since E2B's names follow no rule."""
 
 
 class NewSandbox(Resource, frozen=True, kw_only=True):

@@ -13,12 +13,14 @@ from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
 from etude.gateway.errors import invalid_request, openai_error
 from etude.gateway.requests import (
+    ABSENT,
+    BodyDecoder,
     ChatRequest,
     MessageCache,
+    ToolsCache,
     canonical_call,
     checked_messages,
     chosen_tools,
-    decode_body,
 )
 
 NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
@@ -82,7 +84,7 @@ class _Format(msgspec.Struct):
 
 class _ChatBody(Body, kw_only=True):
     messages: list[msgspec.Raw]
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw = ABSENT
     tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: _Format | None = None
@@ -90,12 +92,12 @@ class _ChatBody(Body, kw_only=True):
     top_logprobs: int | None = None
 
 
-_decoder = msgspec.json.Decoder(_ChatBody)
+_decoder = BodyDecoder(_ChatBody, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
 
 
 def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` (HTTP status 400)."""
-    body = decode_body(data, _decoder, neutral=NEUTRAL_OF_CHAT, harmless=HARMLESS)
+    body = _decoder.decode(data)
     fields = common(body)
     messages = _cache.read(body.messages, "messages")
     tools, must_call = _tools(body)
@@ -118,7 +120,7 @@ def read(data: bytes) -> ChatRequest:
 
 def _tools(body: _ChatBody) -> tuple[list[dict[str, Any]], bool]:
     """Return the tools that the model may call, and whether it must call one."""
-    tools, choice = body.tools or [], body.tool_choice
+    tools, choice = _tools_cache.read(body.tools), body.tool_choice
     if not isinstance(choice, _Choice):
         return chosen_tools(tools, None, none=choice == "none"), choice == "required"
     if choice.type == "function" and choice.function is not None:
@@ -135,14 +137,12 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     content = message.content
     if isinstance(content, list):
         if any(part.type not in ("text", "input_text", "output_text") for part in content):
-            raise invalid_request("only text content is offered by this model", f"{where}.content")
+            raise invalid_request("this model takes only text content", f"{where}.content")
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     canonical: Message = {"role": role, "content": content or ""}
     if message.function_call is not None:
-        raise invalid_request(
-            "calls of the old form function_call are not rendered: send tool_calls", f"{where}.function_call"
-        )
+        raise invalid_request("the old field function_call is not supported: send tool_calls", f"{where}.function_call")
     if role == "tool" and message.tool_call_id:
         canonical["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
@@ -156,6 +156,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
 
 
 _cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
+_tools_cache = ToolsCache(dict[str, Any], lambda tools: tools)
 
 
 def _tool_calls(answer: Answer, head: ResponseHead, index: int) -> list[dict[str, Any]]:

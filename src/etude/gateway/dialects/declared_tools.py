@@ -1,7 +1,9 @@
-"""The tools that a request for a response declares. Each becomes a function for the model; the client executes it.
+"""The tools that a request of the Responses API declares. Each becomes a function for the model; the client executes
+it.
 
-A *function* takes JSON, a *custom* tool one text, and a *namespace* has tools of both kinds. The model sees the tool
-``shell`` of the namespace ``box`` as the function ``box__shell``, and a custom tool as one of an argument `input`."""
+A *function* takes JSON, a *custom* tool takes one text, and a *namespace* contains tools of both kinds. The model
+sees the tool ``shell`` of the namespace ``box`` as the function ``box__shell``, and a custom tool as a function of
+`input`."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class _Format(msgspec.Struct):
 
 
 class DeclaredTool(msgspec.Struct):
-    """A tool as it stands in the body of a request."""
+    """A tool as it is declared in the body of a request."""
 
     type: str
     name: str = ""
@@ -32,7 +34,7 @@ class DeclaredTool(msgspec.Struct):
 
 
 class ToolName(NamedTuple):
-    """What a call of a tool has in a response: its namespace, "" for none, its name there, and whether it is custom."""
+    """How a response names a tool: its namespace ("" for none), its name there, and whether it is a custom tool."""
 
     namespace: str
     name: str
@@ -40,7 +42,7 @@ class ToolName(NamedTuple):
 
 
 def function_name(namespace: str, name: str) -> str:
-    """Return the name that the model sees.
+    """Return the name under which the model sees a tool.
 
     >>> function_name("box", "shell"), function_name("", "shell")
     ('box__shell', 'shell')
@@ -83,7 +85,7 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
-    """Return for each function that the model sees what a response calls it. `tools`: as in a body that was read."""
+    """Return for each function that the model sees how a response names it. `tools` are those of a parsed body."""
     found: dict[str, ToolName] = {}
     for tool in tools:
         namespace, inner = (tool["name"], tool["tools"]) if tool["type"] == "namespace" else ("", [tool])

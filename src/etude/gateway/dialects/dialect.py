@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from etude.capture import Chat
 from etude.gateway.answers import Answer, ResponseHead
@@ -106,13 +107,9 @@ def new_head(request: ChatRequest) -> ResponseHead:
 
 def data_event(body: dict[str, Any]) -> bytes:
     """Encode a JSON body as a server-sent event without a name."""
-    return b"data: " + _json(body) + b"\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def named_event(body: dict[str, Any]) -> bytes:
     """Encode a JSON body as a server-sent event whose name is the body's `type`."""
-    return b"event: " + str(body["type"]).encode() + b"\ndata: " + _json(body) + b"\n\n"
-
-
-def _json(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"event: " + str(body["type"]).encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"

@@ -13,14 +13,16 @@ from etude.gateway.answers import Answer, ResponseHead, summary_usage
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request
 from etude.gateway.requests import (
+    ABSENT,
+    BodyDecoder,
     ChatRequest,
     MessageCache,
+    ToolsCache,
     canonical_call,
     check_range,
     check_stops,
     checked_messages,
     chosen_tools,
-    decode_body,
     function_tool,
     read_sampling,
 )
@@ -122,7 +124,7 @@ class _Body(msgspec.Struct, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
-    tools: list[_Tool] | None = None
+    tools: msgspec.Raw = ABSENT
     tool_choice: _ToolChoice | None = None
     output_config: _OutputConfig | None = None
     context_management: _ContextManagement | None = None
@@ -131,7 +133,7 @@ class _Body(msgspec.Struct, kw_only=True):
     top_k: int | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = BodyDecoder(_Body, neutral=NEUTRAL, harmless=HARMLESS)
 
 
 def read(data: bytes) -> ChatRequest:
@@ -145,7 +147,7 @@ def read(data: bytes) -> ChatRequest:
 def read_count(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a request to count the prompt's tokens. Raises `RequestRefused` (HTTP status
     400)."""
-    body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
+    body = _decoder.decode(data)
     check_range("max_tokens", body.max_tokens, 1)
     for edit in body.context_management.edits if body.context_management else ():
         if not edit.type.startswith("clear_thinking"):  # earlier reasoning is in the context only as it was sampled
@@ -154,7 +156,7 @@ def read_count(data: bytes) -> ChatRequest:
     messages = _system(body.system)
     messages += _cache.read(body.messages, "messages")
     choice = body.tool_choice or _ToolChoice("auto")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    tools = _tools_cache.read(body.tools)
     form = body.output_config.format if body.output_config is not None else None
     return ChatRequest(
         sampling=read_sampling(body),
@@ -236,6 +238,9 @@ def _tool(tool: _Tool, where: str) -> dict[str, Any]:
         what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
         raise invalid_request(f"{what}\n  hint: give tools with an input_schema, which the client executes", where)
     return function_tool(tool.name, tool.description, tool.input_schema)
+
+
+_tools_cache = ToolsCache(_Tool, lambda tools: [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)])
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from etude.capture import Chat, Message
+from etude.capture import Chat, KeptMessage, Message
 from etude.gateway.answers import Answer, ResponseHead, logprob_entry, summary_usage
 from etude.gateway.dialects.declared_tools import DeclaredTool, ToolName, function_name, functions, names_of
 from etude.gateway.dialects.dialect import Dialect, EventStream, named_event
 from etude.gateway.errors import RequestRefused, invalid_request, openai_error
 from etude.gateway.requests import (
+    ABSENT,
+    BodyDecoder,
     ChatRequest,
+    ParseCache,
+    ToolsCache,
     canonical_call,
     check_range,
     checked_messages,
     chosen_tools,
-    decode_body,
     read_sampling,
 )
 
@@ -91,12 +95,12 @@ class _Text(msgspec.Struct):
 
 class _Body(msgspec.Struct, kw_only=True):
     model: str
-    input: str | list[_Item]
+    input: str | list[msgspec.Raw]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     stream: bool | None = None
-    tools: list[DeclaredTool] | None = None
+    tools: msgspec.Raw = ABSENT
     tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
@@ -106,7 +110,7 @@ class _Body(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = BodyDecoder(_Body, neutral=NEUTRAL, harmless=HARMLESS)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ECHOED = (
     "instructions",
@@ -125,11 +129,13 @@ ECHOED = (
 
 def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a request of the Responses API. Raises `RequestRefused` (HTTP status 400)."""
-    body = decode_body(data, _decoder, neutral=NEUTRAL, harmless=HARMLESS)
+    body = _decoder.decode(data)
     check_range("max_output_tokens", body.max_output_tokens, 1)
-    items = [_Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += _messages(items)
+    messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        messages += _messages(body.input)
     choice = body.tool_choice or "auto"
     only: list[str] | None = None
     if isinstance(choice, _Choice):
@@ -140,7 +146,7 @@ def read(data: bytes) -> ChatRequest:
         must = choice.type != "allowed_tools" or choice.mode == "required"
     else:
         must = choice == "required"
-    tools = functions(body.tools or (), must_call=must)
+    tools = _tools[must].read(body.tools)
     form = body.text.format if body.text is not None else None
     schema = None if form is None or form.type == "text" else {"type": "object"} if form.schema is None else form.schema
     offered = chosen_tools(tools, only, none=choice == "none")
@@ -172,46 +178,69 @@ def _echoed(data: bytes) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _messages(items: Sequence[_Item]) -> list[Message]:
+def _messages(items: Sequence[msgspec.Raw]) -> list[Message]:
     """Convert the items of a conversation. Those of one turn of the model become one message."""
     messages: list[Message] = []
-    turn: Message = {}  # the turn of the model that is being put together, also the last of `messages`
+    turn: list[bytes] = []  # the items of the model's turn that is being put together
+    is_said = False  # whether they have a text or a call
 
-    def of_model(new: bool) -> Message:
-        nonlocal turn
-        if new or not turn:
-            turn = {"role": "assistant", "content": ""}
-            messages.append(turn)
-        return turn
+    def end_turn() -> None:
+        nonlocal is_said
+        if is_said:
+            messages.append(_turns.read(b"[" + b",".join(turn) + b"]", "input"))
+        turn.clear()
+        is_said = False
 
     for i, item in enumerate(items):
-        where, kind = f"input[{i}]", item.type or "message"
-        if kind == "message":
-            text = _text(item.content, f"{where}.content")
-            if item.role == "assistant":
-                of_model(bool(turn.get("content") or turn.get("tool_calls")))["content"] = text
-                continue
-            if item.role is None:
-                raise invalid_request("a message needs a role", f"{where}.role")
-            messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
-        elif kind == "reasoning":
-            text = _text(item.content, f"{where}.content")
-            message = of_model(bool(turn.get("content") or turn.get("tool_calls")))
-            message |= {"reasoning_content": text} if text else {}
-            continue
-        elif kind in ("function_call", "custom_tool_call"):
-            arguments = item.arguments if kind == "function_call" else {"input": item.input}
-            name = function_name(item.namespace or "", item.name)
-            call = canonical_call(name, arguments, item.call_id, f"{where}.arguments")
-            of_model(new=False).setdefault("tool_calls", []).append(call)
-            continue
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            text = _text(item.output, f"{where}.output")
-            messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+        raw = bytes(item)
+        message = _items.read(raw, f"input[{i}]")
+        if message["role"] == "assistant":
+            if is_said and "tool_calls" not in message:
+                end_turn()
+            turn.append(raw)
+            is_said |= bool(message["content"] or message.get("tool_calls"))
         else:
-            raise invalid_request(f"an item of type {kind[:100]!r} is not offered by this model", where)
-        turn = {}
-    return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
+            end_turn()
+            messages.append(message)
+    end_turn()
+    return messages
+
+
+def _message(item: _Item, where: str) -> KeptMessage:
+    """Convert one item to a message, which for an item of the model is a part of its turn."""
+    kind = item.type or "message"
+    message: Message = {"role": "assistant", "content": ""}
+    if kind == "message":
+        if item.role is None:
+            raise invalid_request("a message needs a role", f"{where}.role")
+        role = "system" if item.role == "developer" else item.role
+        message = {"role": role, "content": _text(item.content, f"{where}.content")}
+    elif kind == "reasoning":
+        if text := _text(item.content, f"{where}.content"):
+            message["reasoning_content"] = text
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.arguments if kind == "function_call" else {"input": item.input}
+        name = function_name(item.namespace or "", item.name)
+        message["tool_calls"] = [canonical_call(name, arguments, item.call_id, f"{where}.arguments")]
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        message = {"role": "tool", "content": _text(item.output, f"{where}.output"), "tool_call_id": item.call_id}
+    else:
+        raise invalid_request(f"an item of type {kind[:100]!r} is not offered by this model", where)
+    return KeptMessage(message)
+
+
+def _turn(items: Sequence[_Item], where: str) -> KeptMessage:
+    """Put the items of one turn of the model together."""
+    turn: Message = {"role": "assistant", "content": ""}
+    for part in (_message(item, where) for item in items):
+        turn |= {name: value for name, value in part.items() if value and name != "tool_calls"}
+        turn |= {"tool_calls": turn.get("tool_calls", []) + part["tool_calls"]} if "tool_calls" in part else {}
+    return KeptMessage(turn)
+
+
+_items = ParseCache(msgspec.json.Decoder(_Item), _message)
+_turns = ParseCache(msgspec.json.Decoder(list[_Item]), _turn)
+_tools = {must: ToolsCache(DeclaredTool, partial(functions, must_call=must)) for must in (False, True)}
 
 
 def _text(content: str | list[_Part] | None, where: str) -> str:

@@ -6,13 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from etude.gateway.answers import Answer, ResponseHead
 from etude.gateway.dialects.dialect import Dialect
 from etude.gateway.dialects.shared import HARMLESS, NEUTRAL, Body, CompletionStream, common, head_fields, whole_body
 from etude.gateway.errors import invalid_request, openai_error
-from etude.gateway.requests import MAX_TOP_LOGPROBS, ChatRequest, check_range, decode_body
+from etude.gateway.requests import MAX_TOP_LOGPROBS, BodyDecoder, ChatRequest, check_range
 
 NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "suffix": (None, "")}
 """Known parameters that are not supported, with the values that are accepted because they change nothing."""
@@ -25,12 +23,12 @@ class _TextBody(Body, kw_only=True):
     logprobs: int | None = None
 
 
-_decoder = msgspec.json.Decoder(_TextBody)
+_decoder = BodyDecoder(_TextBody, neutral=NEUTRAL_OF_TEXT, harmless=HARMLESS)
 
 
 def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a text completion request. Raises `RequestRefused` (HTTP status 400)."""
-    body = decode_body(data, _decoder, neutral=NEUTRAL_OF_TEXT, harmless=HARMLESS)
+    body = _decoder.decode(data)
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one

@@ -33,7 +33,7 @@ NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is no
 
 
 class BrokenAnswer(EngineError):
-    """Raised for a response that a server of the tested version never sends."""
+    """Raised for a response that does not follow the protocol of the tested version of the server."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ MARK = "etude-engine.json"
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the marker file that the last step of an installation writes: the device ("cpu" or "cuda").
+    """The content of the marker file that the last step of an installation writes.
+
+    `device`: "cpu" or "cuda", the device that the server was installed for.
 
     Without the file the environment is incomplete."""
 
@@ -46,7 +48,7 @@ class ServerKind:
 
     @property
     def key(self) -> str:
-        """The lower-case name, for commands, folders and config sections."""
+        """Its name in lower case, for commands, folders and config sections."""
         return self.name.lower()
 
     @property

@@ -39,7 +39,9 @@ def install(environment: Environment, device: str, *, report: Report) -> Mark:
     too little space, or another process installs there, and `InputError` for an unknown device."""
     if device not in DEVICES:
         raise InputError(
-            f"--device {device}", f"engines are installed for {' or '.join(DEVICES)}", hint="choose one of them"
+            f"--device {device} is unknown",
+            f"engines are installed for {' or '.join(DEVICES)}",
+            hint="choose one of them",
         )
     kind, wanted = environment.kind, Mark(device=device)
     if environment.mark == wanted and environment.version == kind.version:

@@ -171,7 +171,7 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     SGLang of engine-1 answered 400: too long
-      hint: see its log
+      hint: see the engine's log
     """
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error

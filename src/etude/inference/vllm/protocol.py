@@ -202,7 +202,7 @@ def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
 
     >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
-      hint: see its log
+      hint: see the engine's log
     """
     try:
         message = msgspec.json.decode(body, type=_ErrorBody).error.message

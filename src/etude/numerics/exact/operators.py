@@ -25,7 +25,7 @@ class Exact(Operators):
     def __init__(self, dtype: torch.dtype = torch.float32, *, degree: int = 1) -> None:
         super().__init__(dtype)
         if degree < 1 or degree & (degree - 1):
-            raise ConfigError(f"degree = {degree}", "it must be a power of two", hint="use 1, 2, 4, ...")
+            raise ConfigError(f"degree = {degree} is invalid", "it must be a power of two", hint="use 1, 2, 4, ...")
         self.degree = degree
 
     @property

@@ -17,7 +17,7 @@ _ATTACH, _DETACH, _SEIZE = 16, 17, 0x4206
 
 
 def attach_by_ptrace() -> str:
-    """Try to attach a debugger to another process: the first one, our parent, a sibling's; return what it got or ""."""
+    """Try to attach a debugger to another process: the first one, our parent, a sibling's; return a proof or ""."""
 
     def attach(pid: int, how: int) -> str:
         call("ptrace", how, pid, 0, 0)
@@ -30,12 +30,12 @@ def attach_by_ptrace() -> str:
 
 
 def have_the_parent_traced() -> str:
-    """Try to make the parent this process's debugger (PTRACE_TRACEME), to confuse it; return what it got or ""."""
+    """Try to make the parent this process's debugger (PTRACE_TRACEME), to confuse it; return a proof or ""."""
     return in_child(lambda: "traced" if refusal("ptrace", 0, 0, 0, 0) == "" and not FACTS.get("plain") else "")
 
 
 def read_memory_by_file() -> str:
-    """Try to read another process's memory through /proc/PID/mem; return what it got or ""."""
+    """Try to read another process's memory through /proc/PID/mem; return a proof or ""."""
 
     def look(pid: int) -> str:
         with open(f"/proc/{pid}/maps") as maps:
@@ -53,12 +53,12 @@ def read_memory_by_file() -> str:
 
 
 def write_memory_by_file() -> str:
-    """Try to open another process's memory for writing; return what it got or ""."""
+    """Try to open another process's memory for writing; return a proof or ""."""
     return first([lambda p=p: _opens(f"/proc/{p}/mem", os.O_RDWR) for p in others()])  # type: ignore[misc]
 
 
 def read_memory_by_call() -> str:
-    """Try to read the first mapping of another process (process_vm_readv); return what it got or ""."""
+    """Try to read the first mapping of another process (process_vm_readv); return a proof or ""."""
 
     class Span(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
@@ -76,7 +76,7 @@ def read_memory_by_call() -> str:
 
 
 def take_descriptors() -> str:
-    """Try to copy file descriptors of another process (pidfd_getfd); return what it got or ""."""
+    """Try to copy file descriptors of another process (pidfd_getfd); return a proof or ""."""
 
     def take(pid: int, number: int) -> str:
         handle = call("pidfd_open", pid, 0)
@@ -86,7 +86,7 @@ def take_descriptors() -> str:
 
 
 def open_descriptors() -> str:
-    """Try to read through /proc/PID/fd which files another process has open; return what it got or ""."""
+    """Try to read through /proc/PID/fd which files another process has open; return a proof or ""."""
 
     def look(pid: int) -> str:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -98,7 +98,7 @@ def open_descriptors() -> str:
 
 
 def enter_roots() -> str:
-    """Try to list another process's root or working directory through /proc; return what it got or ""."""
+    """Try to list another process's root or working directory through /proc; return a proof or ""."""
 
     def look(pid: int, name: str) -> str:
         theirs, ours = os.stat(f"/proc/{pid}/{name}/"), os.stat("/" if name == "root" else ".")
@@ -109,7 +109,7 @@ def enter_roots() -> str:
 
 
 def read_environments() -> str:
-    """Try to read the environment, stack or I/O counters of another process; return what it got or ""."""
+    """Try to read the environment, stack or I/O counters of another process; return a proof or ""."""
 
     def look(pid: int, name: str) -> str:
         data = read(f"/proc/{pid}/{name}")
@@ -120,7 +120,7 @@ def read_environments() -> str:
 
 
 def see_strangers() -> str:
-    """Try to find a process of a sibling machine in /proc; return what it got or ""."""
+    """Try to find a process of a sibling machine in /proc; return a proof or ""."""
     token = str(FACTS["token"]).encode()
     for pid in others():
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def see_strangers() -> str:
 
 
 def signal_strangers() -> str:
-    """Try to send signal 0 to process 1 and to the host's process, by kill and by pidfd; return what it got or ""."""
+    """Try to send signal 0 to process 1 and to the host's process, by kill and by pidfd; return a proof or ""."""
 
     def prod(pid: int) -> str:
         os.kill(pid, 0)
@@ -149,7 +149,7 @@ def signal_strangers() -> str:
 
 
 def change_limits_of_others() -> str:
-    """Try to read another process's limits, set its CPU affinity, or open its OOM score; return what it got or ""."""
+    """Try to read another process's limits, set its CPU affinity, or open its OOM score; return a proof or ""."""
 
     def limits(pid: int) -> str:
         resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -167,7 +167,7 @@ def change_limits_of_others() -> str:
 
 
 def advise_memory_of_others() -> str:
-    """Try to control the memory placement of another process (move_pages); return what it got or ""."""
+    """Try to control the memory placement of another process (move_pages); return a proof or ""."""
 
     def moved(pid: int) -> str:
         call("move_pages", pid, 0, None, None, None, 0)
@@ -177,7 +177,7 @@ def advise_memory_of_others() -> str:
 
 
 def race_to_own_a_new_command() -> str:
-    """Try to open a new process's memory for writing before its restrictions apply; return what it got or ""."""
+    """Try to open a new process's memory for writing before its restrictions apply; return a proof or ""."""
     mine = os.getpid()
     for _ in range(2000):
         for pid in pids_after(mine):

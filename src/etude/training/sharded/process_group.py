@@ -161,7 +161,7 @@ class ShardedProcessGroup:
             request.check_kind()
             if request.quantise is not Quantise.NONE:
                 raise ConfigError(
-                    f"numerics.quantise = {str(request.quantise)!r} with learner.ranks = {self.size}",
+                    f"numerics.quantise = {str(request.quantise)!r} is not possible with learner.ranks = {self.size}",
                     "packing a matrix needs all its rows, and each rank has a part of them",
                     hint='train in one process, or set numerics.quantise = "none"',
                 )

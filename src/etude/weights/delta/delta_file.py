@@ -105,7 +105,9 @@ def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes
     ):
         if size > limit:
             raise WeightsError(
-                f"a delta file of {size} {what}", f"the limit is {limit}", hint="split the tensors over several files"
+                f"a delta file cannot have {size} {what}",
+                f"the limit is {limit}",
+                hint="split the tensors over several files",
             )
     return _HEAD.pack(MAGIC, FORMAT, 0, len(entries), num_objects, len(table), len(note)) + table + note
 

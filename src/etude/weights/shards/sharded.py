@@ -234,7 +234,7 @@ class _ShardWriter:
         self.hold(end)
         if end.published is not None:
             return end.published
-        what, facts, hint = end.error or ("rank 0 failed", "", "see its log")
+        what, facts, hint = end.error or ("rank 0 failed", "", "see the log of rank 0")
         raise WeightsError(what, facts, hint=hint)
 
     def _put(
