@@ -148,6 +148,22 @@ def test_the_environment_runs_commands_in_the_machine_of_the_rollout(tmp_path: P
     assert "timed out" in played.log
 
 
+def test_only_unanswered_requests_may_be_no_turns(tmp_path: Path) -> None:
+    (tmp_path / "harness").mkdir()
+    counts = "etude: {} turns of {} requests, {} repeated, 0 replies tokenised again\n"
+    logs = [
+        "etude: exit code 0\n" + counts.format(3, 4, 1),
+        "etude: a request did not fit: 259 tokens\netude: exit code 1\n" + counts.format(2, 3, 0),
+        "etude: killed after 30 s of its own\n" + counts.format(1, 2, 0),
+    ]
+    for number, log in enumerate(logs):
+        (tmp_path / "harness" / f"{number}.log").write_text(log)
+    found = asked(tmp_path)
+    assert (found["agents"], found["requests"], found["unanswered"], found["attributed"]) == (3, 9, 2, 1.0)
+    (tmp_path / "harness" / "lost.log").write_text("etude: exit code 0\n" + counts.format(1, 2, 0))
+    assert asked(tmp_path)["attributed"] == 8 / 9
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_mini_swe_agent_says_to_the_model_what_demonstrations_say(monkeypatch: pytest.MonkeyPatch) -> None:
