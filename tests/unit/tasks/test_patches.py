@@ -33,7 +33,7 @@ def _edited(rng: random.Random, text: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_git_diffs_is_applied_to_the_letter(tmp_path: Path, seed: int) -> None:
+def test_patches_that_git_writes_are_applied_as_git_applies_them(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     names = ["a.txt", "d/b.txt", "d/with space.txt", "ü.txt", "gone.txt", "old name.txt"]
     before = {name: _random_text(rng) for name in names}

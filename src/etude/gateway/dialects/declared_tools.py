@@ -88,7 +88,8 @@ def names_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
     """Return for each function that the model sees how a response names it. `tools` are those of a parsed body."""
     found: dict[str, ToolName] = {}
     for tool in tools:
-        namespace, inner = (tool["name"], tool["tools"]) if tool["type"] == "namespace" else ("", [tool])
+        within = tool["type"] == "namespace"
+        namespace, inner = (tool.get("name", ""), tool.get("tools", ())) if within else ("", [tool])
         for one in inner:
             name = one.get("name", "")
             found[function_name(namespace, name)] = ToolName(namespace, name, one["type"] == "custom")
