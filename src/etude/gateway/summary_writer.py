@@ -73,9 +73,10 @@ class SummaryWriter:
         return self.tree.record(prompt, completion, message, sampling=sampling, kind=TurnKind.SUMMARY), reply
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Return what goes on, in the words of training, since the model may do badly after others.
+        """Return what the conversation keeps after a summary. The model gets it in the wording of training, which it
+        knows.
 
-        A client has no limit of turns: when those of training are used up, they are counted from the beginning. There
-        is no file of the history."""
+        The wording gives the number of turns left. A client has no limit of turns, so at the limit of training the
+        count begins again. The wording also names a file of the history, which does not exist here."""
         num_turns = number + sum(message["role"] == "assistant" for message in covered)
         return Carried(summary, number, self.limits.max_turns - num_turns % self.limits.max_turns, HISTORY)

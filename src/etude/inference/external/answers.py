@@ -234,7 +234,9 @@ def grammar_of(sampling: Sampling, server: str) -> tuple[str, Any] | None:
 
 
 def check_temperature(request: CompletionRequest, lowest: float, server: str) -> None:
-    """Raise `MalformedRequest` for a temperature above 0 and below the `lowest` one at which the server samples."""
+    """Raise `MalformedRequest` for a temperature above 0 and below `lowest`, the lowest at which the server can sample.
+
+    `server` is the name of the software, for the error."""
     if 0.0 < request.sampling.temperature < lowest:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {request.sampling.temperature:g}",
@@ -244,7 +246,9 @@ def check_temperature(request: CompletionRequest, lowest: float, server: str) ->
 
 
 def decode(body: bytes, kind: type[T], server: str, engine: str) -> T:
-    """Parse a JSON response. Raises `BrokenAnswer` for one that is not of the `kind`."""
+    """Parse the JSON body of a response as a `kind`. Raises `BrokenAnswer` if it is not one.
+
+    `server` is the name of the software, and `engine` that of the engine, for the error."""
     try:
         return msgspec.json.decode(body, type=kind)
     except ValueError as error:
