@@ -48,7 +48,8 @@ SMALL = (
     "corpus.num_demonstrations=400", "corpus.num_code_documents=100", "mid_training.num_tokens=60000",
     "experience.groups_per_step=2", "experience.group_size=4", "rl.steps=2", "rl.checkpoint_every=1", "evals.every=0",
     "experience.max_lag=0", "evals.heldout_tasks=4", "evals.baseline_tasks=4", "model.hidden_size=64",
-    "model.head_dim=16", "model.expert_size=32", 'rewards.terms=[{name = "spread", weight = 1.0, kind = "spread:Spread"}]',
+    "model.head_dim=16", "model.expert_size=32",
+    'rewards.terms=[{name = "spread", weight = 1.0, kind = "spread:Spread"}]',
 )  # fmt: skip
 
 
