@@ -1,4 +1,4 @@
-"""Says at the end of the tests what was skipped, by reason: a machine that lacks something tests less, and tells."""
+"""Lists the skipped tests by reason at the end of a test run."""
 
 from __future__ import annotations
 

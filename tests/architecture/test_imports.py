@@ -1,4 +1,4 @@
-"""Who may know whom: checked by importing each folder in a fresh interpreter, and by reading every import."""
+"""Which folder may import which: each is imported in a fresh interpreter, and every import statement is read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def imports(path: Path) -> set[str]:
     return {name.split(".")[1] for name in found if name.startswith("etude.")}
 
 
-def test_nobody_imports_the_loop_but_the_command_line():
+def test_only_the_command_line_imports_the_loop():
     importers = {p.relative_to(ROOT).parts[0] for p in ROOT.rglob("*.py") if "loop" in imports(p)}
     assert importers <= {"loop", "cli"}
 
@@ -106,7 +106,7 @@ def test_no_process_of_a_run_loads_an_attack(module):
     assert not [name for name in loaded if name.startswith("etude.redteam")]
 
 
-def test_nobody_imports_the_command_line():
+def test_no_folder_imports_the_command_line():
     assert {p.relative_to(ROOT).parts[0] for p in ROOT.rglob("*.py") if "cli" in imports(p)} <= {"cli"}
 
 

@@ -1,4 +1,4 @@
-"""A promise names what enforces it, and that exists."""
+"""Every promise names a test or benchmark that exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page tells the numbers that were measured."""
+"""The tables in the documentation equal the committed results."""
 
 from __future__ import annotations
 

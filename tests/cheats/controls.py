@@ -1,4 +1,4 @@
-"""Defences that are none, to see that the cheats can succeed: a grader that believes what happens where the agent's
+"""Controls without defences, in which the cheats must succeed: a grader that trusts results from where the agent's
 code runs, and machines that are plain processes of this host."""
 
 from __future__ import annotations

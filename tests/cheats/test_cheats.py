@@ -69,14 +69,14 @@ def test_no_program_gets_out_of_its_machine(backend, row):
 
 
 @pytest.mark.parametrize("backend", ["namespace"])
-def test_what_is_handed_in_earns_nothing_where_calls_are_compared_outside(backend):
+def test_cheating_submissions_earn_nothing_where_results_are_compared_outside_the_machine(backend):
     quick = (Row.EQUALITY, Row.FORGERY, Row.ENDINGS, Row.PRELOAD)
     slow = {"exit-in-a-thread", "exit-by-signal", "expected-from-files"}
     cheats = [replace(c, kinds=(Kind.DATA,)) for c in HANDED_IN if c.row in quick and c.name not in slow]
     resisted(backend, cheats)
 
 
-def test_what_a_second_look_found_earns_nothing_and_breaks_nobody():
+def test_cheats_of_the_second_review_earn_nothing_and_break_no_machine():
     quick = {Kind.DATA, Kind.CHECK, Kind.LOOSE, Kind.WHOLE}
     resisted("namespace", [replace(c, kinds=k) for c in second_look() if (k := tuple(quick.intersection(c.kinds)))])
 
@@ -98,7 +98,7 @@ def test_every_row_of_the_threat_model_has_a_cheat_and_names_are_unique():
     assert all(cheat.what for cheat in CATALOGUE)
 
 
-def test_without_isolation_every_harmless_program_gets_what_it_wants():
+def test_without_isolation_every_harmless_attack_succeeds():
     """Control: the attacks work without isolation. Some need root."""
     runtime = PlainRuntime()
     found = played(runtime, controls().TrustingGrader(runtime), HARMLESS)
@@ -134,7 +134,7 @@ def test_what_a_code_graded_task_rewards_by_mistake_is_flagged_by_the_detector()
     assert "flagged" in found.evidence
 
 
-def test_a_repository_as_it_was_cloned_tells_its_future():
+def test_a_plain_clone_of_a_repository_contains_the_later_commits():
     """Control: the programs find the fix in the original repository."""
     names = [cheat.program for cheat in PROGRAMS if cheat.row is Row.HISTORY]
 

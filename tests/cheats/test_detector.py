@@ -205,7 +205,7 @@ def test_a_forged_grade_is_a_sign_though_it_earned_nothing():
     assert [found.rule for found in find_cheating(a_task(), outcome=forged)] == ["forged"]
 
 
-def test_demonstrations_of_the_laptop_example_alarm_nobody():
+def test_demonstrations_of_the_laptop_example_are_not_flagged():
     alarmed = []
     for each in demonstrations(RepairSource(seed=0), count=300, seed=0, right_body=0.6):
         machine = MemoryMachine({path: text.encode() for path, text in each.task.files.items()})

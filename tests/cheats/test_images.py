@@ -52,7 +52,7 @@ def python_root(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_canary_of_an_images_test_is_not_known_by_its_age(tmp_path):
+def test_a_canary_of_an_images_test_cannot_be_recognised_by_its_modification_time(tmp_path):
     async def main() -> list[float]:
         store = ImageStore(tmp_path / "images")
         record = build_from_directory(store, python_root(tmp_path / "root"), image=Image(digest="", workdir="/work"))

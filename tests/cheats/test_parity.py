@@ -26,13 +26,13 @@ def probed(other: bool, num_machines: int) -> Parity:
     return asyncio.run(main())
 
 
-def test_machines_of_one_runtime_are_not_told_apart():
+def test_the_parity_probe_does_not_distinguish_machines_of_one_runtime():
     found = probed(False, 20)
     assert found.auc <= found.chance[1] + 0.1
     assert found.auc < 0.85
 
 
-def test_a_namespace_and_a_plain_process_are_told_apart_and_by_what_is_said():
+def test_the_parity_probe_distinguishes_a_namespace_from_a_plain_process_and_names_how():
     found = probed(True, 8)
     assert found.auc == 1.0
     assert found.is_distinguishable

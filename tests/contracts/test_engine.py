@@ -541,7 +541,7 @@ def test_an_adoption_that_does_not_come_is_named(tell: Callable[[Story], None]) 
     tell(story)
 
 
-def test_an_engine_that_missed_versions_comes_to_the_head(tell: Callable[[Story], None]) -> None:
+def test_an_engine_that_missed_versions_catches_up_with_the_head(tell: Callable[[Story], None]) -> None:
     async def story(world: World) -> None:
         world.hang()
         for step in (1, 2, 3):

@@ -418,7 +418,7 @@ def test_a_lineage_that_went_back_is_pruned_again_when_it_has_come_as_far(ledger
     assert ledger.get("g000001.0", "finished") is None
 
 
-def test_what_demands_a_later_version_waits_and_nobody_overtakes_it(ledger: Ledger) -> None:
+def test_a_rollout_that_demands_a_later_version_waits_and_is_not_overtaken(ledger: Ledger) -> None:
     specs = [msgspec.structs.replace(Kit.spec(f"g00000{i}.0"), min_step=step) for i, step in enumerate([0, 1, 2, 2])]
     ledger.admit(*specs)
     assert [spec.min_step for spec in ledger.start(4, published=1)] == [0, 1]

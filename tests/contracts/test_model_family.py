@@ -1,4 +1,4 @@
-"""The contract of a model family: each that comes with etude, and the example of one that does not."""
+"""The contract of a model family: the built-in ones, and the example plug-in."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_a_program_that_is_not_called_runs_to_its_end_and_its_exit_code_is_told(
     asyncio.run(main())
 
 
-def test_nothing_is_left_when_it_is_closed(place: Open, tmp_path: Path) -> None:
+def test_closing_a_placement_ends_its_processes(place: Open, tmp_path: Path) -> None:
     async def main() -> tuple[int, int]:
         async with Placed(place, tmp_path) as placed:
             return await placed.call("pids", tuple[int, int])
@@ -261,7 +261,7 @@ def test_connecting_changes_nothing_of_what_a_sigterm_does(place: Open) -> None:
 
 
 @pytest.mark.parametrize("place", ["ray"], indirect=True)
-def test_who_finds_no_room_waits_and_takes_the_room_that_becomes_free(place: Open, tmp_path: Path) -> None:
+def test_a_component_without_room_waits_and_takes_the_room_that_becomes_free(place: Open, tmp_path: Path) -> None:
     async def main() -> None:
         placed = Placed(place, tmp_path)
         try:
@@ -305,7 +305,7 @@ def test_a_role_that_no_node_has_room_for_ends_the_wait_by_name(
 
 
 @pytest.mark.parametrize("place", ["ray"], indirect=True)
-def test_what_is_not_called_ends_with_its_conductors_connection(place: Open, tmp_path: Path) -> None:
+def test_a_component_without_calls_ends_with_its_conductors_connection(place: Open, tmp_path: Path) -> None:
     async def main() -> int:
         placement = place(tmp_path)
         program = Program("corpus", ["-c", "import time; time.sleep(1000)"], tmp_path / "corpus.log")

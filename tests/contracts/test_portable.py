@@ -148,7 +148,7 @@ def test_a_machines_state_is_judged_in_a_fork_of_the_frozen_one(name):
     ],
 )
 @pytest.mark.parametrize("name", ["fleet", "remote"])
-def test_whatever_an_agent_leaves_elsewhere_is_judged(name, script, reward):
+def test_any_files_an_agent_leaves_are_graded_on_remote_machines(name, script, reward):
     async def test(runtime: Runtime) -> Any:
         machine = await one(runtime, {"seed.txt": b"0\n"})
         await machine.exec(["sh", "-c", script], key="1", deadline_s=5.0)
@@ -160,7 +160,7 @@ def test_whatever_an_agent_leaves_elsewhere_is_judged(name, script, reward):
     assert outcome.grade == reward
 
 
-def test_a_state_that_no_server_of_these_keys_has_packed_is_nobodys_reward():
+def test_a_machine_state_that_no_server_with_these_keys_packed_is_not_graded():
     async def test(here: ServedRuntime, other: ServedRuntime) -> Any:
         return await MachineGrader(other).grade(TASK, ANSWER, await reference_exports(here, TASK, ANSWER))
 
@@ -220,7 +220,7 @@ def test_where_snapshots_hold_no_processes_no_rollout_begins_and_no_grade_is_giv
     assert (outcome.boundary, "no processes" in outcome.evidence) == (Boundary.MACHINE, True)
 
 
-def test_a_state_over_the_limit_earns_nothing_and_says_which_limit(monkeypatch):
+def test_a_machine_state_over_the_limit_earns_nothing_and_names_the_limit(monkeypatch):
     monkeypatch.setattr(exports, "MAX_STATE_BYTES", 1000)
 
     async def test(runtime: Runtime) -> Any:

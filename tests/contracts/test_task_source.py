@@ -115,7 +115,7 @@ def test_it_is_a_task_source(source: TaskSource) -> None:
 
 
 @pytest.mark.parametrize("split", Split)
-def test_its_tasks_prove_themselves(source: TaskSource, split: Split) -> None:
+def test_the_tasks_of_a_source_pass_their_own_proof(source: TaskSource, split: Split) -> None:
     if source.name in IN_MACHINES:
         pytest.skip("proven in machines, by its own tests")
     if source.size(split) == 0:

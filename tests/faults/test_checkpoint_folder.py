@@ -84,7 +84,9 @@ CheckpointFolder(path).adopt(version(step, held), held, after=kill)
 
 @pytest.mark.parametrize("grown", [False, True])
 @pytest.mark.parametrize("at", STEPS)
-def test_a_keeper_killed_after_its_journal_is_there_has_adopted(tmp_path: Path, at: str, grown: bool) -> None:
+def test_a_writer_killed_after_its_journal_is_complete_has_adopted_the_version(
+    tmp_path: Path, at: str, grown: bool
+) -> None:
     if grown and at.startswith("file "):
         at = "files"  # files that are moved are not written
     folder = sharded(tmp_path / "m", tensors(0))
@@ -180,7 +182,7 @@ def test_a_journal_that_the_disk_altered_is_not_followed(tmp_path: Path, spoil) 
 
 @pytest.mark.parametrize("part", ["changes", "moves", "removes"])
 @pytest.mark.parametrize("name", ["../theirs", "..", ""])
-def test_a_journal_that_names_what_is_outside_is_not_followed(tmp_path: Path, part: str, name: str) -> None:
+def test_a_journal_with_paths_outside_the_folder_is_not_followed(tmp_path: Path, part: str, name: str) -> None:
     folder = sharded(tmp_path / "m", tensors(0))
     (folder / NEXT).mkdir()
     for place in (folder / "theirs", tmp_path / "theirs"):

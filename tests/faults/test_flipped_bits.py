@@ -1,4 +1,4 @@
-"""A bit flips on the disk: in every kind of file of a run it is found by `etude fsck`, and refused by who reads it."""
+"""A bit flips on the disk: in every kind of file of a run, `etude fsck` finds it and readers refuse it."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_a_sound_run_has_no_problem_and_is_left_as_it_was(sound: Path, capsys: p
     assert {path: path.stat().st_mtime_ns for path in sound.rglob("*")} == before
 
 
-def test_what_a_killed_process_left_is_no_problem(copy: Path) -> None:
+def test_files_left_by_a_killed_process_are_no_problem(copy: Path) -> None:
     with (copy / "events" / "conductor.jsonl").open("ab") as file:
         file.write(b'{"t": 1.0, "pro')
     (copy / "checkpoints" / ".step-000006.ab12").mkdir()
@@ -268,7 +268,7 @@ def test_what_a_killed_process_left_is_no_problem(copy: Path) -> None:
     assert len(proof.notices) == 2
 
 
-def test_what_nobody_thought_of_is_listed_and_what_lost_its_checksum_is_a_problem(copy: Path) -> None:
+def test_fsck_lists_unknown_files_and_reports_missing_checksums(copy: Path) -> None:
     (copy / "notes").write_text("mine")
     (copy / STEP / "SHA256SUMS").unlink()
     (copy / "checkpoints" / "mid" / "tokenizer.json").unlink()
@@ -293,7 +293,7 @@ def test_a_run_of_an_earlier_etude_has_notices_and_no_problem(copy: Path) -> Non
     ledger.close()
 
 
-def test_a_proof_beside_a_run_that_goes_on_finds_nothing(game: Any, tmp_path: Path) -> None:
+def test_fsck_of_a_run_in_progress_reports_no_problem(game: Any, tmp_path: Path) -> None:
     this = PlayedRun.create(tmp_path / "r", game, "rl.checkpoint_every=1", "rl.steps=6", "evals.every=50")
     ended, proofs = threading.Event(), list[FsckReport]()
 

@@ -35,7 +35,7 @@ print(len(store.images()))
 """
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path):
+def test_a_full_disk_raises_an_error_and_leaves_no_files(tmp_path):
     for name, size in (("large", 3 << 20), ("small", 10)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(os.urandom(size))

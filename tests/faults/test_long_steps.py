@@ -1,4 +1,4 @@
-"""Steps of ten minutes, tokens of seconds, engines that take minutes to come to a version or to come back.
+"""Steps of ten minutes, tokens of seconds, engines that take minutes to load a version or to restart.
 
 The real conductor, ledger, fleet, harness and channel of weights, on an event loop whose clock jumps; what computes
 is stood in for. Nothing of this may cost a rollout: all of them wait longer than any of them may be silent.

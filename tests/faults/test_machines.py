@@ -134,7 +134,7 @@ def test_socket_families_that_reach_past_the_network_namespace_are_refused(famil
     assert b"not supported" in result.output
 
 
-def test_files_of_the_host_are_not_there(tmp_path):
+def test_files_of_the_host_are_not_visible(tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("hidden answer")
     package = Path(etude.__file__).parent
@@ -158,7 +158,7 @@ def test_the_system_is_read_only():
     assert (result.exit_code, result.output) == (0, b"")
 
 
-def test_processes_of_the_host_and_of_other_machines_are_not_there():
+def test_processes_of_the_host_and_of_other_machines_are_not_visible():
     async def test(runtime):
         left, right = await runtime.fork(await runtime.prepare({}), 2)
         sleeping = asyncio.create_task(left.exec(["sleep", "30"], key="1", deadline_s=3))

@@ -1,4 +1,4 @@
-"""Virtual machines and sandboxes whose host's disk, or table of inodes, is full: told, nothing lost, nothing left."""
+"""Virtual machines and sandboxes on a host with a full disk or inode table: an error, no lost data, no files left."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount a tmpfs")
 @pytest.mark.parametrize(("backend", "size"), [("microvm", "16m"), ("gvisor", "2m")])
-def test_a_full_disk_of_the_host_is_told_and_what_runs_goes_on_after_it(tmp_path, backend, size):
+def test_a_full_disk_of_the_host_raises_an_error_and_running_machines_continue(tmp_path, backend, size):
     if why := why_not(backend):
         pytest.skip(why)
     mounted = f'mount -t tmpfs -o size={size},nr_inodes=400 none "$0" && exec "$@"'

@@ -116,7 +116,7 @@ SCRIPT = "echo x >> runs; echo first; read word; echo second $word; echo x >> en
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_command_whose_connection_breaks_is_heard_to_its_end_and_has_run_once(plain):
+def test_a_command_whose_connection_breaks_returns_its_result_and_runs_once(plain):
     async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
         told, cut = [], asyncio.Event()
@@ -172,7 +172,7 @@ def test_a_command_that_ended_while_nobody_heard_is_answered_from_the_record():
     with_relay(test)
 
 
-def test_a_strangers_command_that_ended_while_nobody_heard_is_an_error_and_no_second_run():
+def test_another_clients_command_that_ended_while_disconnected_is_an_error_and_not_run_again():
     async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
         relay.lose = 1

@@ -285,7 +285,7 @@ def test_a_fork_while_a_command_floods_speaks_a_clean_protocol():
     with_runtime(test)
 
 
-def test_what_the_host_says_is_heard_however_quiet_the_guest_is() -> None:
+def test_the_host_can_end_a_command_whose_guest_sends_nothing() -> None:
     """An emulated guest that is idle sleeps through one message in a thousand, unless it is nudged."""
     rounds = 3000
 

@@ -110,7 +110,7 @@ def test_ray_puts_ranks_on_two_hosts_where_none_has_room_for_both(
             run.stop()
 
 
-def test_a_rank_of_another_host_is_lost_twice_and_the_run_goes_on_each_time(
+def test_a_run_continues_each_time_that_a_rank_of_another_host_is_lost(
     running: Running, hosts: Hosts, bringing: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     """Killed, then cut off with its host; a stranger who knocks in between is not let in."""

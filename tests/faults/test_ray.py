@@ -224,6 +224,7 @@ def test_a_users_module_where_the_run_is_started_is_used_on_all_nodes(
     config = json.loads((start / "config.json").read_text())
     config |= {"model_type": "mine_moe", "architectures": ["MineForCausalLM"]}
     (start / "config.json").write_text(json.dumps(config))
+    (start / "SHA256SUMS").unlink()
     running.cli.env["ETUDE_MODEL_FAMILIES"] = "mine:Family"
     running.begin("rl.steps=2", f"start={start}", *PARTS, *TWO, on=nodes.address)
     assert running.end() == 0, running.said

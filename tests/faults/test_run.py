@@ -1,4 +1,4 @@
-"""A whole run under faults: killed, hung, interrupted, out of disk, damaged, or told nonsense.
+"""A whole run under faults: killed, hung, interrupted, out of disk, damaged, or with invalid messages.
 
 What must hold: it ends, or it says in three parts why not; no process is left; a resumed run ends and its audit finds
 nothing lost and nothing trained twice.
@@ -360,7 +360,7 @@ def test_ctrl_c_while_starting_ends_with_130_and_leaves_nothing(running: Running
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what", ["objects", "manifests", "pointers"])
-def test_what_is_torn_in_the_store_while_engines_follow_heals_or_is_named(running: Running, what: str) -> None:
+def test_objects_damaged_while_engines_follow_are_repaired_or_named(running: Running, what: str) -> None:
     running.begin("rl.steps=8").at_step(3)
     folder = running.path / "weights" / what
     before = _files(folder)

@@ -133,7 +133,7 @@ def test_of_many_writers_of_a_large_object_one_wins_and_the_others_know(proxy: P
 
 
 @pytest.mark.parametrize("trick", [*PASSING, "cut", "shorten"])
-def test_a_server_that_never_recovers_is_an_error_that_says_how_often_and_how_long(
+def test_a_server_that_never_recovers_is_an_error_with_the_number_of_tries_and_seconds(
     proxy: Proxy, opened: Open, trick: str
 ) -> None:
     opened().put("a", b"content")
@@ -211,7 +211,7 @@ def test_a_channel_whose_commit_lost_its_answer_has_published_and_a_follower_pro
         assert bytes(follower.tensors["w"].codes) == weights.tobytes()
 
 
-def test_what_is_denied_is_said_without_anything_secret(proxy: Proxy, opened: Open) -> None:
+def test_an_error_of_denied_access_contains_no_secret(proxy: Proxy, opened: Open) -> None:
     store = opened()
     proxy.play("forbidden")
     with pytest.raises(StoreError, match="HTTP 403 SignatureDoesNotMatch") as caught:

@@ -154,7 +154,7 @@ def test_published_adapters_are_merged_into_the_live_weights_of_a_real_vllm(tmp_
         asyncio.run(story(vllm))
 
 
-def test_production_has_its_first_token_before_rollouts_that_hold_every_seat_and_they_say_what_they_would_have_said(
+def test_production_gets_its_first_token_before_running_rollouts_whose_tokens_do_not_change(
     tmp_path: Path,
 ) -> None:
     def ask(name: str, num_prompt: int, max_tokens: int, traffic: Traffic = Traffic.ROLLOUT) -> CompletionRequest:

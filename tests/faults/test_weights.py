@@ -238,7 +238,7 @@ def _die_before_commit(done: str) -> None:
         raise Killed
 
 
-def test_a_forged_delta_whose_every_checksum_fits_cannot_give_other_tensors() -> None:
+def test_a_forged_delta_with_matching_checksums_cannot_give_other_tensors() -> None:
     store = MemoryStore()
     publish_steps(store, range(2))
     base = Follower(store)
@@ -291,7 +291,7 @@ class Ranged(MemoryStore):
         return super().get(key, start, stop)
 
 
-def test_a_header_whose_every_page_digest_was_made_to_fit_is_refused_by_a_reader_of_a_part() -> None:
+def test_a_forged_header_with_matching_page_digests_is_refused_by_a_reader_of_a_part() -> None:
     """It is a delta that a writer could have made: only the manifest knows that it is another one."""
     store = Ranged()
     first = publish_steps(store, range(1))[0]
@@ -467,7 +467,7 @@ def test_a_writer_process_killed_between_its_steps_leaves_a_whole_store(at: str,
     assert verify(store).problems == ()
 
 
-def test_of_two_writers_the_second_to_commit_is_told_and_changes_nothing() -> None:
+def test_of_two_writers_the_second_to_commit_fails_and_changes_nothing() -> None:
     store = MemoryStore()
     versions = publish_steps(store, range(1))
     one, other = Channel(store), Channel(store)

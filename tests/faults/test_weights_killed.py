@@ -306,7 +306,7 @@ def test_a_rollback_killed_anywhere_has_happened_or_not(fresh: Callable[[], Path
     assert cells(WRITING, stride, run) > 20
 
 
-def test_of_writers_that_race_in_processes_of_their_own_one_wins_each_version_and_the_others_are_told(
+def test_of_concurrent_writer_processes_one_publishes_each_version_and_the_others_fail(
     fresh: Callable[[], Path],
 ) -> None:
     root = fresh()

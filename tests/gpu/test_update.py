@@ -1,4 +1,4 @@
-"""Objects made on the device are the CPU's, byte for byte, and live memory there becomes what they say, in place."""
+"""Objects made on the device are the CPU's, byte for byte, and they update live memory there in place."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_update_is_prepared_then_written_in_place_then_undone() -> None:
     assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
 
 
-def test_what_was_prepared_without_an_undo_says_so() -> None:
+def test_an_update_prepared_without_undo_refuses_to_undo() -> None:
     old, new = versions()
     del new["fresh"]
     specs = {name: SPECS[name] for name in new}

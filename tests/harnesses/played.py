@@ -1,4 +1,4 @@
-"""One task through a real agent program, with a scripted model: what of its requests was attributed, and what it did.
+"""One task through a real agent program with a scripted model: which requests are attributed, and the agent's result.
 
 The agents are those of `requirements.txt` and `package.json` here, unchanged, with the configs of
 `docs/guides/harnesses.md`. The model's words and tokens are a script; agent, endpoints and machine are real."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from benchmarks.mini_swe_agent import CONFIG, asked, trained
+from benchmarks.learning.mini_swe_agent import CONFIG, asked, trained
 from examples.mini_swe_agent import tasks
 from examples.mini_swe_agent.tasks import Issues
 from tests.harnesses.agents import AGENTS, FOLDER
@@ -47,8 +47,9 @@ class LocalEnvironment:
 SMALL = (
     "corpus.num_demonstrations=400", "corpus.num_code_documents=100", "mid_training.num_tokens=60000",
     "experience.groups_per_step=2", "experience.group_size=4", "rl.steps=2", "rl.checkpoint_every=1", "evals.every=0",
-    "evals.heldout_tasks=4", "evals.baseline_tasks=4", "model.hidden_size=64", "model.head_dim=16",
-    "model.expert_size=32", 'rewards.terms=[{name = "spread", weight = 1.0, kind = "spread:Spread"}]',
+    "experience.max_lag=0", "evals.heldout_tasks=4", "evals.baseline_tasks=4", "model.hidden_size=64",
+    "model.head_dim=16", "model.expert_size=32",
+    'rewards.terms=[{name = "spread", weight = 1.0, kind = "spread:Spread"}]',
 )  # fmt: skip
 
 
@@ -146,6 +147,22 @@ def test_the_environment_runs_commands_in_the_machine_of_the_rollout(tmp_path: P
     played = play(HarnessConfig(program=Plugin("command", program)), by_text())
     assert "{'output': '3\\n5\\n', 'returncode': 3, 'exception_info': ''}" in played.log, played.log
     assert "timed out" in played.log
+
+
+def test_only_unanswered_requests_may_be_no_turns(tmp_path: Path) -> None:
+    (tmp_path / "harness").mkdir()
+    counts = "etude: {} turns of {} requests, {} repeated, 0 replies tokenised again\n"
+    logs = [
+        "etude: exit code 0\n" + counts.format(3, 4, 1),
+        "etude: a request did not fit: 259 tokens\netude: exit code 1\n" + counts.format(2, 3, 0),
+        "etude: killed after 30 s of its own\n" + counts.format(1, 2, 0),
+    ]
+    for number, log in enumerate(logs):
+        (tmp_path / "harness" / f"{number}.log").write_text(log)
+    found = asked(tmp_path)
+    assert (found["agents"], found["requests"], found["unanswered"], found["attributed"]) == (3, 9, 2, 1.0)
+    (tmp_path / "harness" / "lost.log").write_text("etude: exit code 0\n" + counts.format(1, 2, 0))
+    assert asked(tmp_path)["attributed"] == 8 / 9
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The programs that benchmarks put in place of a run's worker and learner are the real ones, and do what they say."""
+"""The benchmarks' variants of worker and learner run the real programs, with the change that they are named after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose engines stop computing what its learner does, in its middle: it takes its defences, says so, and ends.
+"""A run whose engines diverge from its learner: it takes its defences, reports them, and ends.
 
 Every process is the real one. The run's config says exact; its engines are started with another config in its second
 and third session, as on another machine.

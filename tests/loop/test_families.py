@@ -79,7 +79,7 @@ def test_a_run_takes_it_and_exports_it(checkpoint: Path, tmp_path: Path) -> None
     assert ChatFormat.load(out).encode_prompt(TALK).tolist() == ours.encode_prompt(TALK).tolist()
 
 
-def test_layers_of_multi_token_prediction_are_named_where_a_checkpoint_comes_in_and_where_it_goes_out(
+def test_layers_of_multi_token_prediction_are_named_on_load_and_on_export(
     checkpoint: Path, game: Game, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start, file = tmp_path / "start", tmp_path / "start" / "model.safetensors"

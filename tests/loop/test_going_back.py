@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged goes on from an older one, with the rollouts that were stored since then.
+"""A run whose newest checkpoint is damaged resumes from an older one, with the rollouts stored since then.
 
 Conductor, ledger and learner are the real ones; rollouts are made up.
 """
@@ -169,7 +169,7 @@ def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(
     assert steps == [2, 2], "what is there is not made again"
 
 
-def test_what_a_killed_learner_left_of_a_checkpoint_goes_with_the_next_one(game: Any, tmp_path: Path) -> None:
+def test_files_of_an_interrupted_checkpoint_are_deleted_with_the_next_one(game: Any, tmp_path: Path) -> None:
     run = made(game, tmp_path / "r", "rl.steps=2")
     half = run.folder / "checkpoints" / ".step-000001.0a1b2c3d"
     half.mkdir()

@@ -1,4 +1,4 @@
-"""`etude init`, and the run that it says to start: from nothing, on the folder's tasks, and from a checkpoint."""
+"""`etude init`, and the run that it prints: from nothing, on the folder's tasks, and from a checkpoint."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_run_of_adapters_on_a_dense_model_is_redone_to_the_bit_from_any_checkp
 
 
 @pytest.mark.timeout(120)
-def test_what_is_exported_is_what_was_trained_merged_or_alone(
+def test_exported_adapters_are_the_trained_ones_merged_or_alone(
     done: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export_checkpoint(done.path, tmp_path / "result", dtype="bf16")

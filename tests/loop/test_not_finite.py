@@ -1,4 +1,4 @@
-"""A step whose numbers are none: the learner's own process refuses it, the run ends by name, its state is saved.
+"""A step with NaN or Inf: the learner's process refuses it, the run ends and names the tensor, its state is saved.
 
 Conductor, ledger and learner are the real ones; rollouts are made up, and those of step 3 hold what is no number.
 """
@@ -37,9 +37,7 @@ class Poisoned(Players):
         return replace(rollout, trace=Trace((replace(turn, completion=replace(turn.completion, logprobs=logprobs)),)))
 
 
-def test_the_learners_process_names_what_is_no_number_and_the_run_ends_with_its_state_saved(
-    game: Any, tmp_path: Path
-) -> None:
+def test_nan_in_the_learner_ends_the_run_names_the_tensor_and_saves_the_state(game: Any, tmp_path: Path) -> None:
     run = PlayedRun.create(tmp_path / "r", game, "rl.checkpoint_every=50", "evals.every=50", "rl.steps=4")
     folder, config = run.folder, run.config
 

@@ -1,4 +1,4 @@
-"""Whole runs with a user's own parts: they train, their failure is named, and the run goes on once they are mended."""
+"""Whole runs with plug-ins: they train, errors name the plug-in, and the run resumes once it is repaired."""
 
 from __future__ import annotations
 

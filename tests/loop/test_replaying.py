@@ -288,7 +288,7 @@ def without_a_manifest(run: RunFolder) -> None:
         (without_a_manifest, 2, None, WeightsError, "the version of step 2 is no longer known"),
     ],
 )
-def test_what_is_not_there_or_damaged_is_named(
+def test_missing_and_damaged_files_are_named(
     copied: RunFolder,
     damage: Callable[[RunFolder], None] | None,
     step: int,
@@ -302,7 +302,7 @@ def test_what_is_not_there_or_damaged_is_named(
         replay_step(copied, step, start=Path(start) if start else None)
 
 
-def test_a_step_that_is_not_there_is_refused_without_torch(done: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_step_is_refused_without_loading_torch(done: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     program = "import sys; from etude.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     for words, code, what in (
         (["999"], 2, "has no step 999"),

@@ -1,4 +1,4 @@
-"""What is known of each mutant, kept in `results.json`: an interrupted run goes on, and parts make one table.
+"""Results per mutant, kept in `results.json`: an interrupted run resumes, and partial runs make one table.
 
 A mutant that was killed is believed as long as its entry, the code of the files that it changes and that of its test's
 file are the same (`inputs_of`). Everything else is run again.

@@ -1,4 +1,4 @@
-"""A forward told to many engines and learners that must all say the same, to the bit."""
+"""One forward pass by several engines and learners, whose results must be equal to the bit."""
 
 from __future__ import annotations
 

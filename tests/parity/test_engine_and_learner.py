@@ -85,7 +85,7 @@ def sampled(checkpoint: Path, operators: Operators) -> Batch:
 
 
 @pytest.mark.parametrize("dtype", ComputeDtype)
-def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path, dtype: ComputeDtype) -> None:
+def test_tokens_of_the_engine_have_ratio_one_in_the_learner(checkpoint: Path, dtype: ComputeDtype) -> None:
     batch = sampled(checkpoint, Exact(getattr(torch, dtype)))
     learner = TorchLearner(LearnerConfig(dtype=dtype, replay_routes=False))
     learner.load(checkpoint)

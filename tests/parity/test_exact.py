@@ -1,4 +1,4 @@
-"""Sampler, probe and learner say the same of a token, to the bit: in every dtype, family and circumstance."""
+"""Sampler, probe and learner compute the same bits for a token, in every dtype and family."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_neither_company_nor_chunks_nor_threads_change_a_bit(family: str, dtype:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_neither_what_stays_in_the_cache_nor_a_pause_changes_a_bit(family: str) -> None:
+def test_neither_cached_prefixes_nor_a_pause_change_a_bit(family: str) -> None:
     model = sharp(FAMILIES[family], Exact(torch.bfloat16))
     first, more = prompts(model.config, (40, 31))
 

@@ -197,7 +197,7 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: dict[str, P
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_what_we_save_is_theirs_again_and_saved_twice_it_is_the_same_bytes(
+def test_transformers_reads_saved_checkpoints_and_saving_twice_gives_the_same_bytes(
     saved: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     save_model(load_model(saved[name]), tmp_path / "ours", dtype="f32", assets=saved[name])

@@ -1,5 +1,5 @@
-"""Two ranks that share a model, by parts of each layer or by whole experts, say of a token what one rank says, to the
-bit: over an engine's cache and in a learner's packed forward; and their gradients are its gradients."""
+"""Two ranks that share a model, by parts of each layer or by whole experts, compute the bits of one rank: over an
+engine's cache and in a learner's packed forward; and their gradients are its gradients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def together(name: str, ranks: list[Told], what: str) -> list[list[object]]:
 
 
 @both_ways
-def test_two_ranks_say_what_one_says_to_the_bit(name: str, told: dict[str, tuple[Told, list[Told]]]) -> None:
+def test_two_ranks_compute_the_bits_of_one(name: str, told: dict[str, tuple[Told, list[Told]]]) -> None:
     one, two = told[name]
     assert [scores[-ranked.NUM :] for scores in one.learner] == [logprobs for _, logprobs in one.engine]
     for what in ("engine", "learner"):

@@ -76,7 +76,7 @@ def test_the_same_weights_swapped_in_under_live_requests_change_no_bit(family: s
 
 
 @every_model
-def test_other_weights_change_what_is_sampled_after_them_and_nothing_before(family: str, dtype: torch.dtype) -> None:
+def test_other_weights_change_only_tokens_sampled_after_them(family: str, dtype: torch.dtype) -> None:
     model, same = sharp(FAMILIES[family], Exact(dtype)), weights(FAMILIES[family])
     undisturbed = swapped(model, [])
     done = swapped(model, [same, weights(FAMILIES[family], changed=True)])

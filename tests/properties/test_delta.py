@@ -70,7 +70,7 @@ def tensors(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
 
 
 @given(st.lists(tensors(), max_size=6), st.sampled_from(["best", "fast"]))
-def test_every_bit_pattern_comes_back(pairs: list[tuple[Tensor, Tensor | None]], mode: Mode) -> None:
+def test_every_bit_pattern_is_decoded_as_it_was_encoded(pairs: list[tuple[Tensor, Tensor | None]], mode: Mode) -> None:
     new, old = [n for n, _ in pairs], [o for _, o in pairs]
     specs, data = [n.spec for n in new], encode([n for n, _ in pairs], old, mode)
     assert all(map(same_bits, decode(data, specs, old), new))

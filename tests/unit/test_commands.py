@@ -1,4 +1,4 @@
-"""What a machine may be asked to run, and that it runs once."""
+"""Valid commands of a machine, and that each runs once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DONE = ExecResult(exit_code=0, output=b"", timed_out=False, truncated=False, wal
         (["a"], {"output_bytes": -1}),
     ],
 )
-def test_what_cannot_be_a_command_is_refused(argv, options):
+def test_an_invalid_command_is_refused(argv, options):
     with pytest.raises(ValueError, match=r"command|variable|surrogates"):
         Command.of(argv, key="1", deadline_s=1, **options)
 

@@ -51,7 +51,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_what_is_left_out_has_its_default_and_overrides_win(tmp_path):
+def test_omitted_settings_have_their_default_and_overrides_win(tmp_path):
     path = written(tmp_path, "seed = 4\n[inner]\nsteps = 2\n")
     config = load(path, Outer, ["inner.steps=7", "inner.kind=best", "start=/x/y", 'inner.names=["p", "q"]'])
     assert config == Outer(seed=4, start=Path("/x/y"), inner=Inner(steps=7, kind=Kind.BEST, names=("p", "q")))

@@ -1,4 +1,4 @@
-"""What clients of our HTTP servers cannot do: hold a connection for nothing, or fill memory before an app is asked."""
+"""Limits of the HTTP servers: idle connections are closed, and large requests are refused before the app sees them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_head_that_fills_memory_is_cut():
     served(test, patience_s=1000.0)
 
 
-def test_an_answer_that_nobody_reads_is_given_up():
+def test_a_response_that_its_client_does_not_read_is_abandoned():
     async def test(connect: Any, app: App) -> None:
         _, writer = await connect()
         writer.transport.pause_reading()

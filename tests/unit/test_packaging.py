@@ -1,4 +1,4 @@
-"""What a light install is: the base dependencies alone, and a command line that works or says what it lacks."""
+"""An install without extras: the base dependencies alone, and commands that work or name the missing extra."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def without_types(weight=1.0):
     assert "parameter 'weight' has no type" in refused(Kind.LOSS, f"{name}:without_types")
 
 
-def test_what_cannot_be_imported_is_refused_by_name(module):
+def test_a_plugin_that_cannot_be_imported_is_refused_by_name(module):
     import socket
 
     text = refused(Kind.LOSS, "no_such_package.losses:Gspo")
@@ -231,7 +231,7 @@ number = 3
         ("clipped_R = ratio_R", "clipped_R is a tensor [11] of torch.float32"),
     ],
 )
-def test_what_a_loss_raises_or_returns_is_named_with_whose_it_is(module, body, says):
+def test_an_error_or_invalid_value_of_a_loss_names_the_loss(module, body, says):
     name = module(
         more=f"""
 class Bad(Weighted):

@@ -1,4 +1,4 @@
-"""Folders among the temporary files, and what becomes of those whose owner was killed."""
+"""Temporary folders, and the removal of those whose owner was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests say of those that were skipped."""
+"""The list of skipped tests at the end of a test run."""
 
 from __future__ import annotations
 

@@ -42,18 +42,18 @@ def test_threads_that_parse_at_once_do_not_disturb_one_another(restless):
 
 
 @pytest.mark.parametrize("source", ["def", "a\0b", "(" * 500 + ")" * 500, b"\xff\xfe", "-" * 100_000 + "1"])
-def test_what_is_no_python_is_one_error(source):
+def test_invalid_python_is_one_kind_of_error(source):
     with pytest.raises(SyntaxError):
         parse(source)
 
 
 @pytest.mark.parametrize("text", ["", "f()", "1; 2", "x = 1", "{[]: 1}", "1 + 'a'"])
-def test_what_is_no_literal_is_one_error(text):
+def test_an_invalid_literal_is_one_kind_of_error(text):
     with pytest.raises(SyntaxError):
         literal(text)
 
 
-def test_nobody_else_parses():
+def test_only_the_syntax_module_parses_python():
     calls = {
         path.name
         for path in SOURCE.rglob("*.py")

@@ -40,6 +40,7 @@ class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     - `context_tokens`: the most tokens of a conversation.
     - `summary_tokens`: the most tokens of a summary, at least 1 and at most a quarter of the context.
     - `turn_tokens`: the most tokens of a turn.
+    - `max_turns`: the most turns of an agent.
     - `temperature`: the sampling temperature of turns.
 
     Raises `ValueError` for values outside of their ranges."""
@@ -47,13 +48,14 @@ class SummaryLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     context_tokens: int
     summary_tokens: int
     turn_tokens: int
+    max_turns: int
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not (1 <= 4 * self.summary_tokens <= self.context_tokens and 1 <= self.turn_tokens < self.context_tokens):
             raise ValueError("summary_tokens must be from 1 to a quarter of context_tokens, and turn_tokens below it")
-        if not 0 <= self.temperature <= 4:
-            raise ValueError(f"temperature = {self.temperature} is not from 0 to 4")
+        if not (0 <= self.temperature <= 4 and self.max_turns >= 1):
+            raise ValueError("temperature must be from 0 to 4, and max_turns at least 1")
 
 
 class SummaryFault(enum.StrEnum):
@@ -149,9 +151,9 @@ def instructions_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def stops_of(messages: Sequence[Message], start: int) -> list[int]:
-    """Return the places where a summary may be made, as numbers of messages before them.
+    """Return the places where a summary may be made, each as the number of messages before it.
 
-    They are before each turn of the model but the first one from message `start` on, and at the end.
+    A summary may be made before each turn of the model, except the first turn from message `start` on, and at the end.
 
     >>> roles = ["user", "assistant", "tool", "assistant", "tool"]
     >>> stops_of([{"role": role} for role in roles], 0)
@@ -162,10 +164,9 @@ def stops_of(messages: Sequence[Message], start: int) -> list[int]:
 
 
 def longest_exchange(messages: Sequence[Message], num_tokens: int) -> int:
-    """Return about how many tokens the longest exchange has: a turn of the model and the messages until its next turn.
+    """Estimate the number of tokens of the longest exchange: a turn of the model and the messages up to its next turn.
 
-    `num_tokens` is the number of tokens of all messages. The estimate uses numbers of characters, without
-    tokenising."""
+    `num_tokens` is the number of tokens of all messages. Only characters are counted; nothing is tokenised."""
     sizes = [len(_plain(message)) + _MESSAGE_CHARS for message in messages]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     ends = [*turns[1:], len(messages)]

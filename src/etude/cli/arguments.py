@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments, and exit with an error if some are unknown.
 
-        This is done here and not at the end, so that the hint names the command and not only `etude`."""
+        Each command's own parser refuses unknown arguments, so that the hint names the command and not only `etude`."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")

@@ -29,10 +29,10 @@ def require_programs(programs: dict[str, str], what: str) -> None:
     """
     if sys.platform != "linux":
         hint = "run etude in a container (examples/containers), or use a remote backend"
-        raise MachineError(f"{what} need Linux", sys.platform, hint=hint)
+        raise MachineError(f"{what} need Linux", f"this is {sys.platform}", hint=hint)
     for program, package in {**programs, "setpriv": "util-linux"}.items():
         if shutil.which(program) is None:
-            raise MachineError(f"{program} not found", f"{what} run in it", hint=f"install: {package}")
+            raise MachineError(f"the program {program} was not found", f"{what} need it", hint=f"install: {package}")
 
 
 def die_with_parent(command: Sequence[str], *, signal_name: str = "KILL") -> list[str]:

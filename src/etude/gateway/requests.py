@@ -204,7 +204,9 @@ class ParseCache(Generic[P, V]):
 
 
 class MessageCache(Generic[P]):
-    """Keeps parsed messages (`ParseCache`). `convert` returns the canonical messages of a message of the dialect."""
+    """A cache of parsed messages (`ParseCache`).
+
+    `convert` returns a message of the dialect in the format of `ChatRequest.messages`, as one or more messages."""
 
     def __init__(self, decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], Sequence[Message]]) -> None:
         self._kept = ParseCache(decoder, lambda parsed, where: [KeptMessage(m) for m in convert(parsed, where)])

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from etude.capture import Chat, Message, ParsedReply, SummaryLimits, TurnTree
-from etude.capture.context import MAX_ATTEMPTS, Carried
+from etude.capture.context import HISTORY, MAX_ATTEMPTS, Carried
 from etude.capture.tree import Node
 from etude.gateway.errors import RequestRefused
 from etude.records.completion import CompletionRequest, Sampling, StopReason, Traffic
@@ -73,6 +73,10 @@ class SummaryWriter:
         return self.tree.record(prompt, completion, message, sampling=sampling, kind=TurnKind.SUMMARY), reply
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:
-        """Return what the conversation keeps: the summary, without a limit of turns and without a file of earlier
-        messages."""
-        return Carried(summary, number)
+        """Return what the conversation keeps after a summary. The model gets it in the wording of training, which it
+        knows.
+
+        The wording gives the number of turns left. A client has no limit of turns, so at the limit of training the
+        count begins again. The wording also names a file of the history, which does not exist here."""
+        num_turns = number + sum(message["role"] == "assistant" for message in covered)
+        return Carried(summary, number, self.limits.max_turns - num_turns % self.limits.max_turns, HISTORY)

@@ -74,6 +74,7 @@ class HarnessConfig:
             context_tokens=self.context_tokens,
             summary_tokens=self.summary_tokens,
             turn_tokens=self.turn_tokens,
+            max_turns=self.max_turns,
         )
 
     @property

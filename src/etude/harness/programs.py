@@ -96,7 +96,8 @@ async def run_plugin(plugin: Plugin, harness: Harness, episode: Episode) -> Agen
         if not limit.expired():
             raise
         facts = f"run has not returned within {limit_s:g} s, without the time in which it waited for the policy"
-        raise PluginError(f"harness {plugin} hangs", facts, hint="set a deadline for what it waits for") from error
+        hint = "set a deadline for what it waits for, and do not catch EpisodeEnded"
+        raise PluginError(f"harness {plugin} hangs", facts, hint=hint) from error
 
 
 async def _run_to_end(episode: Episode, run: Coroutine[None, None, None]) -> AgentRun:

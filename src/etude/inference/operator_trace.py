@@ -101,7 +101,8 @@ def as_tensor(result: OperatorResult) -> torch.Tensor:
     kind, sizes = kinds.get(result.dtype), result.shape
     if kind is None or not sizes or min(sizes) < 1 or math.prod(sizes) * kind.itemsize != len(result.data):
         raise EngineError(
-            f"an engine shows {result.name[:80]} as {len(result.data)} bytes of {result.dtype[:20]} {result.shape}",
-            hint="use engine and doctor of the same release",
+            f"an engine's result of the operator {result.name[:80]} is invalid",
+            f"{len(result.data)} bytes do not make {result.dtype[:20]} numbers of shape {result.shape}",
+            hint="use the same etude version for the engine and for this command",
         )
     return torch.frombuffer(bytearray(result.data), dtype=torch.uint8).view(kind).view(result.shape)

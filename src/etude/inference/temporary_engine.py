@@ -50,7 +50,7 @@ async def temporary_engine(
             while not ready.exists():
                 if process.returncode is not None:
                     error_text = log.read_text(errors="replace").rpartition("error: ")[2].strip()
-                    raise EngineError(f"a {kind} engine did not start", error_text[-1500:], hint=f"the log is {log}")
+                    raise EngineError(f"a {kind} engine did not start", error_text[-1500:], hint=f"see its log {log}")
                 await asyncio.sleep(POLL_S)
         async with HttpEngine(json.loads(ready.read_text())["url"]) as engine:
             yield TemporaryEngine(engine, process, log)

@@ -1,8 +1,8 @@
-"""Interrupts plug-ins that hold the event loop of a worker or a grader, for example by `time.sleep` or a call without
-`await`.
+"""Interrupts plug-ins that block the event loop of a worker or a grader, for example by `time.sleep` in a coroutine.
 
-All rollouts of the process wait then, and the conductor would kill it for not answering (`fleet.hung_s`), without
-knowing why. The exception is raised where the plug-in is, so the error that ends the run names it."""
+Meanwhile all rollouts of the process wait. After `fleet.hung_s` seconds the conductor kills a process that does not
+answer, without knowing why. Before that, an exception is raised in the plug-in, so that the error that ends the run
+names it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from etude.config import plugins_in
 from etude.loop.config import RunConfig
 
 SHARE = 0.8
-"""Of `fleet.hung_s`, after which the conductor kills the process."""
+"""The share of `fleet.hung_s` (after which the conductor kills the process) that a plug-in may block the loop."""
 
 
 class Blocked(Exception):
-    """A plug-in held the event loop for too long. Its caller turns this into a `PluginError`."""
+    """Raised in a plug-in that has blocked the event loop for too long. Its caller turns this into a `PluginError`."""
 
 
 def interrupt_blocking(config: RunConfig) -> None:
-    """From now on, interrupt code of the config's plug-ins that does not let the running event loop go on.
+    """Raise `Blocked` in the code of the config's plug-ins whenever they block the running event loop, from now on.
 
-    Call it in the main thread. It works until the loop is closed, and uses the signal SIGUSR1. The main thread must be
-    found in the same step of the loop twice, some time apart, so a process that got no CPU is left alone."""
+    Call it in the main thread. It works until the loop is closed, and uses the signal SIGUSR1. A plug-in is interrupted
+    only if two checks, some time apart, find it in the same step of the loop. So a process that got no CPU time is left
+    alone."""
     modules, limit_s = {plugin.path.partition(":")[0] for _, plugin in plugins_in(config)}, SHARE * config.fleet.hung_s
     if not modules:
         return
@@ -48,7 +49,7 @@ def interrupt_blocking(config: RunConfig) -> None:
         while now - found_at > limit_s / 2 and frame is not None:
             if frame.f_globals.get("__name__") in modules:
                 place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-                raise Blocked(f"{place} has held the only thread of its process for {now - beat:.0f} s without `await`")
+                raise Blocked(f"{place} has blocked its process for {now - beat:.0f} s without `await`")
             frame = frame.f_back
 
     def watch() -> None:

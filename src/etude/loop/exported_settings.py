@@ -31,6 +31,7 @@ def summaries_of_run(run: RunFolder) -> SummaryLimits | None:
         context_tokens=int(run.setting("harness.context_tokens")),
         summary_tokens=int(run.setting("harness.summary_tokens")),
         turn_tokens=int(run.setting("harness.turn_tokens")),
+        max_turns=int(run.setting("harness.max_turns")),
         temperature=float(run.setting("rl.temperature")),
     )
 

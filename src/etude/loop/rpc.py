@@ -177,7 +177,7 @@ class Caller(asyncio.Protocol):
             if not waiting.answer.done():
                 hint = f"see logs/{self.name}.log"
                 waiting.answer.set_exception(
-                    ProcessLost(f"{self.name} is gone", f"calling {waiting.method}", hint=hint)
+                    ProcessLost(f"{self.name} ended", f"during the call {waiting.method}", hint=hint)
                 )
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ def _framed(number: int, word: str, payload: bytes, max_bytes: int) -> bytes:
     if len(frame) > max_bytes:
         what = f"{'the answer of a call' if word in ('ok', 'error', 'failed') else f'a call of {word}'} is too large"
         hint = "lower experience.groups_per_step or experience.group_size, or use smaller tasks"
-        raise MessageTooLarge(what, f"{len(frame)} bytes, a frame takes {max_bytes}", hint=hint)
+        raise MessageTooLarge(what, f"it has {len(frame)} bytes, allowed are {max_bytes}", hint=hint)
     return _LENGTH.pack(len(frame)) + frame
 
 

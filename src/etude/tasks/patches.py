@@ -41,7 +41,7 @@ def patched(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
     for file in _parsed(patch):
         for path in (file.old, file.new):
             if path is not None and not is_plain(path):
-                raise TaskError(f"a patch names {path!r}", hint="paths in patches must be plain and relative")
+                raise TaskError(f"the path {path!r} in a patch is invalid", hint="use plain relative paths")
         before = ""
         if file.old is not None:
             found = result[file.old] if file.old in result else files.get(file.old)
@@ -133,7 +133,9 @@ def _unquoted(name: str) -> str:
     try:
         return _ESCAPE.sub(_escaped, name[1:-1].encode()).decode()
     except ValueError:
-        raise TaskError(f"a patch names {name[:80]}", "which is not UTF-8", hint="rename the file") from None
+        raise TaskError(
+            f"the file name {name[:80]} in a patch is invalid", "it is not UTF-8", hint="rename the file"
+        ) from None
 
 
 def _escaped(match: re.Match[bytes]) -> bytes:
@@ -160,7 +162,7 @@ def _hunk(file: _File, match: re.Match[str], lines: list[str], at: int) -> int:
             break
         at += 1
     if old or new:
-        raise TaskError(f"a hunk of {file.new or file.old} ends early", match.group(0), hint="the patch is truncated")
+        raise TaskError(f"a hunk of {file.new or file.old} ends early", match.group(0), hint="give the complete patch")
     file.hunks.append((start, body))
     return at
 

@@ -15,7 +15,7 @@ DIGEST = "7b77a34e38413a68fb69c8dad8cbec859fa42fe189f0138b9ed88d1c8e0e0a0e"
 DIGEST_2 = "f79db5589aeeba09830b7c140f3b56660d232b97573478db11b2cf3c1c1c91da"
 
 
-def test_the_batch_of_a_file_of_format_1_is_the_one_that_was_trained_on() -> None:
+def test_the_batch_of_a_file_of_format_1_equals_the_trained_batch() -> None:
     recorded = read_trace(FILE)
     batch = recorded.batch
     assert (batch.batch_id, batch.step, batch.num_loss_tokens, batch.lr_share) == ("b000005", 5, 30, 1.0)

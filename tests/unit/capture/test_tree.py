@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.harness.tokeniser import laptop_chat
 
-from etude.capture import Message, Node, Prompt, TurnTree
-from etude.capture.tree import conversation_keys
+from etude.capture import KeptMessage, Message, Node, Prompt, TurnTree
+from etude.capture.tree import _KEPT_CONTEXTS, conversation_keys
 from etude.errors import ContextFull
 from etude.harness import standard_tools
 from etude.records import Completion, Sampling, VersionSpan
@@ -312,3 +312,31 @@ def test_each_prompt_says_why_it_continues_or_starts_a_root() -> None:
     ask([user("fix")], TOOLS)
     assert starts == ["first", "next", "fork", "system", "history", "system", "tools"]
     assert resampled.num_resampled == 1
+
+
+def test_a_long_conversation_is_read_from_one_array_and_a_branch_of_it_has_the_same_tokens() -> None:
+    one = tree()
+    nodes = talk(one, *["ls", "cat", "test"] * 30)
+    assert [len(node.context_parts()) for node in nodes[-2:]] == [2 * len(nodes) - 2, 1]
+    for node in (nodes[-1], nodes[40]):
+        turns = [(at.prompt_ids, at.completion.token_ids) for at in node.ancestry()][::-1]
+        assert node.context().tolist() == [int(i) for turn in turns for ids in turn for i in ids]
+
+
+def test_the_contexts_of_many_conversations_are_kept_up_to_a_bound() -> None:
+    one = tree()
+    nodes = [talk(one, "ls", first=f"fix {i}")[0] for i in range(_KEPT_CONTEXTS + 5)]
+    assert sum(len(node.context_parts()) == 1 for node in nodes) == _KEPT_CONTEXTS
+    again = one.prompt([user("fix 0"), said("ls"), user("more")], SIGNATURES)
+    assert again.parent is nodes[0]
+    assert again.token_ids[: nodes[0].num_tokens].tolist() == nodes[0].context().tolist()
+
+
+def test_a_prompt_with_more_new_text_than_allowed_takes_no_session() -> None:
+    one = tree()
+    [node] = talk(one, "ls", first="long " * 100)
+    messages = [KeptMessage(m) for m in (user("long " * 100), said("ls"), user("x" * 50))]
+    assert one.prompt_if_short(messages, SIGNATURES, max_chars=49) is None
+    prompt = one.prompt_if_short(messages, SIGNATURES, max_chars=60)  # the history does not count
+    assert prompt is not None
+    assert (prompt.parent, prompt.fork_from) == (node, None)

@@ -1,4 +1,4 @@
-"""What a command's exit code says: the guide's table, one case of each kind at least."""
+"""The exit codes of commands: at least one case of each row in the guide's table."""
 
 from __future__ import annotations
 

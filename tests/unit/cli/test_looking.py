@@ -101,7 +101,9 @@ def test_a_line_for_a_pipe_is_short_and_has_what_matters(runs: Path) -> None:
     assert "problem" in line
 
 
-def test_what_cannot_be_read_is_in_the_report_and_its_exit_code(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_in_the_report_and_set_its_exit_code(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = runs / "old"
     assert main(["report", "old"]) == 0
     assert "could be read" not in (run / "report.html").read_text()

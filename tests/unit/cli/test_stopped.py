@@ -1,4 +1,4 @@
-"""What a stopped run says of where it goes on."""
+"""The message of a stopped run: how to resume it."""
 
 from __future__ import annotations
 

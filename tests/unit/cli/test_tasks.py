@@ -1,4 +1,4 @@
-"""``etude tasks``: what is proven, what is weak, what is mined, as it is told."""
+"""The output of ``etude tasks``: proven, weak and mined tasks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_tasks_are_mined_and_the_same_command_tries_nothing_twice(tmp_path, caps
         assert "3 failing tests, 1 passing tests" in said.err
 
 
-def test_what_cannot_be_mined_is_named(tmp_path, capsys) -> None:
+def test_a_repository_that_cannot_be_mined_is_refused_with_the_reason(tmp_path, capsys) -> None:
     (tmp_path / "plain").mkdir()
     assert main(["tasks", "mine", str(tmp_path / "plain"), "--out", str(tmp_path / "out")]) == Exit.BAD_INPUT
     assert "hint: give a Git repository" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a command says while its store does not answer."""
+"""The messages of a command while its store does not respond."""
 
 from __future__ import annotations
 

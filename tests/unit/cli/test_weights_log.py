@@ -1,4 +1,4 @@
-"""What `etude weights log` says of a store's versions, and of what is no store."""
+"""The output of `etude weights log`, for a store's versions and for a path that is no store."""
 
 from __future__ import annotations
 

@@ -632,7 +632,7 @@ def test_a_misspelt_channel_is_told_from_an_empty_one(steps, capsys, argv) -> No
     assert "did you mean 'policy'?" in said
 
 
-def test_what_garbage_collection_deleted_does_not_lie_there_still(steps, capsys) -> None:
+def test_objects_that_garbage_collection_deleted_are_gone(steps, capsys) -> None:
     main(["weights", "publish", "c0", "store"])
     for stray in ("one", "two"):
         Path(f"store/objects/policy/{stray}").write_bytes(b"of a publish that was killed")
@@ -652,7 +652,7 @@ def test_help_offers_a_relay_where_it_is_enough_to_read(capsys, command, reads) 
 
 
 @pytest.mark.parametrize("command", ["fsck", "gc", "point", "follow", "relay", "publish"])
-def test_a_folder_of_something_else_is_no_store_and_nothing_is_written_there(steps, capsys, command) -> None:
+def test_a_folder_with_other_files_is_refused_as_a_store_and_not_written_to(steps, capsys, command) -> None:
     Path("library").mkdir()
     Path("library/libfoo.so").write_bytes(b"x")
     more = {

@@ -114,7 +114,7 @@ def test_the_report_of_a_run_that_never_came_to_rl_leaves_out_what_is_missing(wr
     assert "before and after" not in text
 
 
-def test_what_replay_and_corrections_cost_is_shown_where_there_was_any(writer):
+def test_the_report_shows_the_cost_of_replay_and_corrections_if_there_was_any(writer):
     still = {"k3": 1e-4, "ratio_max": 0.1, "live_k3": None, "live_ratio_max": None, "cut_share": 0.0}
     writer.event(1.0, "conductor", "rl.step", step=1, **still, dropped_share=0.0)
     writer.event(2.0, "conductor", "rl.step", step=2, **still)  # of an etude that knew no corrections
@@ -151,7 +151,7 @@ def test_numbers_that_are_zero_are_said_where_they_cannot_be_drawn(writer):
     assert panel.note.endswith("Not drawn: probe: 0 at all 3 versions; k3: 0 at 3 of 4 steps.")
 
 
-def test_what_was_done_about_an_alarm_is_said(writer):
+def test_the_report_shows_the_action_of_an_alarm(writer):
     def said() -> str:
         panel = parity(RunView(writer.path))
         assert panel is not None

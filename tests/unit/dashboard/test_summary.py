@@ -57,7 +57,7 @@ def test_what_a_run_did_not_come_to_is_null_and_not_zero(writer):
     assert summary["parity"]["k3_mean"] is None
 
 
-def test_what_was_never_trained_on_is_apart_from_what_is_held_out(writer):
+def test_transfer_tasks_are_reported_apart_from_heldout_tasks(writer):
     writer.evaluation("after", "heldout", 40, 0.9, 512, 1.0)
     writer.evaluation("after-transfer", "transfer", 40, 0.2, 256, 2.0)
     summary = summarise(writer.path)

@@ -1,4 +1,4 @@
-"""The machine agent, started for real on this machine: what it answers, what it bears, whom it blames."""
+"""The machine agent as a real process: its responses, its limits, and how it classifies failures."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def _answered_by(answer: bytes) -> tuple[Any, Any]:
     ],
     ids=["no length", "a huge length", "an answer of no kind", "another version"],
 )
-def test_an_agent_that_says_nonsense_is_a_machine_that_is_gone_not_an_error(answer, monkeypatch):
+def test_an_agent_with_invalid_responses_counts_as_a_lost_machine(answer, monkeypatch):
     monkeypatch.setattr("etude.environments.agent.channel.secrets.randbelow", lambda _: 0)  # so that 2 is asked first
     command, file = asyncio.run(_answered_by(answer))
     assert command.exit_code == 137
@@ -162,7 +162,7 @@ def test_a_machine_that_refuses_what_comes_after_a_command_is_an_outcome_whoever
 
         await loop.sock_sendall(guest, frame(protocol.READY, 0, struct.pack("<I", 1)))
         if words == b"bounding a command":
-            with pytest.raises(MachineError, match="could not be confined"):
+            with pytest.raises(MachineError, match="could not be set"):
                 await answered("0", protocol.REFUSED, refusal)
         assert (await answered("1", protocol.ENDED, struct.pack("<iBQ", 0, 0, 0))).exit_code == 0
         refused = await answered("2", protocol.REFUSED, refusal)
@@ -174,7 +174,7 @@ def test_a_machine_that_refuses_what_comes_after_a_command_is_an_outcome_whoever
     asyncio.run(test())
 
 
-def test_an_answer_that_nobody_waits_for_ends_the_channel_by_name() -> None:
+def test_a_response_without_a_request_closes_the_channel_and_is_named() -> None:
     async def test() -> None:
         host, guest = socket.socketpair()
         channel, loop = Channel(os.dup(host.fileno())), asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Runtimes by name: what a config says of machines is what is opened, or refused."""
+"""Runtimes by name: the machines of a config are opened with its settings, or refused."""
 
 from __future__ import annotations
 

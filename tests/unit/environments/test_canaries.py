@@ -135,7 +135,7 @@ def test_right_code_fails_every_variant_and_passes_the_test():
 @pytest.mark.parametrize(
     ("source", "names"), [("def test_a(:", ["test_a"]), ("x = 1", ["test_a"]), ("\0", ["a"]), ("", [])]
 )
-def test_what_is_no_test_has_no_variant(source, names):
+def test_a_file_without_tests_has_no_canary_variant(source, names):
     assert not [*variants_of_test(source, names, 0, random.Random(0))]
 
 

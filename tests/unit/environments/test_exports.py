@@ -71,7 +71,7 @@ def test_files_of_etude_are_no_part_of_the_working_directory():
         "i=0; mkdir logs; cd logs; while [ $i -lt 2000 ] && mkdir d && cd d; do i=$((i + 1)); done",
     ],
 )
-def test_what_an_agent_does_to_its_exports_is_no_error(script):
+def test_invalid_exports_of_an_agent_are_an_outcome_and_no_error(script):
     exports = taken(script, "logs/")
     assert len(exports) <= 20_000
     assert all(is_plain(path) and covers(("logs/",), path) for path in exports)

@@ -1,4 +1,4 @@
-"""Deadlines on a busy host: what others take is given back, and nothing that a machine does itself counts for it."""
+"""Deadlines on a busy host: CPU time taken by others extends them, a machine's own work does not."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ ABUSES = {
 
 
 @pytest.mark.parametrize("abuse", ABUSES)
-def test_whatever_a_command_does_beside_hogs_it_times_out_and_is_no_failure_of_the_machine(abuse):
+def test_a_command_beside_resource_hogs_times_out_without_failing_the_machine(abuse):
     async def test(machine: Machine) -> None:
         result = await spin(machine, ["python", "-c", ABUSES[abuse]])
         assert result.timed_out

@@ -118,7 +118,7 @@ def test_no_controller_is_a_valid_answer(tmp_path):
     assert cgroups.claim_all("7-x", "4:memory:/not/there\n", str(tmp_path)) == []
 
 
-def test_what_a_dead_holder_left_is_swept_and_what_a_living_one_holds_is_not(tmp_path):
+def test_files_of_a_dead_owner_are_deleted_and_files_of_a_living_one_kept(tmp_path):
     (tmp_path / "pids/etude-1-dead/3").mkdir(parents=True)
     first = cgroups.claim_all("2-alive", "8:pids:/\n", str(tmp_path))
     second = cgroups.claim_all("3-new", "8:pids:/\n", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What the guide to machines alone says runs as it stands there."""
+"""The code in the guide to machines alone runs as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runtime keeps by name: within its bound, but for what is held."""
+"""The cache of a runtime's snapshots: within its limit, except for snapshots in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["put", "hold", "release", "get"]), s
 
 
 @given(STEPS)
-def test_what_is_held_is_there_and_the_rest_keeps_within_its_bound(steps):
+def test_entries_in_use_stay_and_the_rest_keeps_within_the_limit(steps):
     kept, held = LruCache[bytes](len, max_bytes=12), dict.fromkeys(range(10), 0)
     for what, number in steps:
         name, thing = str(number), bytes(number)

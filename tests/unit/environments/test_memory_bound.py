@@ -81,7 +81,7 @@ def test_what_is_required_and_what_the_laptop_accepts():
     assert example["machines"]["require_memory_bound"] is False
 
 
-def test_files_in_memory_that_nobody_maps_count_towards_a_machines_bound():
+def test_unmapped_files_in_memory_count_towards_a_machines_limit():
     async def main() -> None:
         runtime = opened("namespace", lambda: NamespaceRuntime(MachineLimits(memory_bytes=64 * MIB, open_files=256)))
         try:

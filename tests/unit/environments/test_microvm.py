@@ -219,7 +219,7 @@ def test_bytes_that_nobody_packed_are_never_a_snapshot(places, flip, data):
             packed.head_of(bad, b"key")
 
 
-def test_what_another_has_packed_is_no_snapshot_here(tmp_path):
+def test_a_snapshot_packed_by_another_host_is_refused(tmp_path):
     mine = packed.key_in(tmp_path / "mine")
     assert (len(mine), packed.key_in(tmp_path / "mine")) == (32, mine)
     theirs = packed_snapshot(packed.key_in(tmp_path / "theirs"))
@@ -231,7 +231,7 @@ def test_what_another_has_packed_is_no_snapshot_here(tmp_path):
         packed.head_of(bytes(sealed), mine)
 
 
-def test_what_a_killed_builder_has_left_is_removed_and_what_is_being_made_is_not(tmp_path):
+def test_files_of_a_killed_builder_are_removed_and_a_running_build_is_kept(tmp_path):
     for name in (".old", ".new", "kept"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "memory").write_bytes(b"x")

@@ -1,4 +1,4 @@
-"""What host and machine are told: trees as frames, requests in memory, a host that outlives what it talks to."""
+"""The protocol of host and machine: trees as frames, requests in memory, a host that outlives its machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_command_that_cannot_be_confined_is_the_hosts_fault(monkeypatch):
         machine._handle = machine._handle._replace(slot=10_000)  # whose control groups do not exist
         if not machine._launcher.info["cgroups"]:
             pytest.skip("no control groups")
-        with pytest.raises(MachineError, match="could not be confined"):
+        with pytest.raises(MachineError, match="could not be set"):
             await machine.exec(["python", "-c", "pass"], key="1", deadline_s=20)
 
     with_machine(use)
@@ -133,7 +133,7 @@ def test_what_an_untouched_machine_cannot_confine_is_the_hosts_fault():
     refusal = ConfinementFailed(
         "the limits of a command could not be set", "joining its control group", hint="check the machine's limits"
     )
-    with pytest.raises(MachineError, match="could not be confined"):
+    with pytest.raises(MachineError, match="could not be set"):
         as_outcome(refusal, used=False)
     assert as_outcome(refusal, used=True).exit_code == 126
 

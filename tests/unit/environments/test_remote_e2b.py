@@ -270,7 +270,7 @@ def test_git_works_by_commands(sandbox):
     assert sandbox.git.status("/tmp/repository").current_branch is not None
 
 
-def test_what_is_not_offered_is_refused_and_not_passed_over(sandbox):
+def test_unsupported_options_are_refused_and_not_ignored(sandbox):
     with pytest.raises(e2b.InvalidArgumentException, match="metadata"):
         sandbox.files.write("x", "x", metadata={"a": "b"})
     with pytest.raises(e2b.SandboxException, match="mcp"):

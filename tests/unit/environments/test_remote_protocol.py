@@ -153,7 +153,7 @@ def entry(name: str, line: str) -> dict:
     return {name: found}
 
 
-def test_what_changed_between_two_looks_is_told_once():
+def test_a_change_between_two_polls_is_reported_once():
     old = entry("a", "81a4 5 1 me us 7 1 one") | entry("b", "81a4 5 1 me us 8 1 one")
     new = entry("a", "81a4 6 1 me us 7 1 two") | entry("c", "81a4 0 1 me us 9 1 one")
     told = [(change.name, change.type.removeprefix("EVENT_TYPE_")) for change in changes(old, new, include_entry=False)]
@@ -174,7 +174,7 @@ def test_output_of_another_service_is_cut_in_the_middle_to_its_cap(pieces, cap):
     assert len(result.output) <= cap if result.truncated else result.output == whole
 
 
-def test_who_falls_behind_a_commands_log_is_told_so():
+def test_a_reader_that_falls_behind_a_commands_log_gets_an_error():
     async def main():
         log = Log(1000)
         for _ in range(100):

@@ -290,7 +290,7 @@ async def put(side: Side, sandbox: dict[str, str], data: bytes) -> None:
     assert (await side.http.post("/files?path=a", headers=own, files={"file": data})).status_code == 200
 
 
-def test_no_account_pushes_out_what_another_has_paused_or_named():
+def test_no_account_evicts_paused_machines_or_snapshots_of_another():
     async def test(side):
         mine = [(await side.make()).json() for _ in range(3)]
         for number, one in enumerate(mine):
@@ -359,7 +359,7 @@ def test_a_state_leaves_for_its_own_account_and_comes_back_for_whoever_has_it():
     served(test)
 
 
-def test_what_clients_of_ours_have_kept_makes_room_and_what_others_have_named_does_not(monkeypatch):
+def test_snapshots_kept_by_etudes_clients_are_evicted_and_snapshots_named_by_others_are_not(monkeypatch):
     monkeypatch.setattr("etude.environments.remote.sandboxes.MAX_SNAPSHOTS", 3)
 
     async def test(side):
@@ -544,7 +544,7 @@ JSON = st.recursive(
 
 @given(st.data())
 @settings(max_examples=60)
-def test_whatever_is_asked_of_a_machine_is_answered_or_refused_by_name(data):
+def test_every_request_to_a_machine_is_answered_or_refused_by_name(data):
     name = data.draw(st.sampled_from(sorted(MESSAGES)))
     message: Any = json.loads(json.dumps(MESSAGES[name]))
     at = message

@@ -206,7 +206,7 @@ def test_the_state_of_a_machine_is_judged_in_a_fork_of_the_frozen_one():
         ("kill -9 -1", 0.0),
     ],
 )
-def test_whatever_an_agent_leaves_is_judged(script, reward):
+def test_any_files_an_agent_leaves_are_graded(script, reward):
     _, outcome = left_by(script)
     assert isinstance(outcome, Graded), outcome
     assert outcome.grade == reward, outcome

@@ -83,7 +83,7 @@ def test_an_engine_that_was_not_started_to_show_its_operators_is_examined_withou
     assert found.verdict is not Verdict.OFF
 
 
-def test_nobody_at_the_address_is_said() -> None:
+def test_an_unreachable_server_is_an_error_with_its_address() -> None:
     with pytest.raises(EngineError, match="is not a supported engine"):
         at_url("http://127.0.0.1:9")
 

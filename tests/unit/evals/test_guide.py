@@ -1,4 +1,4 @@
-"""What the guide to numerics says runs as it stands there, and what it says of budgets is so."""
+"""The code in the guide to numerics runs as printed, and its budgets are those of the code."""
 
 from __future__ import annotations
 

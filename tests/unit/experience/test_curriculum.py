@@ -34,7 +34,7 @@ def test_where_no_family_teaches_none_is_preferred() -> None:
     assert signals.chance("one") == signals.chance("other") == 1.0
 
 
-def test_what_was_solved_and_is_not_any_more_comes_back() -> None:
+def test_a_task_that_is_no_longer_solved_is_sampled_again() -> None:
     signals = counted(lost=[False] * 50, learning=[True] * 50)
     low = signals.chance("lost")
     for _ in range(10):

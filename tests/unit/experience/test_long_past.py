@@ -1,4 +1,4 @@
-"""What a ledger is asked during a run costs as much after a long past as at the beginning: counted, not timed."""
+"""A ledger's queries read as many rows after a million rollouts as at the start: counted, not timed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Counting:
         return result
 
 
-def test_no_question_of_a_run_looks_at_what_has_ended(tmp_path):
+def test_no_query_of_a_run_reads_rows_that_have_ended(tmp_path):
     found = []
     for length in (0, PAST):
         ledger = Ledger(tmp_path / f"{length}.sqlite", capacity=LIVE)

@@ -1,4 +1,4 @@
-"""Finished rollouts as files: what was stored comes back, or an error; what nobody wants goes."""
+"""Finished rollouts as files: they are read back or refused, and deleted when no longer needed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_file_that_is_gone_is_named(files):
         files.read(summary)
 
 
-def test_what_the_ledger_does_not_want_any_more_is_deleted_and_the_rest_stays(files, tmp_path):
+def test_rollout_files_that_the_ledger_no_longer_needs_are_deleted_and_others_stay(files, tmp_path):
     ledger = Ledger(tmp_path / "ledger.sqlite", capacity=8)
     ids = [f"g000000.{i}" for i in range(4)]
     ledger.admit(*map(Kit.spec, ids))
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_is_named_and_leaves_nothing_behind(tmp_path):
         assert files.names() == []
 
 
-def test_what_was_invalid_and_cannot_be_read_costs_no_step(files, tmp_path):
+def test_an_unreadable_file_of_an_invalid_rollout_costs_no_step(files, tmp_path):
     good, bad = stored(files, "g000000.0"), stored(files, "g000000.1")
     ended = (
         Finished(rollout_id="g000000.0", outcome=Kit.graded(1.0), summary=good),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -492,7 +493,7 @@ def test_an_answer_without_a_limit_takes_what_room_there_is() -> None:
     run(work)
 
 
-def test_what_is_not_offered_is_refused_by_name() -> None:
+def test_unsupported_fields_are_refused_by_name() -> None:
     async def work() -> None:
         async with served() as (client, _, url):
             with pytest.raises(openai.NotFoundError) as unknown:
@@ -708,3 +709,70 @@ def test_a_text_that_cannot_fit_is_refused_by_its_length(stream: bool) -> None:
             assert engine.requests == []
 
     run(work)
+
+
+class Watched(ServedModel):
+    """A model that counts what it does in threads."""
+
+    num_in_threads = 0
+
+    async def run_in_thread(self, work):  # type: ignore[no-untyped-def]
+        self.num_in_threads += 1
+        return await super().run_in_thread(work)
+
+
+def ask(messages: list[dict[str, Any]]) -> ChatRequest:
+    body = {"model": "m", "messages": messages, "tools": SEARCH, "max_tokens": 9}
+    return DIALECTS["chat"].read(json.dumps(body).encode())
+
+
+SEARCH = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_only_long_new_text_is_tokenised_in_a_thread() -> None:
+    async def work() -> None:
+        engine = ScriptedEngine([text("ok")] * 4, context_tokens=1 << 20)
+        model = Watched(StreamingPolicy(engine), CHAT, name="m", context_tokens=1 << 19)
+        talk: list[dict[str, Any]] = []
+        threads = []
+        for said in ("hi", "x y " * 20_000, "go on"):
+            talk.append({"role": "user", "content": said})
+            [answer] = await model.answer(ask(talk))
+            talk.append({"role": "assistant", "content": answer.text})
+            threads.append(model.num_in_threads)
+        assert threads == [0, 1, 1]
+        assert ask(talk[:1]).tools is ask(talk[:3]).tools, "the tools are parsed once"
+
+    run(work)
+
+
+def test_a_chat_format_that_is_slow_goes_to_threads() -> None:
+    class Busy(ChatFormat):
+        def encode_prompt(self, *args: Any, **options: Any) -> Any:
+            began = time.thread_time()
+            while time.thread_time() - began < 0.03:
+                pass
+            return super().encode_prompt(*args, **options)
+
+    async def work() -> None:
+        engine = ScriptedEngine([text("ok")] * 20, context_tokens=1 << 20)
+        chat = Busy(laptop_tokenizer(), chat_template())
+        model = Watched(StreamingPolicy(engine), chat, name="m", context_tokens=1 << 19)
+        for i in range(12):
+            await model.answer(ask([{"role": "user", "content": f"{i} " * 50}]))
+        assert 0 < model.num_in_threads < 12
+
+    run(work)
+
+
+def test_an_unexpected_error_is_answered_in_the_shape_of_the_dialect_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        async with served(policy=Raising(ZeroDivisionError("odd"))) as (client, _, _):
+            with pytest.raises(openai.InternalServerError, match="its log says why") as failed:
+                await client.chat.completions.create(model="laptop", messages=USER)
+            assert failed.value.code == "internal_error"
+
+    run(work)
+    assert "ZeroDivisionError: odd" in caplog.text

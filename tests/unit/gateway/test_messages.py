@@ -243,7 +243,7 @@ def test_a_slow_first_token_has_pings_and_a_broken_stream_ends_with_an_error_eve
         ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
-def test_what_is_not_offered_is_refused_by_its_name(changes: dict[str, Any], param: str) -> None:
+def test_unsupported_request_fields_are_refused_by_name(changes: dict[str, Any], param: str) -> None:
     body = {"model": "m", "max_tokens": 5, "messages": USER}
     with pytest.raises(RequestRefused) as refused:
         messages.read(json.dumps({**body, **changes}).encode())

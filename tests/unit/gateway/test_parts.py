@@ -248,7 +248,9 @@ CHAT = laptop_chat()
     st.lists(st.sampled_from(["a", "e ", "ü", "ab"]), max_size=2),
     st.integers(1, 5),
 )
-def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: bool, stop: list[str], size: int) -> None:
+def test_a_stream_contains_the_text_of_the_response_and_no_more(
+    ids: list[int], ended: bool, stop: list[str], size: int
+) -> None:
     ids = [*ids, CHAT.end_id] if ended else ids
     spoken = StreamedText(CHAT, stop)
     for at in range(0, len(ids), size):

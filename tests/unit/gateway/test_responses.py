@@ -52,7 +52,7 @@ def test_reasoning_message_and_parallel_calls_come_as_items_and_their_results_fi
     run(work)
 
 
-def test_a_stream_adds_up_to_the_whole_response_and_has_its_events_in_order() -> None:
+def test_a_stream_joins_to_the_whole_response_with_events_in_order() -> None:
     async def work() -> None:
         async with served([said(THOUGHT + "look" + CALLS)] * 3) as at:
             ask: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "input": "the weather?"}
@@ -237,7 +237,7 @@ def test_a_broken_stream_ends_with_an_error_and_a_failed_response() -> None:
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_what_is_not_offered_is_refused_by_its_name(changes: dict[str, Any], param: str) -> None:
+def test_unsupported_request_fields_are_refused_by_name(changes: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as refused:
         responses.read(json.dumps({"model": "m", "input": "x", **changes}).encode())
     assert (refused.value.status, refused.value.param) == (400, param)

@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 from examples.long.tasks import FILE, Logs
@@ -18,19 +19,23 @@ from tests.unit.harness.tokeniser import laptop_chat
 from tests.unit.rollouts.reader import Reader
 
 from etude.capture import SummaryLimits
-from etude.capture.context import REQUEST, longest_exchange, stops_of
+from etude.capture.context import REQUEST, longest_exchange, stops_of, trigger_tokens
 from etude.environments.memory import MemoryMachine
 from etude.errors import ContextFull
 from etude.gateway import GatewayConfig, ServedModel, create_app, serving
-from etude.harness import Call, Workbench, standard_tools
+from etude.gateway.summary_writer import SummaryWriter
+from etude.harness import Call, HarnessConfig, Workbench, standard_tools
+from etude.loop.rollout_scheduler import siblings
 from etude.records import Completion, CompletionRequest
 from etude.records.task import Split, Task
-from etude.testing import ScriptedEngine, StreamingPolicy
+from etude.rollouts import run_rollout
+from etude.testing import MemoryRuntime, ScriptedEngine, StreamingPolicy
 
 CHAT = laptop_chat()
 TOOLS = standard_tools(("cat", "edit", "submit"))
-LIMITS = SummaryLimits(context_tokens=320, summary_tokens=60, turn_tokens=80)
+LIMITS = SummaryLimits(context_tokens=320, summary_tokens=60, turn_tokens=80, max_turns=60)
 SOURCE = Logs(num_logs=13)
+LINE = "[summary 1, 57 turns left, history: .etude/history.txt]"
 OFF = {"x-etude-summaries": "off"}
 
 
@@ -130,18 +135,33 @@ def test_a_client_solves_a_task_three_times_the_context_and_sends_nothing_but_it
     assert all(len(CHAT.encode(text)) < 500 for text in reader.texts)
 
 
-def test_the_prompts_are_those_of_training_but_for_turns_and_file() -> None:
-    reader = Reader(CHAT, SOURCE.num_logs)
+def test_the_prompts_are_those_of_training() -> None:
+    reader, trained = Reader(CHAT, SOURCE.num_logs), Reader(CHAT, SOURCE.num_logs)
+    task = SOURCE.task(Split.HELDOUT, 0)
+    (spec,) = siblings("g000000", task, 1, seed=0, temperature=1.0)
+    seeds = (seed for seed in range(1000) if trigger_tokens(seed, context_tokens=320) >= 0.79 * 320)
+    spec = msgspec.structs.replace(spec, group_seed=next(seeds))
+    names = ("context_tokens", "summary_tokens", "turn_tokens", "max_turns")
+    harness = HarnessConfig(tools=("cat", "edit", "submit"), **{name: getattr(LIMITS, name) for name in names})
+    asyncio.run(run_rollout(spec, runtime=MemoryRuntime(), policy=trained, chat=CHAT, harness=harness))
 
     async def body() -> None:
         async with served(reader) as (client, _, _):
-            await chat(client, Work(SOURCE.task(Split.HELDOUT, 0)))
+            await chat(client, Work(task))
 
     run(body)
-    first = asked(reader)[0]
-    assert first.startswith("[user] write the keys of all logs\n[call] cat 1.log\n[tool] 1 log 1\n")
-    after = reader.texts[reader.texts.index(first) + 1]
-    assert after.startswith("[user] write the keys of all logs\n[summary 1]\nread ")
+    assert reader.texts == trained.texts
+
+
+def test_turns_are_counted_from_the_beginning_when_those_of_training_are_used_up() -> None:
+    async def left(num_turns: int) -> int:
+        model = ServedModel(None, CHAT, name="m", context_tokens=320, summaries=LIMITS)  # type: ignore[arg-type]
+        writer = SummaryWriter(None, CHAT, model._tree, LIMITS, [], {}, 1.0, model.run_in_thread)  # type: ignore[arg-type]
+        carried = await writer.carry("so far", 2, [*ask("go"), *[*say(1), *ask("on")] * num_turns])
+        assert carried.turns_left is not None
+        return carried.turns_left
+
+    assert [asyncio.run(left(n)) for n in (10, 57, 58, 59)] == [48, 1, 60, 59]
 
 
 def test_without_summaries_the_same_task_is_refused_as_too_long() -> None:
@@ -262,7 +282,7 @@ def test_a_summary_that_takes_too_long_ends_with_the_deadline_of_the_request_and
     async def body() -> None:
         messages, held = await history(), Held(Reader(CHAT, SOURCE.num_logs))
         async with served(held, deadline_s=0.5) as (client, _, model):
-            with pytest.raises(openai.InternalServerError, match="no answer within"):
+            with pytest.raises(openai.InternalServerError, match=r"within 0\.5 s"):
                 await client.chat.completions.create(model="long", messages=messages, tools=TOOLS.to_openai())
             async with asyncio.timeout(5):
                 await held.cancelled.wait()
@@ -299,7 +319,7 @@ def test_a_refused_summary_is_sampled_again(fault: str) -> None:
     assert one.prompt_ids.tolist() == two.prompt_ids.tolist()
     assert one.sampling.seed != two.sampling.seed
     assert one.sampling.max_tokens == LIMITS.summary_tokens
-    assert CHAT.readable(last.prompt_ids).startswith("[user] one\nthree\n[summary 1]\none and two are done")
+    assert CHAT.readable(last.prompt_ids).startswith(f"[user] one\nthree\n{LINE}\none and two are done")
 
 
 @pytest.mark.parametrize("fault", BAD)
@@ -329,7 +349,7 @@ def test_what_the_user_said_last_does_not_depend_on_the_summary() -> None:
             await client.chat.completions.create(model="long", messages=[*TALK, *say(2), *ask("four")])
 
     run(body)
-    assert CHAT.readable(engine.requests[1].prompt_ids).startswith("[user] one\nthree\n[summary 1]\nnothing\n")
+    assert CHAT.readable(engine.requests[1].prompt_ids).startswith(f"[user] one\nthree\n{LINE}\nnothing\n")
     assert "[user] four\n" in CHAT.readable(engine.requests[2].prompt_ids)
     assert engine.requests[2].prompt_ids.tolist()[: len(engine.requests[1].prompt_ids)] == (
         engine.requests[1].prompt_ids.tolist()
@@ -346,13 +366,13 @@ def test_a_summary_is_used_when_the_answer_to_it_was_dropped() -> None:
 
     run(body)
     after = CHAT.readable(engine.requests[2].prompt_ids)
-    assert after.startswith("[user] one\nthree\n[summary 1]\nnothing\nhurry\n[assistant]")
+    assert after.startswith(f"[user] one\nthree\n{LINE}\nnothing\nhurry\n[assistant]")
 
 
 def test_a_very_long_message_is_left_for_after_the_summary() -> None:
     """It does not fit beside the request for a summary, so what comes before it is summarised."""
     talk = [*ask("one"), *say(40), *ask("two"), *say(2), *ask("z " * 100)]
-    engine = ScriptedEngine([text("done"), text("done"), text("ok")])
+    engine = ScriptedEngine([text("done"), text("ok"), text("ok")])
 
     async def body() -> None:
         async with served(StreamingPolicy(engine)) as (client, _, _):
@@ -360,7 +380,7 @@ def test_a_very_long_message_is_left_for_after_the_summary() -> None:
             assert answer.choices[0].message.content == "ok"
 
     run(body)
-    before, _, after = (CHAT.readable(request.prompt_ids) for request in engine.requests)
+    before, *_, after = (CHAT.readable(request.prompt_ids) for request in engine.requests)
     assert "zz" not in before.replace(" ", "")
     assert "zz" in after.replace(" ", "")
 

@@ -57,3 +57,15 @@ def test_a_template_that_counts_its_messages_is_rendered_whole() -> None:
     for before, new in turns(40):
         said = chat.decode(chat.continuation(before, new, {}))
         assert said.endswith(str(len(before) + len(new)))
+
+
+def test_tools_that_differ_only_within_their_parameters_are_rendered_as_they_are(tmp_path: Path) -> None:
+    chat = ChatFormat.load(chats.make(tmp_path, "qwen"))
+    prompts = []
+    for inner in ("one", "two", "one"):  # the dict of the one before may have the same id
+        schema = {"type": "object", "properties": {"x": {"type": "object", "description": inner}}}
+        signatures = chat.signatures([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+        prompts.append(chat.decode(chat.encode_prompt([{"role": "user", "content": "hi"}], signatures)))
+        del signatures
+    assert prompts[0] == prompts[2] != prompts[1]
+    assert '"two"' in prompts[1]

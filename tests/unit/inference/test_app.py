@@ -153,7 +153,7 @@ def test_metrics_are_prometheus_lines() -> None:
     serve(story)
 
 
-def test_nobody_at_the_address_is_a_gone_engine_and_a_stranger_is_an_error() -> None:
+def test_an_unreachable_engine_is_gone_and_another_server_is_an_error() -> None:
     async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")

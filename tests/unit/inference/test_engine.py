@@ -186,7 +186,7 @@ def test_logits_that_are_no_numbers_are_named_by_layer_in_the_log_and_marked_in_
     assert "layers.1.attention.out" in said[0]
 
 
-def test_a_rollout_that_gave_way_to_production_says_what_it_would_have_said_and_is_counted() -> None:
+def test_a_rollout_preempted_by_production_has_unchanged_tokens_and_is_counted() -> None:
     rollouts = [ask(f"r{i}", 20, 60) for i in range(2)]
 
     async def story() -> None:
@@ -208,7 +208,7 @@ def test_a_rollout_that_gave_way_to_production_says_what_it_would_have_said_and_
     asyncio.run(story())
 
 
-def test_a_completion_of_slow_tokens_outlives_its_deadline_many_times_and_one_that_waits_for_its_slot_too(
+def test_slow_tokens_and_waiting_for_a_slot_may_exceed_the_deadline_of_a_completion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=0.0, perf_counter=time.perf_counter)

@@ -529,7 +529,7 @@ def test_an_engine_that_was_slow_is_tried_again_after_a_while() -> None:
     asyncio.run(story())
 
 
-def test_a_slow_region_is_given_what_it_ends_in_about_the_time_that_others_need() -> None:
+def test_a_slow_region_gets_the_requests_that_it_finishes_in_the_time_of_the_others() -> None:
     async def story() -> None:
         policy, members = regions(far=0.0, near=0.0)
         seen(policy, "near", each=0.01)

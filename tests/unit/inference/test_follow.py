@@ -101,7 +101,7 @@ def test_weights_that_do_not_fit_are_told_and_the_engine_goes_on_with_what_it_ho
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_weights_that_are_no_numbers_are_refused_by_name_and_the_engine_goes_on_with_what_it_holds(first: bool) -> None:
+def test_weights_with_nan_are_refused_by_name_and_the_engine_keeps_its_version(first: bool) -> None:
     async def story() -> None:
         world = World()
         async with world.engine:

@@ -136,7 +136,7 @@ COMMANDS = [("list",), ("drain", "west"), ("join", "http://127.0.0.1:1", "--name
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_url_of_something_else_is_told_from_a_registry_that_is_away(
+def test_a_url_that_is_no_registry_and_an_unreachable_registry_are_different_errors(
     command: tuple[str, ...], web_page: str, nobody: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *rest = command
@@ -295,7 +295,7 @@ def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again
     run(story)
 
 
-def test_what_cannot_work_is_refused_when_it_joins() -> None:
+def test_an_engine_that_cannot_work_in_the_run_is_refused_when_it_joins() -> None:
     async def story() -> None:
         async with world() as home, served() as (_, url), served(context_tokens=64) as (_, small):
             refusals = [
@@ -336,7 +336,7 @@ def test_an_engine_with_another_token_than_the_run_is_refused_when_it_joins() ->
     run(story)
 
 
-def test_who_computes_other_bits_than_the_learner_is_refused_in_exact_mode() -> None:
+def test_an_engine_with_other_bits_than_the_learner_is_refused_in_exact_mode() -> None:
     other = msgspec.structs.replace(WANTED, parity="another")
 
     async def story() -> None:

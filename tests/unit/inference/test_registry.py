@@ -51,7 +51,7 @@ def test_a_lease_ends_unless_it_is_renewed_and_its_holder_joins_again() -> None:
     assert registry.renew("west", again, now=21.0) is State.SERVING
 
 
-def test_a_late_joiner_is_given_work_once_it_holds_what_was_published_when_it_joined() -> None:
+def test_a_late_joiner_gets_work_once_it_holds_the_version_published_when_it_joined() -> None:
     registry = Registry()
     registry.set_head(version(5))
     join(registry)
@@ -63,7 +63,7 @@ def test_a_late_joiner_is_given_work_once_it_holds_what_was_published_when_it_jo
     assert registry.states(now=0.0) == {"west": State.SERVING}, "it does not chase what is published meanwhile"
 
 
-def test_who_joins_before_anything_is_published_waits_for_it() -> None:
+def test_an_engine_that_joins_before_the_first_version_waits_for_it() -> None:
     registry = Registry()
     join(registry)
     registry.record_probe("west", info(step=0))
@@ -81,7 +81,7 @@ def test_a_lost_lineages_weights_are_not_served_whatever_their_step() -> None:
     assert registry.states(now=0.0) == {"west": State.SERVING}
 
 
-def test_who_does_not_answer_is_lost_and_catches_up_when_it_is_back() -> None:
+def test_an_engine_that_does_not_respond_is_lost_and_catches_up_when_it_is_back() -> None:
     registry, _ = serving("west")
     for _ in range(MAX_MISSED):
         assert registry.states(now=0.0) == {"west": State.SERVING}

@@ -58,7 +58,7 @@ def test_other_tracebacks_and_other_lines_pass() -> None:
     ]
 
 
-def test_what_is_held_and_remembered_is_bounded() -> None:
+def test_the_memory_of_repeated_lines_is_bounded() -> None:
     endless = [BEGIN, *(f'  File "a.py", line {i}, in f' for i in range(2 * MAX_LINES))]
     repeats = TracebackFilter()
     assert len([one for line in endless for one in repeats.line(line)]) == len(endless)

@@ -37,7 +37,7 @@ def one_turn(request: CompletionRequest, done: Completion) -> Trace:
     return Trace((Turn(parent=None, prompt_ids=request.prompt_ids, completion=done, sampling=request.sampling),))
 
 
-def test_routes_of_a_cached_prefix_are_kept_with_it_and_given_to_whoever_asks() -> None:
+def test_routes_of_a_cached_prefix_are_kept_with_it_and_returned_on_request() -> None:
     async def story() -> None:
         async with engine() as served:
             request = ask("one", 20, 6, session="s")
@@ -51,7 +51,7 @@ def test_routes_of_a_cached_prefix_are_kept_with_it_and_given_to_whoever_asks() 
     asyncio.run(story())
 
 
-def test_nobody_is_sent_routes_that_it_does_not_want() -> None:
+def test_routes_are_sent_only_to_requests_that_ask_for_them() -> None:
     async def story() -> None:
         async with engine() as served:
             request = ask("one", 20, 6, routes_from=None)

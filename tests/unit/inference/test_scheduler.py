@@ -301,7 +301,7 @@ def test_a_kept_session_is_copied_and_loses_its_slot_last_and_one_that_ended_fir
     assert (queue.plan().copies, third.row, third.num_cached) == ([], 1, 37)
 
 
-def test_what_is_begun_with_often_outlives_what_is_not() -> None:
+def test_a_frequently_used_prefix_stays_cached_longer_than_others() -> None:
     queue = scheduler(num_slots=3)
     for name in "abc":
         one_turn(queue, name, np.full(40, ord(name)), keep_session=False)

@@ -206,7 +206,7 @@ def test_a_port_in_use_and_a_missing_checkpoint_are_errors_with_a_hint(argv: lis
     assert "hint:" in ended.stderr
 
 
-def test_an_engine_without_weights_says_what_it_waits_for() -> None:
+def test_an_engine_without_weights_reports_the_version_it_waits_for() -> None:
     bare, place = ReferenceEngine(Transformer(TINY, seed=1), version=NO_VERSION, name="west"), "http://home:8800"
     assert wait_message(bare, place, waited_s=1, wait_s=5) == f"west waits for a first version in {place}"
     bare.trouble = "it does not answer"

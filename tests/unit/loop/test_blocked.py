@@ -57,7 +57,7 @@ def called(config: RunConfig, how: str) -> str:
 def test_a_plugin_that_waits_without_await_is_named_before_its_process_is_killed(config: RunConfig) -> None:
     with pytest.raises(PluginError, match="tool waiting_tool:Waits failed") as error:
         called(config, "without")
-    assert "waiting_tool.py, line 13 has held the only thread of its process for" in error.value.facts
+    assert "waiting_tool.py, line 13 has blocked its process for" in error.value.facts
 
 
 def test_a_plugin_that_waits_with_await_is_left_alone(config: RunConfig) -> None:

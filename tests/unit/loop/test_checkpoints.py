@@ -1,4 +1,4 @@
-"""What a checkpoint is, before it is evaluated by itself."""
+"""The version of a checkpoint, as its learner state has it."""
 
 from __future__ import annotations
 

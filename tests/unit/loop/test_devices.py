@@ -47,7 +47,7 @@ def test_each_rank_of_this_machine_wants_a_gpu_of_its_own() -> None:
         check_devices(config, count=lambda: 2)
 
 
-def test_nobody_is_asked_where_no_gpu_is_named() -> None:
+def test_without_a_gpu_setting_no_device_is_queried() -> None:
     def asked() -> int:
         raise AssertionError("asked")
 

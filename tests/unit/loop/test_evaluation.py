@@ -1,4 +1,4 @@
-"""What an evaluation tells while it is under way."""
+"""The progress events of an evaluation."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from etude.loop.exported_settings import FILE, settings_files, summaries_of_chec
 from etude.loop.serving import parts_of
 from etude.run import RunFolder
 
-LIMITS = SummaryLimits(context_tokens=144, summary_tokens=20, turn_tokens=24, temperature=0.5)
+LIMITS = SummaryLimits(context_tokens=144, summary_tokens=20, turn_tokens=24, max_turns=26, temperature=0.5)
 VALUES = st.none() | st.booleans() | st.integers(-10, 2**62) | st.floats() | st.text(max_size=4)
 NAMES = st.sampled_from([*SummaryLimits.__struct_fields__, "format", "summaries", "other"])
 OBJECTS = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES))
@@ -45,7 +45,8 @@ def test_what_an_export_writes_is_what_serving_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 20])
 def test_the_settings_are_those_of_the_runs_harness(tmp_path: Path, tokens: int) -> None:
-    toml = f"[harness]\ncontext_tokens = 144\nsummary_tokens = {tokens}\nturn_tokens = 24\n[rl]\ntemperature = 0.5\n"
+    harness = f"context_tokens = 144\nsummary_tokens = {tokens}\nturn_tokens = 24\nmax_turns = 26\n"
+    toml = f"[harness]\n{harness}[rl]\ntemperature = 0.5\n"
     run = RunFolder.create(tmp_path / "r", config_toml=toml, seed=0)
     assert summaries_of_run(run) == (LIMITS if tokens else None)
 
@@ -63,6 +64,7 @@ def test_a_config_without_the_settings_has_no_summaries(tmp_path: Path) -> None:
         {"summary_tokens": 37},
         {"summary_tokens": 0},
         {"turn_tokens": 144},
+        {"max_turns": 0},
         {"temperature": 5},
         {"context_tokens": "144"},
         {"more": 1},

@@ -1,4 +1,4 @@
-"""What guides tell of settings is so."""
+"""The settings and configs in the guides are valid, and fit the hardware that the guides name."""
 
 import json
 import re
@@ -76,7 +76,7 @@ FOUR = ["learner.ranks=4", "learner.context_parallel=4", 'fleet.engines=["vllm",
         ("lora_rank", [*FOUR, "learner.lora_rank=16"]),
     ],
 )
-def test_what_is_said_to_fit_eight_gpus_fits_them_by_the_plan(tmp_path, capsys, row, settings):
+def test_the_config_for_eight_gpus_fits_them_by_the_plan(tmp_path, capsys, row, settings):
     guide = (GUIDES / "growing.md").read_text()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN))

@@ -1,4 +1,4 @@
-"""The version-matched probe: who is asked, what is told, and what an alarm does."""
+"""The version-matched probe: which engine it asks, what it reports, and what an alarm does."""
 
 from __future__ import annotations
 

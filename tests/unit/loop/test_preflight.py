@@ -1,4 +1,4 @@
-"""What a run refuses to begin from."""
+"""The configs and checkpoints from which a run refuses to start."""
 
 from __future__ import annotations
 

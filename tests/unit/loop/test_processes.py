@@ -1,4 +1,4 @@
-"""What is reported of a child that does not come up, or is lost."""
+"""The errors for a child process that does not start, or is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def brought_up(tmp_path: Path, program: str, ready_s: float) -> None:
     asyncio.run(main())
 
 
-def test_a_child_that_lives_and_is_not_ready_is_told_with_its_log_and_what_it_has_done(tmp_path: Path) -> None:
+def test_a_child_that_is_not_ready_in_time_is_reported_with_its_log_and_cpu_time(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match="waited for learner to be ready") as caught:
         brought_up(tmp_path, "import time; time.sleep(3600)", 0.2)
     assert "it is alive and has used" in caught.value.facts

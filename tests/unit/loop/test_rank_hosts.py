@@ -1,4 +1,4 @@
-"""The listener at which ranks of other machines are met: who is let in, and what is said where nobody comes."""
+"""The listener for ranks of other hosts: authentication, and the error when no host joins."""
 
 from __future__ import annotations
 
@@ -64,12 +64,14 @@ GUEST = {"host": "there", "count": 1, "nonce": "n"}
         *(json.dumps({"text": json.dumps(GUEST), "seal": s}).encode() + b"\n" for s in SEALS),
     ],
 )
-def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
+def test_a_connection_without_the_secret_is_refused(run: Path, said: bytes) -> None:
     listener = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     assert knocked(listener.at, said) == b""
 
 
-def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_the_secret_byte_by_byte_is_disconnected(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_hosts, "HANDSHAKE_S", 1.0)
     listener = RankListener(run, "127.0.0.1", 1, new_secret(), refuse)
     with socket.create_connection(parse_address(listener.at), timeout=0.2) as sock:
@@ -106,7 +108,7 @@ def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
     assert waited == [f"3 of 3 ranks have not connected to {listener.at}"]
 
 
-def test_who_brings_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Path) -> None:
+def test_a_host_with_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Path) -> None:
     RunFolder.open(run).end_phase("eval-after", wall_s=1.0)
     serve_ranks(run, 1)
 

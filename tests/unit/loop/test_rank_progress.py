@@ -1,4 +1,4 @@
-"""Progress of a learner's ranks: who is slow is waited for, who hangs is named."""
+"""Progress of a learner's ranks: slow ranks are waited for, hanging ranks are named."""
 
 from __future__ import annotations
 

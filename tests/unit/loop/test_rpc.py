@@ -196,9 +196,9 @@ def test_a_call_that_got_on_and_falls_silent_is_named_with_how_long_it_did():
 
 def test_what_fits_into_no_frame_is_named_and_the_child_lives_on():
     async def work(caller):
-        with pytest.raises(EtudeError, match="the answer of a call is too large: 2"):
+        with pytest.raises(EtudeError, match="the answer of a call is too large: it has 2"):
             await caller.call("large", bytes, 20_000, deadline_s=5)
-        with pytest.raises(MessageTooLarge, match=r"a call of take is too large: 2.* bytes, a frame takes 10000"):
+        with pytest.raises(MessageTooLarge, match=r"a call of take is too large: it has 2.* bytes, allowed are 10000"):
             await caller.call("take", bytes, bytes(20_000), deadline_s=5)
         assert await caller.call("large", bytes, 5_000, deadline_s=5) == bytes(5_000)
 

@@ -1,4 +1,4 @@
-"""Work in a thread that nobody leaves behind."""
+"""Work in a thread, which is awaited even when its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from etude.loop.run_in_thread import run_in_thread
 
 
-def test_who_is_cancelled_waits_until_the_work_has_ended() -> None:
+def test_a_cancelled_caller_waits_until_the_work_has_ended() -> None:
     begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -33,6 +33,6 @@ def test_who_is_cancelled_waits_until_the_work_has_ended() -> None:
     asyncio.run(main())
 
 
-def test_what_the_work_fails_with_is_raised() -> None:
+def test_an_error_of_the_work_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         asyncio.run(run_in_thread(lambda: 1 // 0))

@@ -1,4 +1,4 @@
-"""The command lines of a run's engines: nothing that the config says of them is left out."""
+"""The command lines of a run's engines contain every setting of the config."""
 
 from __future__ import annotations
 

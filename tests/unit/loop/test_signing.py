@@ -1,4 +1,4 @@
-"""Signatures through a run: what its learner signs, what its engines are told to believe, and what is refused."""
+"""Signatures in a run: the learner signs versions, engines get the public key and refuse unsigned versions."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradi
     assert ledger.slots()[0] == 0
 
 
-def test_what_the_grader_gave_and_why_it_does_not_count_are_kept_with_the_grade(tmp_path):
+def test_a_grade_keeps_the_graders_reward_and_the_reason_it_does_not_count(tmp_path):
     ledger, _ = rolled(tmp_path)
     _, graded = ledger.group("g000000").valid[0]
     assert graded.values == {"grade": 1.0, "tests": 1.0, "submitted": 1.0, "signs": 1.0, "signs_if_rewarded": 0.0}

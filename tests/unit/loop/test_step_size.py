@@ -1,4 +1,4 @@
-"""What the largest step of a config weighs is known before anything starts."""
+"""The size of a config's largest step is checked before anything starts."""
 
 from __future__ import annotations
 

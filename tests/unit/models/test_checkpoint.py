@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_what_is_saved_is_loaded_to_the_bit(saved: Path) -> None:
+def test_a_saved_model_is_loaded_to_the_bit(saved: Path) -> None:
     original, again = hf_views(Transformer(SIZES, seed=2)), hf_views(load_model(saved))
     assert original.keys() == again.keys()
     assert all(torch.equal(original[name], again[name]) for name in original)
@@ -117,7 +117,7 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
         (lambda c: c | {"rms_norm_eps": "x"}, "rms_norm_eps"),
     ],
 )
-def test_a_config_that_does_not_fit_says_why(
+def test_a_config_that_contradicts_the_weights_is_refused_with_the_reason(
     saved: Path, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
 ) -> None:
     file = saved / "config.json"

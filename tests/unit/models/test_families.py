@@ -69,7 +69,7 @@ def test_sizes_survive_config_json_and_toml(sizes: ModelConfig) -> None:
 
 
 @every_family
-def test_what_is_saved_is_loaded_to_the_bit_whole_or_in_shards(sizes: ModelConfig, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_to_the_bit_whole_or_in_shards(sizes: ModelConfig, tmp_path: Path) -> None:
     model = model_of(sizes)
     save_model(model, tmp_path / "whole", dtype="f32")
     save_model(model, tmp_path / "shards", dtype="f32", shard_bytes=3000)
@@ -295,7 +295,9 @@ def test_biases_of_choosing_stay_float32(tmp_path: Path) -> None:
         ({"quantization_config": "fp8"}, "damaged"),
     ],
 )
-def test_a_config_that_does_not_fit_says_why(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_config_that_contradicts_the_weights_is_refused_with_the_reason(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -1,4 +1,4 @@
-"""Recorded experts over a router's own choice, against the rule said in plain loops."""
+"""Recorded experts in place of a router's own choice, against the rule written as plain loops."""
 
 from __future__ import annotations
 

@@ -99,9 +99,7 @@ def test_zeros_stay_zeros_with_their_signs(format: Format) -> None:
 
 @ALL
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_shares_a_scale_with_a_number_that_is_not_finite_becomes_nan_and_nothing_else(
-    format: Format, bad: float
-) -> None:
+def test_only_numbers_that_share_a_scale_with_a_non_finite_one_become_nan(format: Format, bad: float) -> None:
     x = torch.ones(16, 64)
     x[1, 5] = bad
     wanted = torch.zeros(16, 64, dtype=torch.bool)
@@ -147,7 +145,7 @@ def _numbers(seed: int, spread: float, power: int) -> np.ndarray[tuple[int, int]
 @ALL
 @FEW
 @given(x=numbers())
-def test_packed_bytes_hold_exactly_what_rounding_gives(format: Format, x: torch.Tensor) -> None:
+def test_packed_bytes_contain_exactly_the_rounded_numbers(format: Format, x: torch.Tensor) -> None:
     for matrix in (False, True):
         packed = pack(x, format, matrix=matrix)
         found = unpack(packed, format)

@@ -84,7 +84,7 @@ CPU = Measured(
 )
 
 
-def test_a_known_model_has_the_sizes_that_its_maker_tells():
+def test_a_known_model_has_its_published_sizes():
     assert QWEN.num_parameters == pytest.approx(30.5e9, rel=0.01)
     assert active_parameters(QWEN) + QWEN.vocab_size * QWEN.hidden_size == pytest.approx(3.3e9, rel=0.02)
     assert kv_bytes_token(QWEN) == 48 * 2 * 4 * 128 * 2
@@ -165,7 +165,7 @@ def test_adapters_of_experts_are_divided_by_the_ranks_that_share_them():
     assert optimiser_bytes(QWEN, eight, 8) == 16 * (dense + of_experts / 8)
 
 
-def test_what_ranks_send_each_other_is_told_by_hand_computed_bytes():
+def test_the_planned_traffic_of_ranks_equals_hand_computed_bytes():
     h200, whole = device("h200"), 8e9
     assert all_gather_s(whole, 1, h200) == 0
     assert all_gather_s(whole, 8, h200) == pytest.approx(7e9 / 450e9)  # 7/8 over NVLink
@@ -360,7 +360,7 @@ def test_adapters_muon_and_kept_activations_change_what_a_rank_holds_and_how_lon
     assert adapters["sync_bytes"] < 0.3 * again["sync_bytes"]
 
 
-def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
+def test_a_plan_that_does_not_fit_fails_and_names_settings_that_would(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(QWEN.to_hf()))
     argv = ["plan", str(tmp_path), "--hardware", "h100", "--learner-ranks", "8", "--engines", "8"]
     for setting in ("numerics.mode=native", "engine.dtype=bfloat16", "engine.max_sequences=64"):

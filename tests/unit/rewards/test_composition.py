@@ -36,7 +36,7 @@ def test_the_grade_alone_is_the_reward_where_nothing_else_was_measured() -> None
 @pytest.mark.parametrize(
     ("submitted", "require", "expected"), [(0, True, 0), (0, False, 1), (1, True, 1), (1, False, 1)]
 )
-def test_what_was_not_submitted_earns_nothing_where_that_is_required(
+def test_a_rollout_that_did_not_submit_earns_nothing_where_that_is_required(
     submitted: float, require: bool, expected: float
 ) -> None:
     reward = Composition(require_submit=require).of(graded(1.0, submitted=submitted))

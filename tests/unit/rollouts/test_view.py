@@ -89,7 +89,7 @@ def test_a_turn_has_its_new_messages_its_reply_and_its_tokens() -> None:
     assert from_json(to_json(turns).decode(), tuple[TurnView, ...]) == turns
 
 
-def test_what_was_trained_is_told_turn_by_turn_with_its_row() -> None:
+def test_trained_turns_are_shown_with_their_row() -> None:
     leaf = 6
     path = TRACE.path(leaf)
     mask = path.mask.copy()

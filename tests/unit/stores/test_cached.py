@@ -146,7 +146,7 @@ CachedStore(far, sys.argv[1]).get(sys.argv[2])
 """
 
 
-def test_what_a_killed_writer_left_is_written_over(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_overwritten(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path), KEY], timeout=60)
     assert ran.returncode == -signal.SIGKILL
     assert [path.suffix for path in copies(tmp_path)] == [".part"]

@@ -134,7 +134,7 @@ def test_a_wild_prefix_is_refused_on_both_sides(prefix: str, tmp_path: Path) -> 
         asked.close()
 
 
-def test_who_bears_another_token_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_with_another_token_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     store.put("a", b"secret")
     with relayed(store, token="right") as url:
@@ -147,7 +147,7 @@ def test_who_bears_another_token_reads_nothing(monkeypatch: pytest.MonkeyPatch) 
             assert "secret" not in str(caught.value)
 
 
-def test_what_breaks_off_is_asked_for_from_where_it_broke(tmp_path: Path) -> None:
+def test_an_interrupted_read_resumes_where_it_broke_off(tmp_path: Path) -> None:
     data = os.urandom(8 << 20)
     asked = Counter[int]()
 
@@ -194,7 +194,7 @@ def test_a_client_that_takes_nothing_is_let_go_and_another_is_served() -> None:
         assert HttpStore(url).get("objects/large") == bytes(64 << 20)
 
 
-def test_what_the_store_behind_a_relay_says_comes_through() -> None:
+def test_errors_of_the_store_behind_a_relay_reach_the_client() -> None:
     class Refusing(MemoryStore):
         def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
             raise StoreError("the bucket is on fire", "HTTP 503", hint="run")

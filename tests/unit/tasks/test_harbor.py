@@ -221,7 +221,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("toml", REFUSED)
-def test_what_would_make_it_another_task_is_refused_by_name(tmp_path: Path, toml: str) -> None:
+def test_harbor_settings_that_would_change_the_task_are_refused_by_name(tmp_path: Path, toml: str) -> None:
     hello(tmp_path / "hello", toml=toml)
     with pytest.raises(TaskError, match=REFUSED[toml]) as caught:
         HarborSource(tmp_path)

@@ -182,7 +182,7 @@ def test_a_commit_whose_tests_fail_before_and_pass_after_becomes_a_task_without_
     assert before == 4
 
 
-def test_what_was_tried_is_kept_and_an_interrupted_search_goes_on(tmp_path, using) -> None:
+def test_an_interrupted_mining_search_resumes_without_repeating_commits(tmp_path, using) -> None:
     shop(tmp_path / "repo")
     told: list[Attempt] = []
 
@@ -292,7 +292,7 @@ def test_a_repository_is_read_and_nothing_of_it_runs(tmp_path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_no_repository_or_no_commit_is_named(tmp_path) -> None:
+def test_an_invalid_repository_or_commit_is_named(tmp_path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(NoSource, match="no repository"):
             Repository(path)

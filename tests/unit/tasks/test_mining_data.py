@@ -96,7 +96,7 @@ def only_task(folder: Path) -> tuple[Task, Answer]:
         pytest.param("examples", PYTEST, marks=pytest.mark.slow, id="by pytest"),
     ],
 )
-def test_what_tests_read_is_hidden_and_no_agents(tmp_path: Path, using, data: str, test: str) -> None:
+def test_files_that_tests_read_are_hidden_and_replace_the_agents(tmp_path: Path, using, data: str, test: str) -> None:
     repository(tmp_path / "repo", data=data, test=test)
 
     async def work(runtime: Runtime, grader: Grader) -> None:
@@ -253,7 +253,7 @@ def test_code_below_src_is_found_as_if_it_were_installed(tmp_path: Path, using) 
     using(work)
 
 
-def test_what_was_merged_is_one_change(tmp_path: Path) -> None:
+def test_a_merge_commit_is_one_change(tmp_path: Path) -> None:
     folder = tmp_path / "repo"
     repository(folder, data="examples", test=UNITTEST)
     git(folder, "checkout", "-q", "-b", "topic")

@@ -33,7 +33,7 @@ def _edited(rng: random.Random, text: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_git_diffs_is_applied_to_the_letter(tmp_path: Path, seed: int) -> None:
+def test_patches_that_git_writes_are_applied_as_git_applies_them(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     names = ["a.txt", "d/b.txt", "d/with space.txt", "ü.txt", "gone.txt", "old name.txt"]
     before = {name: _random_text(rng) for name in names}
@@ -69,7 +69,7 @@ def test_a_hunk_whose_lines_stand_once_elsewhere_goes_there_and_one_that_fits_no
 
 
 BAD = {
-    "--- a/../x\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n": "names",
+    "--- a/../x\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n": "plain relative paths",
     "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n": "link",
     "diff --git a/b b/b\nGIT binary patch\n": "binary",
     "--- a/none\n+++ b/none\n@@ -1 +1 @@\n-x\n+y\n": "no such text file",

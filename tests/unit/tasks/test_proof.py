@@ -87,7 +87,7 @@ def test_why_there_was_no_machine_is_said_with_its_hint() -> None:
     assert failure.reason.endswith("no machine to grade in: this runtime has no images; hint: --images STORE")
 
 
-def test_what_the_grader_raises_comes_out_as_itself() -> None:
+def test_an_error_of_the_grader_is_raised_unchanged() -> None:
     def no_machines(task: Task) -> Graded:
         raise MachineError("no user namespaces here", hint="run in a container")
 

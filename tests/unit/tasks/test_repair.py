@@ -36,7 +36,7 @@ def test_a_docstring_and_its_variables_determine_the_body() -> None:
         assert bodies.setdefault(function.key, function.body.text) == function.body.text
 
 
-def test_what_a_template_computes_is_what_its_text_says() -> None:
+def test_a_template_computes_what_its_instruction_says() -> None:
     samples = {"ab": [[7, 3], [2, 5], [4, 4]], "ak": [[0], [9], [30]], "xs": [[[3, 1, 2]]], "s": [[" aBc"]]}
     for function in _all_functions():
         for args in samples[function.template.family]:

@@ -119,7 +119,7 @@ def test_rows_that_cannot_be_judged_or_proven_are_named(source: VerifiersSource)
 
 
 @pytest.mark.parametrize("text", ["die", "nonsense", "raise"])
-def test_what_fails_on_one_answer_alone_is_that_answers_fault_and_the_child_goes_on(
+def test_an_error_on_one_answer_affects_that_answer_only_and_the_child_continues(
     source: VerifiersSource, text: str
 ) -> None:
     number, task = _first(source)

@@ -122,7 +122,7 @@ def test_a_tracker_gets_how_the_run_ended_and_no_signal_ends_it_before(run, trac
 
 
 @pytest.mark.parametrize("method", ["__init__", "start", "log", "finish"])
-def test_what_a_tracker_raises_is_reported_once_and_the_run_goes_on(run, tracks, capsys, method):
+def test_an_error_of_a_tracker_is_reported_once_and_the_run_continues(run, tracks, capsys, method):
     reported = tracks(f"def {method}(self, *_): raise ConnectionError('no route to the server')", three_steps)
     facts = "its constructor raised" if method == "__init__" else f"its {method} raised"
     assert "tracker mine:Own failed" in reported[0]
@@ -189,7 +189,7 @@ threading.Thread(target=time.sleep, args=(1000,)).start()
     assert calls(run)[-1] == ["finish", "finished"]
 
 
-def test_what_a_library_prints_goes_to_its_log_and_a_tracker_can_warn_the_user(run, tracks):
+def test_output_of_a_trackers_library_goes_to_its_log_and_a_tracker_can_warn_the_user(run, tracks):
     body = """def log(self, step, values):
         print("chatter", sys.stdin.read())
         warnings.warn("an old API", DeprecationWarning)

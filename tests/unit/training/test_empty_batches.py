@@ -1,4 +1,4 @@
-"""Batches of rollouts that sampled nothing: what a learner and its reference make of them."""
+"""A learner and its reference on batches of rollouts without sampled tokens."""
 
 from __future__ import annotations
 

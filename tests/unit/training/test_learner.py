@@ -268,7 +268,7 @@ def gradient(checkpoint: Path, *samples: Sample, temperature: float = 1.0) -> tu
     return learner.forward_backward(batch(*samples)), learner.optimizer.grad.clone()
 
 
-def test_each_token_weighs_what_its_own_advantage_says(checkpoint: Path, learner: TorchLearner) -> None:
+def test_each_token_is_weighted_by_its_own_advantage(checkpoint: Path, learner: TorchLearner) -> None:
     one, other = sampled(learner, 0), sampled(learner, 1)
     given = np.linspace(-1.0, 2.0, len(one.advantages), dtype=np.float32)
     report, found = gradient(checkpoint, msgspec.structs.replace(one, advantages=given), other)
@@ -321,7 +321,7 @@ def test_a_batch_without_samples_trains_nothing_and_reports_it(learner: TorchLea
     assert (report.num_sampled, report.loss, report.ratio_max, report.fresh_ratio_max) == (0, 0.0, 0.0, None)
 
 
-def test_what_is_published_is_what_the_learner_forwards_with(checkpoint: Path) -> None:
+def test_the_published_weights_are_those_that_the_learner_computes_with(checkpoint: Path) -> None:
     store = MemoryStore()
     learner = TorchLearner(CONFIG, channel=Channel(store))
     learner.load(checkpoint)
@@ -338,7 +338,7 @@ def test_what_is_published_is_what_the_learner_forwards_with(checkpoint: Path) -
         assert torch.equal(codes.view(torch.float32).view(view.shape), view), name
 
 
-def test_what_is_published_beside_training_is_what_was_held_when_it_was_offered(checkpoint: Path) -> None:
+def test_weights_published_beside_training_are_those_of_the_time_of_the_offer(checkpoint: Path) -> None:
     opened = threading.Event()
 
     class Slow(MemoryStore):

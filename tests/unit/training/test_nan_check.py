@@ -1,4 +1,4 @@
-"""A step whose numbers are none is refused by name, and what it began with is as it was."""
+"""A step with NaN or Inf is refused with the tensor's name, and the learner's state does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which routes are replayed, and what is said of those that cannot be."""
+"""Which routes are replayed, and the errors for routes that cannot be."""
 
 from __future__ import annotations
 

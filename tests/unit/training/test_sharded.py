@@ -1,4 +1,4 @@
-"""A learner over two ranks says what one process says: losses, norms, ratios, and in exact mode the bytes."""
+"""A learner on two ranks equals one process: losses, norms, ratios, and in exact mode the bytes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_bf16_with_weights_that_travel_as_bf16_stays_near(
         assert one.norms == pytest.approx(alone.norms, rel=1e-2)
 
 
-def test_what_ranks_saved_one_process_goes_on_with_and_transformers_files_are_whole(
+def test_one_process_resumes_a_checkpoint_of_ranks_whose_transformers_files_are_complete(
     told: dict[str, tuple[Job, Trained, list[Trained]]],
 ) -> None:
     job, alone, _ = told[SAVED]
@@ -171,7 +171,7 @@ def test_a_rank_reads_and_holds_what_its_share_needs(tmp_path: Path) -> None:
         assert stored < grown < 1.8 * stored
 
 
-def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
+def test_an_error_on_one_rank_is_raised_on_all_and_the_ranks_stay_usable(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
 ) -> None:
     job, alone, _ = told[SAVED]

@@ -43,7 +43,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("old_shards", "new_shards"), [(1 << 30, 1 << 30), (1 << 30, 2500), (2500, 1 << 30), (2500, 2500)]
 )
-def test_the_target_comes_back_to_the_last_byte_of_every_file(tmp_path: Path, old_shards: int, new_shards: int) -> None:
+def test_an_applied_delta_gives_every_byte_of_every_file_of_the_target(
+    tmp_path: Path, old_shards: int, new_shards: int
+) -> None:
     a, b = checkpoint(tmp_path / "a", tensors(0), old_shards), checkpoint(tmp_path / "b", tensors(1), new_shards)
     before = contents(a)
     num_bytes = encode_delta(a, b, tmp_path / "d.etd")
@@ -139,7 +141,7 @@ def test_a_target_that_the_disk_cannot_hold_is_refused_before_it_is_decoded(tmp_
         apply_delta(a, tmp_path / "d", tmp_path / "made")
 
 
-def test_what_is_no_delta_file_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_delta_is_refused_by_name(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", tensors(0))
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "text").write_bytes(b"x" * 200)

@@ -58,7 +58,7 @@ def grown(policy: Policy, num_steps: int, store: MemoryStore | None = None) -> t
     return store, behind
 
 
-def test_who_is_sixteen_versions_behind_fetches_one_delta_that_weighs_less_than_half_of_the_chain(
+def test_a_follower_sixteen_versions_behind_fetches_one_delta_of_less_than_half_the_chains_bytes(
     policy: Policy,
 ) -> None:
     store, behind = grown(policy, 20)
@@ -84,7 +84,7 @@ def test_from_anywhere_behind_the_head_is_reached_exactly_and_never_by_more_byte
         assert update.fetched_bytes <= chained
 
 
-def test_who_follows_closely_reads_the_pointer_a_manifest_and_its_delta_and_nothing_else(policy: Policy) -> None:
+def test_a_follower_at_the_head_reads_only_pointer_manifest_and_delta(policy: Policy) -> None:
     store = Counting()
     _, behind = grown(policy, 6, store)
     last = behind[4]

@@ -234,7 +234,7 @@ def test_buffers_that_overlap_what_is_still_to_be_read_are_refused() -> None:
         (np.zeros(2, np.complex128), {}, "its element size is not supported"),
     ],
 )
-def test_what_cannot_be_a_tensor_is_refused_by_name(value, dtypes, says) -> None:
+def test_an_array_that_cannot_be_a_tensor_is_refused_by_name(value, dtypes, says) -> None:
     with pytest.raises(WeightsError) as refused:
         encode({}, {"w": value}, dtypes)
     assert "'w'" in refused.value.what
@@ -261,7 +261,7 @@ def test_a_dtype_for_a_tensor_that_neither_side_has_is_refused_with_the_nearest(
 
 
 @pytest.mark.parametrize("wrong", ["step.etdf", None, 3])
-def test_what_is_no_bytes_of_a_delta_is_said_to_be_none(wrong) -> None:
+def test_an_argument_that_is_no_delta_is_refused(wrong) -> None:
     with pytest.raises(WeightsError, match=f"this delta is a {type(wrong).__name__}") as refused:
         apply(base(), wrong)
     assert "read_bytes" in refused.value.hint
@@ -279,7 +279,7 @@ def test_tensors_of_a_channel_will_do() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[1], np.zeros(3), {1: np.zeros(3)}, None])
-def test_what_maps_no_names_to_arrays_is_said_to_be_none(wrong) -> None:
+def test_an_argument_that_is_no_mapping_of_names_to_arrays_is_refused(wrong) -> None:
     good = {"w": np.zeros(3)}
     delta = encode(good, good)
     for call in (lambda: encode(wrong, good), lambda: encode(good, wrong), lambda: bound(wrong, good)):

@@ -121,7 +121,7 @@ def test_parameters_of_transformers_are_the_checkpoints_but_for_experts() -> Non
     }
 
 
-def test_what_is_no_rank_of_the_checkpoint_is_refused() -> None:
+def test_a_rank_outside_the_checkpoint_is_refused() -> None:
     specs = {"w": Tensor("bf16", (4, 6), np.zeros(24, np.uint16)).spec}
     for shape in ((2, 3), (4, 6, 1), (24,)):
         with pytest.raises(WeightsError, match="'w' is"):

@@ -124,7 +124,7 @@ def test_a_damaged_store_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
     assert_holds(tmp_path, 0)
 
 
-def test_what_a_full_disk_refused_is_adopted_when_there_is_room_again(tmp_path: Path) -> None:
+def test_a_version_refused_by_a_full_disk_is_adopted_when_there_is_room(tmp_path: Path) -> None:
     store = MemoryStore()
     channel = Channel(store)
     publish(channel, 0)
@@ -198,9 +198,7 @@ def test_a_pointer_that_moved_back_is_refused_after_a_restart_as_before_one(
 
 
 @pytest.mark.parametrize("serial", [0, 1_000_000])
-def test_a_manifest_that_somebody_put_beside_the_held_one_says_nothing_of_the_pointer(
-    tmp_path: Path, serial: int
-) -> None:
+def test_a_manifest_beside_the_held_one_does_not_move_the_pointer(tmp_path: Path, serial: int) -> None:
     signer = Signer(bytes(range(32)))
     store = MemoryStore()
     channel = Channel(store, signer=signer)

@@ -195,9 +195,7 @@ def test_a_signed_channel_that_lost_its_pointer_is_repaired_with_its_key_alone(
     assert follower.version == versions[1]
 
 
-def test_a_repair_signs_what_its_key_stands_for_and_nothing_else_that_lies_in_the_store(
-    policy: Policy, signer: Signer
-) -> None:
+def test_a_repair_signs_only_versions_that_its_key_has_signed(policy: Policy, signer: Signer) -> None:
     store = MemoryStore()
     (first,) = signed_steps(store, policy, range(1), None)
     mine = signed_steps(store, policy, range(1, 3), signer)

@@ -285,7 +285,7 @@ def test_where_no_way_is_left_the_error_names_it_and_the_live_memory_stays_what_
     assert (engine.follower.version, engine.follower.check()) == (names[0], [])
 
 
-def test_objects_whose_every_checksum_fits_and_that_make_other_codes_are_not_given(policy: Policy) -> None:
+def test_forged_objects_with_matching_checksums_are_not_returned(policy: Policy) -> None:
     store = MemoryStore()
     names = publish(store, [policy(0)])
     engine = Engine(store, policy(0))

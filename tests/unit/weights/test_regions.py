@@ -70,7 +70,7 @@ def spoilt(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def test_regions_that_are_cut_off_killed_late_or_sent_wrong_bytes_converge_and_serve_what_is_proven(
+def test_regions_that_are_cut_off_killed_late_or_sent_wrong_bytes_converge_and_serve_only_verified_weights(
     policy: Policy, tmp_path: Path
 ) -> None:
     home = Home(policy)

@@ -111,7 +111,7 @@ def test_fused_stacked_and_transposed_places(zeros) -> None:
     assert bits.tolist() == np.concatenate([shaped(new[name]) for name in "qkv"]).tolist()
 
 
-def test_what_lies_in_one_storage_of_a_device_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_in_one_storage_of_a_device_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             copies.extend([func] * ("index_copy" in str(func)))
@@ -205,7 +205,7 @@ def test_tied_tensors_of_which_one_comes_whole_are_refused_where_no_image_can_be
 
 
 @pytest.mark.parametrize("head", [0, 7])
-def test_what_the_engine_ties_and_the_checkpoint_does_not_is_refused(head: int) -> None:
+def test_a_tensor_tied_in_the_engine_and_not_in_the_checkpoint_is_refused(head: int) -> None:
     shared = np.zeros((6, 4), np.uint16)
     old = {"embed": tensor(6, 4), "head": tensor(6, 4)}
     target = Target(Map(named({"embed": shared, "head": shared})))
@@ -312,7 +312,7 @@ def test_nothing_is_written_before_apply() -> None:
         ({"w": torch.zeros(2, 3, dtype=torch.float64)}, r"place for it is f64 \[2, 3\]"),
     ],
 )
-def test_what_the_engine_cannot_hold_is_refused(memory, says) -> None:
+def test_a_tensor_that_the_engine_cannot_hold_is_refused(memory, says) -> None:
     new = {"w": tensor(2, 3)}
     with pytest.raises(WeightsError, match=says):
         Target(Map(named(memory))).prepare(update({}, new), new)

@@ -258,7 +258,9 @@ def require_complete_snapshots(runtime: Runtime, task: Task) -> None:
 
 def _check_declared(declared: Sequence[str]) -> None:
     if len(declared) > MAX_DECLARED:
-        raise TaskError(f"the task declares {len(declared)} exports", hint=f"at most {MAX_DECLARED}; declare a folder")
+        raise TaskError(
+            f"the task declares {len(declared)} exports", f"at most {MAX_DECLARED} are allowed", hint="declare a folder"
+        )
     for path in declared:
         if not is_declarable(path):
             raise TaskError(f"export {path!r} is not a plain relative path", hint='such as "src/calc.py" or "logs/"')

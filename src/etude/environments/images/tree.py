@@ -131,8 +131,8 @@ class Tree:
             found = _lstat(there, source)
             if found is None or not stat.S_ISREG(found.st_mode) or path.startswith(f"{existing}/"):
                 raise BadSource(
-                    f"{path} is a hard link to {existing}",
-                    "which is no file",
+                    f"the hard link {path} is invalid",
+                    f"its target {existing} is not a file",
                     hint="correct this path in the image's source, then build again",
                 )
             parent, name = self._parent(path)

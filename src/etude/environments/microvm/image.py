@@ -123,7 +123,11 @@ def _boot_files(apt: Apt) -> dict[str, str]:
     closure = apt.closure((KERNEL, BUSYBOX))
     found = {name: sha for name, sha in closure.items() if name.startswith(("linux-image-6", "busybox-static_"))}
     if len(found) != 2:
-        raise MachineError("the mirror has no kernel to boot", ", ".join(found), hint="use another --mirror")
+        raise MachineError(
+            "the mirror lacks a kernel or busybox",
+            f"found: {', '.join(found) or 'nothing'}",
+            hint="use another --mirror",
+        )
     return found
 
 

@@ -104,9 +104,10 @@ class Packages:
                 with open(self.path(package), "rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
             except FileNotFoundError:
-                found = "gone"
+                found = "unknown: the file is missing"
             if found != package.sha256:
-                raise StoreError(f"{package.file} of the packages is damaged", found[:16], hint="fetch it again")
+                facts = f"its SHA-256 is {found[:16]}, expected {package.sha256[:16]}"
+                raise StoreError(f"{package.file} of the packages is damaged", facts, hint="fetch it again")
 
     def take(self, wheel: Path) -> Package:
         """Add a local Python wheel. Raises `InputError` if the file is not named like a wheel or cannot be read."""

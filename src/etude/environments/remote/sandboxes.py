@@ -490,7 +490,7 @@ class AccountSnapshots:
                 None,
             )
             if disposable is None:
-                raise ApiError(429, f"there are {len(self._snapshots)} snapshots", hint="delete some")
+                raise ApiError(429, f"the account has {len(self._snapshots)} snapshots already", hint="delete some")
             del self._snapshots[disposable]
         snapshot_id = f"snap-{secrets.token_hex(10)}"
         names = (name,) if name else ()

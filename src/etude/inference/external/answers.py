@@ -10,17 +10,20 @@ import base64
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from etude.errors import EngineError
-from etude.inference.errors import InvalidGrammar
+from etude.grammars import kind_of
+from etude.inference.errors import InvalidGrammar, MalformedRequest
 from etude.models.config import ModelConfig
 from etude.records.completion import (
     Completion,
     CompletionRequest,
+    Sampling,
     StopReason,
     Version,
     VersionSpan,
@@ -28,6 +31,7 @@ from etude.records.completion import (
 )
 from etude.records.wire import F32, I32, Routes
 
+T = TypeVar("T")
 ROUTES_PREFIX = "routes"  # prefix of the id of a request whose routes will be fetched
 NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is not finite
 
@@ -97,15 +101,12 @@ def keyed_seed(seed: int, num_prompt: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-class LabelledSpan(Protocol):
+class LabelledSpan(msgspec.Struct, frozen=True):
     """A span in a server's response: adoption number `version` sampled the output tokens [start, end)."""
 
-    @property
-    def version(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+    version: str
+    start: int
+    end: int
 
 
 def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
@@ -219,15 +220,79 @@ def any_missing(routes: Routes) -> bool:
     return bool((routes == missing_route(routes.dtype)).any())
 
 
-def lark_refused(server: str) -> InvalidGrammar:
-    """Make the error of a Lark grammar, which no server takes."""
-    hint = "use an engine of kind reference, or a grammar of a JSON schema or a regular expression"
-    return InvalidGrammar(f"{server} takes no Lark grammar", "tool calls are forced by Lark grammars", hint=hint)
+def grammar_of(sampling: Sampling, server: str) -> tuple[str, Any] | None:
+    """Return ("json_schema", schema) or ("regex", expression) for the grammar of a request; None without a grammar.
+
+    A schema true or false becomes the object that servers need. Raises `InvalidGrammar` for a Lark grammar."""
+    if not sampling.grammar:
+        return None
+    kind, value = kind_of(sampling.grammar)
+    if kind == "lark":
+        hint = "use an engine of kind reference, or a grammar of a JSON schema or a regular expression"
+        raise InvalidGrammar(f"{server} takes no Lark grammar", "tool calls are forced by Lark grammars", hint=hint)
+    return kind, value if not isinstance(value, bool) else {} if value else {"not": {}}
 
 
-def schema_of(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
-    """Return a JSON schema as an object, which servers need: true and false are schemas, too."""
-    return schema if not isinstance(schema, bool) else {} if schema else {"not": {}}
+def check_temperature(request: CompletionRequest, lowest: float, server: str) -> None:
+    """Raise `MalformedRequest` for a temperature above 0 and below `lowest`, the lowest at which the server can sample.
+
+    `server` is the name of the software, for the error."""
+    if 0.0 < request.sampling.temperature < lowest:
+        raise MalformedRequest(
+            f"request {request.request_id} asks for temperature {request.sampling.temperature:g}",
+            f"{server} samples at {lowest:g} at least, or greedily at 0",
+            hint=f"ask for 0, or at least {lowest:g}",
+        )
+
+
+def decode(body: bytes, kind: type[T], server: str, engine: str) -> T:
+    """Parse the JSON body of a response as a `kind`. Raises `BrokenAnswer` if it is not one.
+
+    `server` is the name of the software, and `engine` that of the engine, for the error."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except ValueError as error:
+        raise broken_answer(server, engine, f"{error}; {body[:200]!r}") from None
+
+
+def event_body(line: bytes, server: str, engine: str) -> bytes | None:
+    """Return the JSON in one line of a streamed response, or None for a line without tokens.
+
+    Raises `EngineError` when the server ended the request with an error."""
+    if not line.startswith(b"data: ") or is_end(line):
+        return None
+    body = line[len(b"data: ") :]
+    if body.lstrip().startswith(b'{"error"'):
+        raise read_error(server, 500, body, engine=engine)
+    return body
+
+
+def is_end(line: bytes) -> bool:
+    """Return whether this is the last line of a streamed response."""
+    return line.strip() == b"data: [DONE]"
+
+
+class _ErrorMessage(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _ErrorMessage | str
+
+
+def read_error(server: str, status: int, body: bytes, *, engine: str) -> EngineError:
+    """Return the exception for a response whose status is not 200. Never raises, whatever the bytes are.
+
+    >>> print(read_error("vLLM", 400, b'{"error": {"message": "too long"}}', engine="engine-1"))
+    vLLM of engine-1 answered 400: too long
+      hint: see the engine's log
+    """
+    try:
+        error = msgspec.json.decode(body, type=_ErrorBody).error
+        message = error if isinstance(error, str) else error.message
+    except ValueError:
+        message = repr(body[:200])
+    return EngineError(f"{server} of {engine} answered {status}", message[:500], hint="see the engine's log")
 
 
 def broken_answer(server: str, engine: str, facts: str) -> BrokenAnswer:

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from etude.errors import EngineError
-from etude.inference.external.answers import AnswerPart
+from etude.inference.external.answers import AnswerPart, read_error
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest
 from etude.records.wire import Routes
@@ -48,19 +48,11 @@ class Dialect(Protocol):
         """Parse one line of a streamed response. Returns None for a line without tokens. Raises `EngineError`."""
         ...
 
-    def is_end(self, line: bytes) -> bool:
-        """Return whether this is the last line of a streamed response."""
-        ...
-
     def read_scores(self, body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
         """Parse the response to `encode_scoring_request`.
 
         Returns the number of the adoption that computed it (None without a label), and the log-probability of each
         token but the first. Raises `BrokenAnswer`."""
-        ...
-
-    def read_error(self, status: int, body: bytes, *, engine: str) -> EngineError:
-        """Return the exception for a response whose status is not 200. Never raises."""
         ...
 
     def decode_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes:
@@ -149,7 +141,7 @@ class ServerClient(abc.ABC):
         200."""
         status, data = await self.post(path, msgspec.json.encode(body), deadline_s=deadline_s)
         if status != 200:
-            error = self.dialect.read_error(status, data, engine=self.name)
+            error = read_error(self.server, status, data, engine=self.name)
             failed = f"{self.server} of {self.name} did not {what}"
             raise EngineError(failed, f"{error.what}: {error.facts}", hint=error.hint)
         return data

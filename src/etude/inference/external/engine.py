@@ -160,7 +160,7 @@ class ExternalEngine:
             raise EngineError(
                 f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
                 f"it holds {self.version}{'; ' + self.trouble if self.trouble else ''}",
-                hint="see whether the learner published that step, and the engine's log",
+                hint="check that the learner published this step; if it did, see the engine's log",
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
@@ -186,7 +186,7 @@ class ExternalEngine:
             body = self._dialect.encode_scoring_request(ids, f"text-{uuid.uuid4().hex}", salt=self._cache_salt())
             status, data = await self.client.post(self._dialect.GENERATE, body, deadline_s=CONTROL_S)
             if status != 200:
-                raise self._dialect.read_error(status, data, engine=self.name)
+                raise answers.read_error(self.client.server, status, data, engine=self.name)
             adoption, logprobs = self._dialect.read_scores(data, ids, engine=self.name)
             if adoption not in self._versions:
                 raise self._broken(f"a text of adoption {adoption}, which is not known")
@@ -349,7 +349,7 @@ class ExternalEngine:
         try:
             async with self.client.answer(dialect.GENERATE, body, deadline_s=None) as answer:
                 if answer.status != 200:
-                    error = dialect.read_error(answer.status, await answer.read(), engine=self.name)
+                    error = answers.read_error(self.client.server, answer.status, await answer.read(), engine=self.name)
                     if answer.status == 400 and request.sampling.grammar:
                         hint = (
                             "simplify the grammar; or start the server with its tokeniser: see docs/guides/sampling.md"
@@ -357,7 +357,7 @@ class ExternalEngine:
                         raise InvalidGrammar(error.what, error.facts, hint=hint)
                     raise error
                 async for line in answer.content:
-                    if done := dialect.is_end(line):
+                    if done := answers.is_end(line):
                         return
                     if (part := dialect.read_event(line, engine=self.name)) is not None:
                         yield part

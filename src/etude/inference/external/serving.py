@@ -271,7 +271,8 @@ def apply_requirements(args: argparse.Namespace, requirements: EngineRequirement
     if requirements.mode == Mode.EXACT or requirements.quantise != Quantise.NONE:
         raise EngineError(
             f"{args.name} cannot compute as the run at {args.register} requires",
-            f"it requires mode = '{requirements.mode}', quantise = '{requirements.quantise}'; this is 'native', 'none'",
+            f"it requires mode = '{requirements.mode}', quantise = '{requirements.quantise}'; "
+            "this engine has 'native' and 'none'",
             hint="join with a reference engine: python -m etude.inference.server --register ...",
         )
     apply_sizes(args, requirements)

@@ -8,23 +8,24 @@ Written for `/generate` of SGLang 0.5.23."""
 from __future__ import annotations
 
 import base64
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from etude.errors import EngineError
-from etude.grammars import kind_of
-from etude.inference.errors import MalformedRequest
 from etude.inference.external.answers import (
     AnswerPart,
+    LabelledSpan,
     broken_answer,
+    check_temperature,
     convert_routes,
+    decode,
     decode_kept_routes,
+    event_body,
+    grammar_of,
     keyed_seed,
-    lark_refused,
     read_spans,
-    schema_of,
 )
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Sampling, Traffic
@@ -33,18 +34,11 @@ from etude.records.wire import Routes
 SERVER, GENERATE = "SGLang", "/generate"
 MIN_TEMPERATURE = 1e-6
 """Below this temperature SGLang samples greedily, and returns log-probabilities at temperature 1."""
-T = TypeVar("T")
 
 
 class _Finish(msgspec.Struct, frozen=True):
     type: str
     message: str = ""
-
-
-class _Span(msgspec.Struct, frozen=True):
-    version: str
-    start: int
-    end: int
 
 
 class _Sampled(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +53,7 @@ class _Meta(msgspec.Struct, frozen=True):
     output_token_logprobs: list[_Sampled] | None = None
     output_top_logprobs: list[list[_Sampled]] | None = None
     input_token_logprobs: list[_Sampled] | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[LabelledSpan] | None = None
     cached_tokens: int = 0
     routed_experts: str | None = None
 
@@ -69,26 +63,13 @@ class _Answer(msgspec.Struct, frozen=True):
     meta_info: _Meta
 
 
-class _ErrorMessage(msgspec.Struct, frozen=True):
-    message: str
-
-
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _ErrorMessage | str
-
-
 def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """Return the body of a completion request.
 
     `name` is the request's id in SGLang. Requests share cached prefixes only with others of the same `salt`.
     `native_routes` asks for routes, if the request wants some. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
-    if 0.0 < sampling.temperature < MIN_TEMPERATURE:
-        raise MalformedRequest(
-            f"request {request.request_id} asks for temperature {sampling.temperature:g}",
-            f"SGLang samples at {MIN_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or at least {MIN_TEMPERATURE:g}",
-        )
+    check_temperature(request, MIN_TEMPERATURE, SERVER)
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -113,13 +94,9 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     params |= {"top_k": sampling.top_k or -1, "min_new_tokens": sampling.min_tokens}
     if sampling.logit_bias:
         params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
-    if sampling.grammar:
-        kind, value = kind_of(sampling.grammar)
-        if kind == "lark":
-            raise lark_refused(SERVER)
-        params |= (
-            {"regex": value} if kind == "regex" else {"json_schema": msgspec.json.encode(schema_of(value)).decode()}
-        )
+    if grammar := grammar_of(sampling, SERVER):
+        kind, value = grammar
+        params |= {"regex": value} if kind == "regex" else {"json_schema": msgspec.json.encode(value).decode()}
     return params
 
 
@@ -140,7 +117,7 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 
     Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
     log-probability of each token but the first. Raises `BrokenAnswer`."""
-    meta = _decoded(body, _Answer, engine).meta_info
+    meta = decode(body, _Answer, SERVER, engine).meta_info
     rows = meta.input_token_logprobs or []
     logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
     if [row.token_id for row in rows] != token_ids or len(logprobs) != len(token_ids) - 1:
@@ -153,32 +130,8 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
     """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens.
 
     Raises `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
-    if not line.startswith(b"data: ") or is_end(line):
-        return None
-    body = line[len(b"data: ") :]
-    if body.lstrip().startswith(b'{"error"'):
-        raise read_error(500, body, engine=engine)
-    return _part(_decoded(body, _Answer, engine), engine)
-
-
-def is_end(line: bytes) -> bool:
-    """Return whether this is the last line of a streamed response."""
-    return line.strip() == b"data: [DONE]"
-
-
-def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
-    """Return the exception for a response whose status is not 200. Never raises, whatever the bytes are.
-
-    >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
-    SGLang of engine-1 answered 400: too long
-      hint: see the engine's log
-    """
-    try:
-        error = msgspec.json.decode(body, type=_ErrorBody).error
-        message = error if isinstance(error, str) else error.message
-    except ValueError:
-        message = repr(body[:200])
-    return EngineError(f"SGLang of {engine} answered {status}", message[:500], hint="see the engine's log")
+    body = event_body(line, SERVER, engine)
+    return None if body is None else _part(decode(body, _Answer, SERVER, engine), engine)
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
@@ -211,10 +164,3 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     likeliest = [[(one.logprob, one.token_id) for one in row if one.logprob is not None] for row in rows]
     reason = finish.type if finish else None
     return AnswerPart(ids, logprobs, reason, spans, meta.cached_tokens, meta.routed_experts, likeliest)
-
-
-def _decoded(body: bytes, kind: type[T], engine: str) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except ValueError as error:
-        raise broken_answer(SERVER, engine, f"{error}; {body[:200]!r}") from None

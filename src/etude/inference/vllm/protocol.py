@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from etude.errors import EngineError
-from etude.grammars import kind_of
-from etude.inference.errors import MalformedRequest
 from etude.inference.external.answers import (
     AnswerPart,
+    LabelledSpan,
     broken_answer,
+    check_temperature,
     convert_routes,
+    decode,
     decode_kept_routes,
+    event_body,
+    grammar_of,
     keyed_seed,
-    lark_refused,
     read_spans,
-    schema_of,
 )
 from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
@@ -38,8 +39,6 @@ __all__ = [
     "decode_routes",
     "encode_request",
     "encode_scoring_request",
-    "is_end",
-    "read_error",
     "read_event",
     "read_scores",
 ]
@@ -47,7 +46,6 @@ __all__ = [
 MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0. At a lower one vLLM samples, and computes log-probabilities, at this temperature."""
 SERVER = "vLLM"
-T = TypeVar("T")
 
 
 class _Likely(msgspec.Struct, frozen=True):
@@ -65,18 +63,12 @@ class _Logprobs(msgspec.Struct, frozen=True):
     content: list[_Sampled] | None = None
 
 
-class _Span(msgspec.Struct, frozen=True):
-    version: str
-    start: int
-    end: int
-
-
 class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     routed_experts: str | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[LabelledSpan] | None = None
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -97,26 +89,13 @@ class _Answer(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, _Scored] | None] | None = None
 
 
-class _ErrorMessage(msgspec.Struct, frozen=True):
-    message: str
-
-
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _ErrorMessage
-
-
 def encode_request(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """Return the body of a completion request.
 
     `name` is the request's id in vLLM. Requests share cached prefixes only with others of the same `salt`.
     `native_routes` asks for routes, if the request wants some. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
-    if 0.0 < sampling.temperature < MIN_TEMPERATURE:
-        raise MalformedRequest(
-            f"request {request.request_id} asks for temperature {sampling.temperature:g}",
-            f"vLLM samples at {MIN_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or at least {MIN_TEMPERATURE:g}",
-        )
+    check_temperature(request, MIN_TEMPERATURE, SERVER)
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -142,11 +121,9 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     params: dict[str, Any] = {name: getattr(sampling, name) for name in _SAME_NAMES}
     if sampling.logit_bias:
         params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
-    if sampling.grammar:
-        kind, value = kind_of(sampling.grammar)
-        if kind == "lark":
-            raise lark_refused(SERVER)
-        params["structured_outputs"] = {"regex": value} if kind == "regex" else {"json": schema_of(value)}
+    if grammar := grammar_of(sampling, SERVER):
+        kind, value = grammar
+        params["structured_outputs"] = {"regex" if kind == "regex" else "json": value}
     return params
 
 
@@ -170,7 +147,7 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 
     Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
     log-probability of each token but the first. Raises `BrokenAnswer`."""
-    answer = _decoded(body, _Answer, engine)
+    answer = decode(body, _Answer, SERVER, engine)
     rows = answer.prompt_logprobs or []
     found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=False)]
     logprobs = [one.logprob for one in found if one is not None]
@@ -184,31 +161,8 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
     """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens.
 
     Raises `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
-    if not line.startswith(b"data: ") or is_end(line):
-        return None
-    body = line[len(b"data: ") :]
-    if body.lstrip().startswith(b'{"error"'):
-        raise read_error(500, body, engine=engine)
-    return _part(_decoded(body, _Answer, engine), engine)
-
-
-def is_end(line: bytes) -> bool:
-    """Return whether this is the last line of a streamed response."""
-    return line.strip() == b"data: [DONE]"
-
-
-def read_error(status: int, body: bytes, *, engine: str) -> EngineError:
-    """Return the exception for a response whose status is not 200. Never raises, whatever the bytes are.
-
-    >>> print(read_error(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
-    vLLM of engine-1 answered 400: too long
-      hint: see the engine's log
-    """
-    try:
-        message = msgspec.json.decode(body, type=_ErrorBody).error.message
-    except ValueError:
-        message = repr(body[:200])
-    return EngineError(f"vLLM of {engine} answered {status}", message[:500], hint="see the engine's log")
+    body = event_body(line, SERVER, engine)
+    return None if body is None else _part(decode(body, _Answer, SERVER, engine), engine)
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
@@ -243,13 +197,6 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
 def _cached(answer: _Answer) -> int:
     details = answer.usage.prompt_tokens_details if answer.usage else None
     return (details.cached_tokens if details else None) or 0
-
-
-def _decoded(body: bytes, kind: type[T], engine: str) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except ValueError as error:
-        raise broken_answer(SERVER, engine, f"{error}; {body[:200]!r}") from None
 
 
 def _spans(choice: _Choice, engine: str) -> tuple[tuple[int, int], ...]:

@@ -55,7 +55,8 @@ def restore_from_single(path: Path, optimizer: AdamW, specs: Mapping[str, ShardS
             stored = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
             if stored is None or stored.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
                 raise CheckpointError(
-                    f"the optimiser's {key!r} does not fit", hint="load a complete learner checkpoint"
+                    f"the optimiser's {key!r} is missing or has another shape",
+                    hint="load a complete learner checkpoint of this run",
                 )
             if key == COUNT:
                 vector.copy_(stored[:])

@@ -80,8 +80,8 @@ def _stored(store: BlobStore, name: str, version: Version) -> tuple[Ref, Manifes
         if plan is not None and all(_is_there(store, item) for hop in plan.hops for item in _keys(hop)):
             return ref, manifest
     raise WeightsError(
-        f"{version} of channel {name!r} cannot be pointed at",
-        "it was never published, or its objects were garbage-collected or lost",
+        f"no branch of channel {name!r} can point at {version}",
+        "this version was never published, or its objects were garbage-collected or lost",
         hint="`etude weights log` lists the versions, `etude weights fsck` what is damaged",
     )
 

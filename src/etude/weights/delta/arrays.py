@@ -79,8 +79,8 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
     if array.dtype != codes:
         raise WeightsError(
             f"tensor {name!r} has elements of {array.itemsize} bytes",
-            f"{dtype} has {codes.itemsize}",
-            hint="give a dtype of its width in dtypes",
+            f"its dtype {dtype} has {codes.itemsize}",
+            hint="give its real dtype in the argument `dtypes`",
         )
     flat = np.require(array.reshape(-1), requirements=["C", "A"])
     try:
@@ -119,9 +119,9 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
             view = memoryview(value)
         except TypeError:
             raise WeightsError(
-                f"tensor {name!r} is a {type(value).__name__}",
-                "which has no buffer",
-                hint="give numpy arrays, torch tensors, or bytes with their dtype in dtypes",
+                f"tensor {name!r} cannot be read",
+                f"its type is {type(value).__name__}, which has no buffer",
+                hint="give numpy arrays, torch tensors, or bytes with their dtype in the argument `dtypes`",
             ) from None
         array = np.asarray(view) if view.format else np.frombuffer(view, np.uint8)
     kind = array.dtype

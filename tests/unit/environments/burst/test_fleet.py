@@ -122,7 +122,7 @@ def test_a_host_that_comes_back_begins_empty_and_its_old_machines_stay_lost():
     on(test)
 
 
-def test_who_waits_for_room_is_told_so_and_goes_on_when_there_is_some():
+def test_a_caller_that_waits_for_capacity_is_informed_and_continues_when_there_is_some():
     async def test(fleet):
         snapshot = await fleet.fleet.prepare(FILES)
         held = await fleet.fleet.fork(snapshot, 16)
@@ -139,7 +139,7 @@ def test_who_waits_for_room_is_told_so_and_goes_on_when_there_is_some():
     on(test)
 
 
-def test_callers_wait_in_the_order_they_came_and_nobody_overtakes():
+def test_callers_wait_in_the_order_of_their_arrival():
     async def test(fleet):
         snapshot = await fleet.fleet.prepare(FILES)
         held = await fleet.fleet.fork(snapshot, 16)

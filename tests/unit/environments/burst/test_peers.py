@@ -1,4 +1,4 @@
-"""Those that the benchmark measures beside ours do what it asks of them."""
+"""The peers of the machines benchmark run the commands that it measures."""
 
 from __future__ import annotations
 

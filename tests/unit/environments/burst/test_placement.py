@@ -150,7 +150,7 @@ def test_machines_of_a_silent_host_are_lost_after_its_lease_and_start_anew_elsew
     placement.join(first.host, TEN, 12.0)
 
 
-def test_what_was_to_start_on_a_host_that_fell_silent_is_tried_elsewhere_before_its_lease_is_over():
+def test_a_batch_on_a_silent_host_starts_elsewhere_before_its_lease_ends():
     placement = fleet(3, lease_s=10.0, suspect_s=1.5, patience=100.0, grace_s=100.0)
     for name in ("h0", "h1"):
         placement.add_snapshot("tree", name, 0.0)
@@ -219,7 +219,7 @@ STEP = st.tuples(
 
 @settings(max_examples=150)
 @given(st.lists(STEP, max_size=80))
-def test_whatever_happens_no_group_has_two_winners_and_no_host_more_than_it_has_room_for(steps):
+def test_no_group_has_two_winners_and_no_host_exceeds_its_capacity(steps):
     placement = fleet(4, lease_s=5.0, margin_s=0.5)
     for name in ("h0", "h1"):
         placement.add_snapshot("tree", name, 0.0)

@@ -1,4 +1,4 @@
-"""Callers that come, wait, give up and close at random: whatever they do, nothing stays behind."""
+"""Callers that fork, wait, cancel and close at random leave nothing behind."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_files_are_copied_to_where_docker_would(store, context, copy, expected):
     assert built(store, context, f"# syntax=docker/dockerfile:1\nFROM scratch\n{copy}\n") == expected
 
 
-def test_what_an_ignore_file_says_is_left_out(store, context):
+def test_files_of_an_ignore_file_are_not_copied(store, context):
     (context / ".dockerignore").write_text("**/*.log\n*.txt\n!two.txt\nDockerfile\n.dockerignore\n")
     found = built(store, context, "FROM scratch\nCOPY . /\n")
     assert sorted(k for k, v in found.items() if v != "/") == ["src/a.py", "src/pkg/b.py", "two.txt"]
@@ -178,7 +178,7 @@ def test_a_step_taken_before_is_not_taken_again_and_a_changed_input_takes_it_aga
         ("FROM scratch \\\n AS x\nNOPE", 3, "unknown instruction"),
     ],
 )
-def test_what_cannot_be_followed_names_its_line_and_what_to_do(store, context, text, line, says):
+def test_an_unsupported_instruction_is_refused_with_its_line_and_a_hint(store, context, text, line, says):
     (context / "link").symlink_to("../../nowhere")
     with pytest.raises(BadSource) as caught:
         build(store, context, text)

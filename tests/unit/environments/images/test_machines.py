@@ -103,7 +103,7 @@ def test_a_command_starts_as_the_image_says(store):
     using(store, test)
 
 
-def test_what_a_machine_changes_is_its_own(store):
+def test_changes_of_a_machine_are_not_visible_in_others(store):
     async def test(runtime):
         image = store.get("base").image
         one, two = await runtime.fork(await runtime.prepare({}, image=image), 2)
@@ -345,7 +345,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("user", [["--map-root-user"], ["--map-user=1000", "--map-group=1000"]])
-def test_without_privilege_it_is_the_same_but_for_one_user(store, tmp_path, user):
+def test_without_privilege_a_machine_works_alike_with_one_user(store, tmp_path, user):
     """In a user namespace with a single user."""
     host_root(tmp_path / "root")
     command = ["unshare", "--user", *user, sys.executable, "-c", WITHOUT_PRIVILEGE, str(tmp_path)]

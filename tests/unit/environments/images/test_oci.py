@@ -161,7 +161,7 @@ def test_an_index_of_several_platforms_gives_this_hosts(tmp_path, store, layout)
 
 
 @pytest.mark.parametrize("path", ["absent.tar", ".", "text"])
-def test_what_is_no_image_is_an_error_with_a_hint(tmp_path, store, path):
+def test_an_invalid_image_is_an_error_with_a_hint(tmp_path, store, path):
     (tmp_path / "text").write_text("not an archive")
     with pytest.raises(BadSource):
         build_from_oci(store, tmp_path / path)

@@ -57,7 +57,7 @@ def test_the_image_has_the_commits_tree_in_a_repository_of_one_commit(store, sou
     assert record.image.workdir == "/testbed"
 
 
-def test_no_object_of_another_commit_is_in_it(store, source):
+def test_an_image_of_a_commit_contains_no_object_of_another_commit(store, source):
     record = build_from_repository(store, source, "HEAD~1")
     work = store.root(record.image.digest) / "testbed"
     mine, theirs = objects_of(work), objects_of(source)

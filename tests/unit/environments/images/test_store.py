@@ -71,7 +71,7 @@ def test_two_names_of_one_tree_keep_their_own_settings(store, source):
 
 
 @pytest.mark.parametrize("name", ["../x", "", "A", "a" * 200, "scratch", "0" * 64, "a\0b"])
-def test_what_cannot_be_a_name_is_refused(store, source, name):
+def test_an_invalid_image_name_is_refused(store, source, name):
     with pytest.raises(InputError):
         store.name(name, build_from_directory(store, source))
 

@@ -113,7 +113,7 @@ def test_documents_lead_to_this_mirror_and_nowhere_else(packages):
         "http://h/pip/simple/",
     ],
 )
-def test_whatever_else_is_asked_for_is_not_there(packages, path):
+def test_other_paths_of_a_mirror_are_not_found(packages, path):
     assert get(Mirror(packages), path)[0] == 404
 
 
@@ -252,7 +252,7 @@ except urllib.error.URLError:
 """
 
 
-def test_who_never_reads_an_answer_or_never_asks_holds_no_connection(tmp_path, monkeypatch):
+def test_a_client_that_neither_reads_nor_sends_is_disconnected(tmp_path, monkeypatch):
     for name in ("_REQUEST_S", "_ANSWER_S", "_CLOSE_S"):
         monkeypatch.setattr(mirroring, name, 0.2)
     large = tmp_path / "large.whl"

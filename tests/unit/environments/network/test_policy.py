@@ -1,4 +1,4 @@
-"""Who may be reached."""
+"""The addresses that a machine may reach."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_rule_is_exact_or_a_suffix(rule, host, port, allowed):
 @pytest.mark.parametrize(
     "rule", ["", "*", "*.a.com", "a.com:", "a.com:0", "a.com:99999", "http://a.com", "a.com/x", ".", "a b"]
 )
-def test_what_is_no_rule_is_refused(rule):
+def test_an_invalid_network_rule_is_refused(rule):
     with pytest.raises(InputError, match="not an allow-list rule"):
         AllowList([rule])
 

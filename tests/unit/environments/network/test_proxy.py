@@ -166,7 +166,7 @@ def test_a_connect_carries_bytes_both_ways():
         (b"A" * 40_000 + b"\r\n\r\n", b"400", "the head is too long"),
     ],
 )
-def test_what_is_not_allowed_is_refused_and_reaches_nobody(request_, status, verdict):
+def test_a_connection_that_is_not_allowed_is_refused_and_reaches_no_server(request_, status, verdict):
     async def test(world):
         assert (await world.ask(request_)).startswith(b"HTTP/1.1 " + status)
 
@@ -258,7 +258,7 @@ def test_it_serves_on_a_unix_socket_as_well(tmp_path):
     assert [told["who"] for told in using(test).told()] == ["m2"]
 
 
-def test_who_never_reads_its_answer_holds_no_connection():
+def test_a_client_that_does_not_read_its_response_is_disconnected():
     async def test(world: World) -> None:
         world.answer = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 25)
         _, writer = await asyncio.open_connection(*world.at, limit=1)

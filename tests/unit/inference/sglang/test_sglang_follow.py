@@ -128,7 +128,7 @@ def test_a_version_is_loaded_in_a_pause_and_tokens_are_labelled_with_it_before_a
     tell(story)
 
 
-def test_a_version_that_is_not_loaded_is_none_and_nothing_goes_on_until_one_is(tell: Callable[[Story], None]) -> None:
+def test_a_version_that_sglang_fails_to_load_is_not_adopted_and_is_tried_again(tell: Callable[[Story], None]) -> None:
     async def story(following: SglangWeightSync, server: Server, publish: Callable[[int], Version]) -> None:
         version, server.loads = publish(1), False
         with pytest.raises(EngineError, match="did not load weights"):

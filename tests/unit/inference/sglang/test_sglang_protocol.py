@@ -89,7 +89,7 @@ def test_a_recorded_answer_and_a_recorded_stream_are_the_same_completion() -> No
     again = completed(parts_together(told))
     assert (again.token_ids.tolist(), again.spans) == (IDS, done.spans)
     assert np.array_equal(again.logprobs, done.logprobs)
-    assert [protocol.is_end(line) for line in lines if line.strip()][-1]
+    assert [answers.is_end(line) for line in lines if line.strip()][-1]
 
 
 def test_a_recorded_end_by_a_stop_token_is_one_and_a_recorded_text_has_its_log_probabilities() -> None:
@@ -104,11 +104,11 @@ def test_a_recorded_end_by_a_stop_token_is_one_and_a_recorded_text_has_its_log_p
 
 
 def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
-    said = protocol.read_error(400, recorded("too_long.json"), engine="engine-1")
+    said = answers.read_error("SGLang", 400, recorded("too_long.json"), engine="engine-1")
     assert said.what == "SGLang of engine-1 answered 400"
     assert "maximum context length of 257 tokens" in said.facts
-    assert protocol.read_error(400, b'{"error": "no such field"}', engine="e").facts == "no such field"
-    assert protocol.read_error(500, b"<html>", engine="e").facts == "b'<html>'"
+    assert answers.read_error("SGLang", 400, b'{"error": "no such field"}', engine="e").facts == "no such field"
+    assert answers.read_error("SGLang", 500, b"<html>", engine="e").facts == "b'<html>'"
     with pytest.raises(EngineError, match="aborted a request"):
         whole_answer(recorded("aborted.json"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
@@ -141,7 +141,7 @@ def test_a_request_that_lived_through_a_swap_has_both_versions() -> None:
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 2, 0), (NEW, 3, 1)]
 
 
-def test_what_is_asked_has_the_requests_own_stop_tokens_seed_salt_class_and_routes() -> None:
+def test_a_request_to_sglang_has_its_stop_tokens_seed_salt_class_and_routes() -> None:
     body = json.loads(protocol.encode_request(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["input_ids"], body["extra_key"], body["stream"]) == (list(range(PROMPT)), "a-1", True)

@@ -256,7 +256,7 @@ def tokens_one_by_one(between: Callable[[int], Awaitable[object]]) -> Callable[[
     return answer
 
 
-def test_an_answer_whose_tokens_still_come_outlives_its_deadline_and_one_whose_tokens_stop_does_not(
+def test_a_streamed_response_outlives_its_deadline_only_while_tokens_arrive(
     tell: Callable[[Story], None],
 ) -> None:
     async def story(engine: ExternalEngine, server: Server) -> None:
@@ -387,7 +387,7 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
         ({"prepared": None, "preparing": False, "trouble": "a digest differs"}, "a digest differs"),
     ],
 )
-def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
+def test_an_error_that_keeps_workers_from_the_head_is_reported_and_changes_nothing(
     tell: Callable[[Story], None], state: dict[str, Any], said: str
 ) -> None:
     async def story(engine: ExternalEngine, server: Server) -> None:

@@ -64,7 +64,7 @@ sys.exit(run_process(argparse.Namespace(watch_stdin=False, telemetry=None), "vll
 """
 
 
-def test_what_a_server_leaves_among_the_temporary_files_goes_with_its_adapter_or_with_the_next_one() -> None:
+def test_temporary_files_of_a_server_are_deleted_with_its_adapter_or_by_the_next_one() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         argv, env = [sys.executable, "-c", SERVING], {**os.environ, "TMPDIR": scratch}
         with subprocess.Popen(

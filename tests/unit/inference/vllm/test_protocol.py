@@ -99,7 +99,7 @@ def test_a_recorded_stream_is_the_same_part_after_part() -> None:
     whole = parts_together(told)
     assert [part.token_ids for part in told[:5]] == [[token] for token in IDS]
     assert whole == whole_answer(recorded("generate.json"), engine="engine-1")
-    assert [protocol.is_end(line) for line in lines if line.strip()][-1]
+    assert [answers.is_end(line) for line in lines if line.strip()][-1]
 
 
 def test_a_recorded_text_has_a_log_probability_for_each_token_but_the_first() -> None:
@@ -110,7 +110,7 @@ def test_a_recorded_text_has_a_log_probability_for_each_token_but_the_first() ->
 
 
 def test_a_recorded_refusal_says_what_vllm_said() -> None:
-    error = protocol.read_error(400, recorded("too_long.json"), engine="engine-1")
+    error = answers.read_error("vLLM", 400, recorded("too_long.json"), engine="engine-1")
     assert "vLLM of engine-1 answered 400" in error.what
     assert error.facts.startswith("The decoder prompt (length 300) is longer")
 
@@ -190,7 +190,7 @@ def test_spans_count_the_swaps_that_a_request_lived_through(
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == spans
 
 
-def test_what_is_asked_has_the_requests_own_stop_tokens_seed_and_salt() -> None:
+def test_a_request_to_vllm_has_its_stop_tokens_seed_and_salt() -> None:
     body = json.loads(protocol.encode_request(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["token_ids"], body["cache_salt"], body["stream"]) == (list(range(PROMPT)), "a-1", True)

@@ -4,7 +4,7 @@ Each seed is the run's and the tasks'. What is reported is each run's own `summa
 requests that are turns, the replies that had to be tokenised again, and the rows of training for each branch of a
 conversation. mini-swe-agent must be installed in `agents/` (the config says how).
 
-`PYTHONPATH=. python -m benchmarks.mini_swe_agent [--seeds 0 1 2] [--runs RUN ...] [--set a.b=c]`
+`PYTHONPATH=. python -m benchmarks.learning.mini_swe_agent [--seeds 0 1 2] [--runs RUN ...] [--set a.b=c]`
 `--runs` reads runs that have ended in place of new ones."""
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ _COUNTS = re.compile(r"etude: (\d+) turns of (\d+) requests, (\d+) repeated, (\d
 
 
 def asked(run: Path) -> dict[str, Any]:
-    """Sum the counts in the logs of a run's agents. `attributed`: the share of requests that are turns, or repeat."""
+    """Sum the counts in the logs of a run's agents. `attributed`: the share of answered requests that are turns.
+
+    `unanswered` requests did not fit into the context, or were waiting when their rollout was over."""
     totals, endings = Counter[str](), Counter[str]()
     for path in (run / "harness").glob("*.log"):
         text = path.read_text(errors="replace")
-        counts = _COUNTS.search(text)
-        if counts is None:
+        if (counts := _COUNTS.search(text)) is None:
             raise SystemExit(f"{path} has no count of turns")
-        totals.update(zip(("turns", "requests", "repeated", "tokenised_again"), map(int, counts.groups()), strict=True))
+        turns, requests, repeated, again = map(int, counts.groups())
+        is_cut = "etude: a request did not fit" in text or "etude: killed" in text
+        unanswered = min(1, requests - turns - repeated) if is_cut else 0
+        totals.update(turns=turns, requests=requests, repeated=repeated, tokenised_again=again, unanswered=unanswered)
         endings.update(re.findall(r"^etude: (exit code \d+|killed.*)$", text, re.MULTILINE))
-    done = totals["turns"] + totals["repeated"]
-    attributed = done / totals["requests"] if totals["requests"] else None
-    return {"agents": sum(endings.values()), **totals, "attributed": attributed, "endings": dict(endings)}
+    answered = totals["requests"] - totals["unanswered"]
+    attributed = (totals["turns"] + totals["repeated"]) / answered if answered else None
+    return {"agents": endings.total(), **totals, "attributed": attributed, "endings": dict(endings)}
 
 
 def trained(run: Path) -> dict[str, Any]:
