@@ -223,7 +223,7 @@ def test_a_socket_inside_of_a_network_of_its_own_is_served_from_here(tmp_path, p
         code, out = asyncio.run(serving(Mirror(packages), listener, command, tmp_path))
         machine.stdin.close()
     assert (code, out) == (0, "200\n")
-    with pytest.raises(MachineError, match="could not be created"):
+    with pytest.raises(MachineError, match="could be made"):
         listen_on_loopback(machine.pid, 8080)
 
 
