@@ -194,7 +194,8 @@ def test_a_run_with_mini_swe_agent_trains_exactly_on_all_it_asks(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
     etude = cli_in(tmp_path)
-    ran = etude("run", ROOT / CONFIG, "--name", "r", *[part for one in SMALL for part in ("--set", one)])
+    sets = [part for one in SMALL for part in ("--set", one)]
+    ran = etude("run", ROOT / CONFIG, "--name", "r", *sets, timeout_s=300.0)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     run = RunFolder.open(tmp_path / "runs" / "r")
     steps = [event for event in read_events(run / "events") if event["kind"] == "rl.step"]
