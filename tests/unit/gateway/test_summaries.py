@@ -282,7 +282,7 @@ def test_a_summary_that_takes_too_long_ends_with_the_deadline_of_the_request_and
     async def body() -> None:
         messages, held = await history(), Held(Reader(CHAT, SOURCE.num_logs))
         async with served(held, deadline_s=0.5) as (client, _, model):
-            with pytest.raises(openai.InternalServerError, match="no answer within"):
+            with pytest.raises(openai.InternalServerError, match="the answer was not complete within"):
                 await client.chat.completions.create(model="long", messages=messages, tools=TOOLS.to_openai())
             async with asyncio.timeout(5):
                 await held.cancelled.wait()
