@@ -104,7 +104,7 @@ def test_no_process_outlives_a_host_that_is_killed_and_the_next_runtime_removes_
 
 def test_a_machine_without_runsc_is_refused_with_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="runsc not found") as missing:
+    with pytest.raises(MachineError, match="the program runsc was not found") as missing:
         GVisorRuntime()
     assert "runsc" in missing.value.hint
 

@@ -336,9 +336,9 @@ def test_a_checkpoint_of_other_adapters_is_refused_by_what_differs(
             LiveWeights.BF16,
             torch.float16,
             Quantise.NONE,
-            "in bf16 is published: .* holds weights in float16",
+            "cannot load an adapter in bf16: its own weights are in float16",
         ),
-        (LiveWeights.BF16, torch.float32, Quantise.MXFP8, "holds weights rounded to mxfp8"),
+        (LiveWeights.BF16, torch.float32, Quantise.MXFP8, "its weights are rounded to mxfp8"),
     ],
 )
 def test_an_engine_that_cannot_hold_what_is_published_says_so_and_is_left_alone(

@@ -169,8 +169,9 @@ def test_a_trace_in_a_store_comes_back_as_from_a_folder_and_is_replaced_when_its
         assert pack(read_trace(trace_path(store, 3)).batch) == pack(batch)
     assert trace_module.recorded_steps(store) == [3]
     assert read_index(trace_path(store, 3)).graded == {"g000000.0", "g000000.1"}
-    outcome, _ = read_rollout(trace_path(store, 3), "g000000.0")
-    assert outcome.grade == 0.5
+    recorded_tree = read_rollout(trace_path(store, 3), "g000000.0")
+    assert recorded_tree is not None
+    assert recorded_tree.rollout.outcome.grade == 0.5
     with pytest.raises(LedgerError, match="no trace at batch-000004"):
         read_trace(trace_path(store, 4))
 

@@ -35,7 +35,7 @@ def test_the_gpus_that_torch_sees_are_counted_without_torch_here() -> None:
 def test_a_gpu_that_is_not_there_is_refused_by_the_name_of_its_setting(config: RunConfig, names: str) -> None:
     with pytest.raises(ConfigError, match="torch sees 0 GPUs here") as refused:
         check_devices(config, count=lambda: 0)
-    assert refused.value.what == names
+    assert refused.value.what == f"{names} is not possible"
     assert refused.value.exit_code == Exit.BAD_INPUT
     check_devices(config, count=lambda: 8)
 
@@ -43,7 +43,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_the_name_of_its_setting(config: R
 def test_each_rank_of_this_machine_wants_a_gpu_of_its_own() -> None:
     config = of(learner={"device": "cuda", "ranks": 4}, fleet={"ranks_away": 1, "ranks_at": "127.0.0.1"})
     check_devices(config, count=lambda: 3)
-    with pytest.raises(ConfigError, match="for each of 3 ranks: torch sees 2 GPUs"):
+    with pytest.raises(ConfigError, match="for each of 3 ranks is not possible: torch sees 2 GPUs"):
         check_devices(config, count=lambda: 2)
 
 

@@ -44,7 +44,7 @@ def test_a_registry_that_others_reach_wants_a_token(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("ETUDE_TOKEN", raising=False)
     engine_registry.check_listen(build(RunConfig, ELSEWHERE))
     wide = build(RunConfig, {"fleet": {"listen": "0.0.0.0:0"}})
-    with pytest.raises(ConfigError, match="without a token"):
+    with pytest.raises(ConfigError, match="needs a token"):
         engine_registry.check_listen(wide)
     monkeypatch.setenv("ETUDE_TOKEN", "t")
     engine_registry.check_listen(wide)

@@ -79,7 +79,7 @@ def test_equal_numbers_are_told_and_nothing_else_happens(tmp_path: Path) -> None
 
 
 def test_one_bit_ends_a_run_in_exact_mode_and_both_classes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ParityError, match="disagree about v000003") as raised:
+    with pytest.raises(ParityError, match="compute different probabilities with v000003") as raised:
         probed(tmp_path, Engine([-1.0, -2.0, -0.5000001]))
     assert "'class-a', the learner's 'class-b'" in raised.value.facts
     assert "numerics.mode" in raised.value.hint
