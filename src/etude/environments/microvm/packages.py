@@ -62,7 +62,8 @@ def run(command: Sequence[str], what: str, *, deadline_s: float, env: dict[str, 
         raise MachineError(
             f"{what} took more than {deadline_s:g} s",
             command[0],
-            hint="try again when the host and its disk are less busy; for packages, check that the Debian mirror responds",
+            hint="try again when the host and its disk are less busy; for packages,"
+            " check that the Debian mirror responds",
         ) from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip()[-800:]
