@@ -149,6 +149,6 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(
 
 
 def test_heads_that_are_normalised_together_are_not_shared_by_tensor_parallel_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"olmoe on 2 tensor-parallel ranks: .* over all heads"):
+    with pytest.raises(ConfigError, match=r"olmoe cannot run on 2 tensor-parallel ranks: .* over all heads"):
         family_of("olmoe").tiny().per_rank(2)
     assert family_of("olmoe").tiny().per_rank(1) == family_of("olmoe").tiny()
