@@ -180,7 +180,7 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
         require({"no-such-tool": "some-package"})
     assert "some-package" in tool.value.hint
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EtudeError, match="qemu-system-x86_64 not found") as qemu:
+    with pytest.raises(EtudeError, match="qemu-system-x86_64 was not found") as qemu:
         MicroVMRuntime()
     assert "qemu-system-x86" in qemu.value.hint
 

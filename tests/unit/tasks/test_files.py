@@ -102,7 +102,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (_edit("task.toml", "instruction = 'x'\nexports = ['../own.py']"), "not a plain path"),
     (_edit("task.toml", "instruction = 'x'\nexports = ['/own.py']"), "not a plain path"),
     (_edit("task.toml", TOML + "split = 'held'"), "'held' is unknown(.|\n)*heldout"),
-    (_edit("task.toml", TOML + "trust = 'code-graded'"), "its answer is data-graded"),
+    (_edit("task.toml", TOML + "trust = 'code-graded'"), "with its answer files it is data-graded"),
     (_edit("answer/check.py", "def check(candidate): pass"), "it has cases.json and check.py"),
     (lambda folder: (folder / "answer" / "cases.json").unlink(), "it has neither"),
     (lambda folder: (folder / "answer" / "cases.json").rename(folder / "answer" / "check.py"), "entry_point = ''"),
@@ -197,7 +197,7 @@ def test_an_entry_point_that_names_no_function_is_refused_where_it_is_written(tm
     (folder / "answer" / "cases.json").rename(folder / "answer" / "check.py")
     with pytest.raises(TaskError) as caught:
         DirectorySource(tmp_path)
-    assert caught.value.what == f"{folder / 'task.toml'}: entry_point = 'nocolon'"
+    assert caught.value.what == f"{folder / 'task.toml'}: entry_point = 'nocolon' is invalid"
     assert "module:function" in caught.value.hint
 
 
