@@ -93,7 +93,7 @@ class Logs:
 
     def answer(self, task: Task) -> Answer:
         if task != self.task(task.split, task.index):
-            raise TaskError(f"task {task.task_id} is not of this source", hint="open it with the same settings")
+            raise TaskError(f"task {task.task_id} is not from this source", hint="use the same settings")
         text = self.problem(task.split, task.index).answer
         return Answer(
             reference={FILE: f'def answer():\n    return "{text}"\n'},

@@ -60,7 +60,7 @@ class Issues:
     def answer(self, task: Task) -> Answer:
         problem = self._repair.problem(task.split, task.index)
         if self._task(problem, task.split, task.index) != task:
-            raise TaskError(f"task {task.task_id} is not of this source", hint="open it with the same settings")
+            raise TaskError(f"task {task.task_id} is not from this source", hint="use the same settings")
         return Answer(reference=problem.reference(), cases=problem.hidden)
 
     def conversation(self, split: Split, index: int, *, seed: int, right: float) -> list[Message]:

@@ -33,7 +33,7 @@ class Multiply:
 
     def answer(self, task: Task) -> Answer:
         if task != self.task(task.split, task.index):
-            raise TaskError(f"task {task.task_id} is not of this source", hint="open it with the same settings")
+            raise TaskError(f"task {task.task_id} is not from this source", hint="use the same settings")
         factor = self.factor(task.split, task.index)
         return Answer(
             reference={"calc.py": f"def times(n):\n    return n * {factor}\n"},

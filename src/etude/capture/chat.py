@@ -93,8 +93,8 @@ class Chat(Protocol):
         ...
 
     def call_grammar(self, signatures: Any, *, max_calls: int) -> str:
-        """Return the grammar (`etude.grammars`) of a completion that is one call of the tools, or up to `max_calls`
-        calls.
+        """Return a grammar (JSON text, see `etude.grammars`) that allows 1 to `max_calls` calls of the given tools, and
+        nothing else.
 
         Raises `ValueError` when this format cannot call tools."""
         ...

@@ -44,7 +44,9 @@ def has_sums(connection: sqlite3.Connection) -> bool:
 
 
 def keep_sums(connection: sqlite3.Connection) -> None:
-    """Make every change through this connection update the CRCs; add the table of CRCs if it is missing."""
+    """Keep a CRC of every row in a table of CRCs: triggers update it at each change through this connection.
+
+    If the table is missing, create it with the CRCs of all present rows. Call this once per connection."""
     connection.create_function("etude_row_crc", -1, row_crc, deterministic=True)
     if not has_sums(connection):
         connection.execute("BEGIN IMMEDIATE")

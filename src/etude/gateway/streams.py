@@ -54,7 +54,9 @@ class StreamedText:
         return reasoning, text
 
     def left(self, reasoning: str, text: str) -> tuple[str, str]:
-        """Return (reasoning, text) of the complete answer that has not been sent yet. The arguments are all of it."""
+        """Return (reasoning, text) that `add` has not returned so far.
+
+        `reasoning` and `text`: those of the complete answer."""
         return _rest(reasoning, self.sent_reasoning), _rest(text, self.sent)
 
     def _reasoning(self) -> str:

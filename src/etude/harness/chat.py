@@ -289,7 +289,8 @@ class ChatFormat:
         return None
 
     def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
-        """Return the grammar of a completion that is one call of the tools, or up to `max_calls` calls."""
+        """Return a grammar (JSON text, see `etude.grammars`) that allows 1 to `max_calls` calls of the given tools, and
+        nothing else."""
         lines = [f"start: call{{1,{max_calls}}}"]
         for i, signature in enumerate(signatures.values()):
             lines.append(f"tool{i}: <[{self._call_id}]> {json.dumps(signature.name)}{words_grammar(signature)}")
@@ -502,7 +503,8 @@ class CheckpointChatFormat(ChatFormat):
         return self.decode(prompt_ids[-8:], special=True).rstrip().endswith("<think>")
 
     def call_grammar(self, signatures: Mapping[str, Signature], *, max_calls: int) -> str:
-        """Return the grammar of a completion that is one call of the tools, or up to `max_calls` calls.
+        """Return a grammar (JSON text, see `etude.grammars`) that allows 1 to `max_calls` calls of the given tools, and
+        nothing else.
 
         Raises `ValueError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:

@@ -35,8 +35,9 @@ _REMOVE_S = 10.0
 
 
 class RoomMaker(Protocol):
-    """The interface of what keeps a conversation within the context. `run_agent` calls it before each turn of the
-    model."""
+    """Interface of an object that keeps a conversation within the context.
+
+    `run_agent` calls it before each turn of the model."""
 
     async def make_room(self, episode: Episode) -> None:
         """Shorten `episode.messages` if necessary, or set `episode.ending` if they cannot be shortened."""
@@ -63,7 +64,9 @@ class Compactor:
         self._history: list[Message] = list(self._head)
 
     async def make_room(self, episode: Episode) -> None:
-        """Have the model summarise the conversation if it is long enough (`is_due`). Otherwise change nothing."""
+        """Have the model summarise the conversation if it is long enough (`is_due`), and replace it by the summary.
+
+        Otherwise change nothing. Sets `episode.ending` in the cases that the class names."""
         limits, num_tokens = episode.limits, await episode.num_tokens(episode.messages)
         if self._num_tokens:
             self._exchange = max(self._exchange, num_tokens - self._num_tokens)
@@ -93,7 +96,10 @@ class Compactor:
             episode.ending = Ending.CONTEXT
 
     async def summary(self, episode: Episode) -> str | None:
-        """Sample a summary and return its text. None: the request does not fit, or all attempts were refused."""
+        """Have the model summarise the conversation, and return the summary.
+
+        None: there is no room for the request for a summary, even without the last exchanges; or no attempt gave a
+        usable summary."""
         messages: list[Message] | None = episode.messages
         limit = episode.limits.summary_tokens
         while messages is not None and not await self._fits(episode, with_request(messages), limit):
@@ -121,8 +127,8 @@ class Compactor:
 async def write_history(episode: Episode, messages: Sequence[Message], path: str = HISTORY) -> str:
     """Write messages into a file in the machine, hidden from git. `remove_history` removes the file.
 
-    Returns its path, or "" if the agent's files prevent it. Raises `MachineError`, and then sets it as the episode's
-    failure."""
+    Returns its path, or "" if the file cannot be written (a full disk, or a link of the agent's in its place). Raises
+    `MachineError`, and then sets it as the episode's failure."""
     try:
         if not episode.has_history:
             await episode.machine.write(_IGNORE, b"*\n")

@@ -111,7 +111,7 @@ class History:
         known = self.rollout_ids.get(step)
         if known and known != frozenset(recorded.batch.rollout_ids):
             raise LedgerError(
-                f"the trace of step {step} is not of the step in the lineage of the current weights",
+                f"the trace of step {step} is not from the lineage of the current weights",
                 f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are only in one of the two",
                 hint="restore its trace from a copy; no other step needs it",
             )

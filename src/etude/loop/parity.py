@@ -110,7 +110,9 @@ class ParityMonitor:
 
     @property
     def budget(self) -> Budget | None:
-        """The budget under the current defence; None when there is no limit."""
+        """How far the probabilities of engine and learner may differ now, which depends on the `Defence` in use.
+
+        Limits of 0 with NONE (exact mode), the limits of `[parity]` with REPLAY, and None (no limit) with TRUNCATED."""
         if self.defence is Defence.NONE:
             return Budget(0.0, 0.0)
         if self.defence is Defence.TRUNCATED:
@@ -120,8 +122,8 @@ class ParityMonitor:
     def record(self, engine: str, found: Parity) -> Alarm | None:
         """Record the result of a probe of an engine. Returns an alarm when the engine exceeded the budget too often.
 
-        In exact mode, and for numbers that are not finite, once is too often. After an alarm, its defence counts as
-        used."""
+        In exact mode, and for numbers that are not finite, once is too often. If the alarm has a defence, that is the
+        one in use from then on."""
         budget = self.budget
         if budget is None or budget.holds(found):
             self._over.pop(engine, None)

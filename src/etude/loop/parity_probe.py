@@ -30,9 +30,11 @@ class Unreachable(EtudeError):
 
 
 class ParityProbe:
-    """Compares the engines' log-probabilities of a fixed text with the learner's, by the budget of `[parity]`.
+    """After each publish, checks that every engine's log-probabilities of a fixed text agree with the learner's.
 
-    `watch` counts the results. `defend` is awaited with each defence that the learner must use from now on."""
+    The limits are those of `[parity]`. `watch` counts how often an engine exceeds them, and decides when the run
+    reacts. `defend` is awaited with the `Defence` (such as replaying the engines' expert choices) that the learner must
+    use from then on."""
 
     def __init__(
         self,

@@ -222,7 +222,10 @@ class Leader:
 
 
 def progress_limit_s(config: RunConfig) -> float:
-    """Return for how many seconds all ranks together may make no progress in a call."""
+    """Return the hang timeout of the learner's ranks, in seconds.
+
+    The group counts as hung when a rank is in a call of `LearnerProcess` (or starts) and no rank made progress for so
+    long."""
     return PATIENCE * config.fleet.hung_s
 
 

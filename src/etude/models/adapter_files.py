@@ -30,6 +30,7 @@ from etude.records.adapter import AdapterConfig
 
 _BASE = "etude_base"
 """Key of the metadata: the base's digest."""
+HINT_BASE = f"use the base with which the adapter was trained; if this is the one: {HINT_DAMAGED}"
 
 
 def write_adapter(
@@ -95,9 +96,9 @@ def load_adapter(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where:
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
         facts = f"it lacks {name}" if name in views else f"it has {name}, which the base does not have"
-        raise CheckpointError(f"{where} does not fit its base", facts, hint=HINT_DAMAGED)
+        raise CheckpointError(f"{where} does not fit its base", facts, hint=HINT_BASE)
     for name, view in views.items():
         if tensors[name].shape != view.shape:
             facts = f"{name} has shape {list(tensors[name].shape)}, expected {list(view.shape)}"
-            raise CheckpointError(f"{where} does not fit its base", facts, hint=HINT_DAMAGED)
+            raise CheckpointError(f"{where} does not fit its base", facts, hint=HINT_BASE)
         view.copy_(tensors[name])

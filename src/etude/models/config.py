@@ -434,6 +434,7 @@ def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
         raise CheckpointError(
             f"the architecture {listed or kind or 'unnamed'} (model_type {kind}) is not supported",
             f"etude supports only {classes} (model_type {', '.join(types)})",
-            hint=f"start from a checkpoint of one of these families, or name your own family in {OWN_FAMILIES}",
+            hint=f"start from a checkpoint of one of these families, or set the environment variable {OWN_FAMILIES} to"
+            ' the import path of your own family, "my_package.module:Name"',
         )
     return family

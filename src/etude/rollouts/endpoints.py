@@ -65,7 +65,8 @@ _KEPT = {
 class RolloutEndpoints:
     """The ASGI app with the endpoints of one rollout. `serve_rollout` makes and serves one.
 
-    `secret` is what a client must send; None inside a machine. `log` is called with lines for the rollout's log."""
+    `secret`: clients send it in the URL's path or as the API key. None for a socket inside the machine: no secret is
+    needed, and `/machine/...` is not offered. `log` is called with lines for the rollout's log."""
 
     def __init__(
         self, episode: Episode, attribution: Attribution, *, secret: str | None, log: Callable[[str], None]

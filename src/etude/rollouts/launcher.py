@@ -74,7 +74,7 @@ def reap(*_: object) -> None:
 def supervise(stream: socket.socket, output: int) -> None:
     """Run one program to its end, report its exit code, kill all processes that it has left, and exit.
 
-    `stream` is the socket to the parent, and `output` the file descriptor for the program's output."""
+    `stream`: the socket to the parent. `output`: descriptor for the program's stdout and stderr."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -104,7 +104,7 @@ def supervise(stream: socket.socket, output: int) -> None:
 
 
 def read_order(stream: socket.socket) -> dict[str, Any] | None:
-    """Read the JSON line that says what to run. None if the parent has closed the stream."""
+    """Read an order, the JSON line that says what to run (see the module). None if the parent has closed the stream."""
     data = bytearray()
     while not data.endswith(b"\n"):
         part = stream.recv(1 << 16)
@@ -116,9 +116,11 @@ def read_order(stream: socket.socket) -> dict[str, Any] | None:
 
 
 def run(order: dict[str, Any], output: int, failing: int) -> None:
-    """Become the program of an order: execute it, or run it in this interpreter. Does not return.
+    """Turn this forked process into the program of an order (see `read_order`). Does not return.
 
-    `output` is the file descriptor for its output. The text of an error is written to the descriptor `failing`."""
+    `order` has "argv", "env", "cwd" and "fork". With "fork", argv[1:] (arguments of a Python interpreter) run in this
+    process; otherwise argv is executed. `output`: descriptor for stdout and stderr. `failing`: descriptor to which the
+    text of an error is written if the program cannot be started."""
     argv = order["argv"]
     try:
         os.setsid()

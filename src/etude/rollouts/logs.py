@@ -1,6 +1,6 @@
 """The logs of agent programs: one file for each attempt at a rollout, in one folder of the run.
 
-The newest `MOST_LOGS` are kept."""
+At most `MOST_LOGS` are kept."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ MOST_LOGS = 4096
 
 
 def write_log(folder: Path, rollout_id: str, attempt: int, data: bytes) -> None:
-    """Write the log of one attempt at a rollout, and delete the oldest logs beyond `MOST_LOGS`.
+    """Write the log of one attempt at a rollout.
 
-    If the disk is full, the log is lost, but no error is raised."""
+    If the folder then has more than `MOST_LOGS` logs, the oldest ones are deleted until 3/4 of `MOST_LOGS` are left. No
+    `OSError` is raised: for example, if the disk is full, the log is lost."""
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
         path = folder / f"{quote(rollout_id, safe='')}.{attempt}.log"

@@ -121,7 +121,12 @@ class DirectorySource:
     def answer(self, task: Task) -> Answer:
         folder = self._folders.get((task.split, task.index))
         if folder is None or self.task(task.split, task.index) != task:
-            raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the directory that made the task")
+            place = f"{task.split} task {task.index}"
+            raise TaskError(
+                f"task {task.task_id} is not from {self.path}",
+                f"this directory has no {place}" if folder is None else f"it differs from {place} of this directory",
+                hint="use the directory from which the task was made, unchanged",
+            )
         return read_answer(folder, _read_toml(folder).entry_point)
 
     def folder(self, split: Split, index: int) -> Path:

@@ -86,7 +86,11 @@ class HumanEvalSource:
     def answer(self, task: Task) -> Answer:
         line = self._line(task.split, task.index)
         if task.files.get(FILE) != line.prompt:
-            raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the file that made the task")
+            raise TaskError(
+                f"task {task.task_id} is not from {self.path}",
+                f"its prompt differs from that of {task.split} task {task.index} in this file",
+                hint="use the file from which the task was made, unchanged",
+            )
         return Answer(
             reference={FILE: line.prompt + line.canonical_solution},
             test_code=f"{line.prompt}\nfrom {MODULE} import {line.entry_point}\n\n{line.test}",

@@ -101,7 +101,11 @@ class SweSource:
     def answer(self, task: Task) -> Answer:
         row = self._row(task.split, task.index)
         if task != self.task(task.split, task.index):
-            raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the file that made the task")
+            raise TaskError(
+                f"task {task.task_id} is not from {self.path}",
+                f"it differs from {task.split} task {task.index} of this file",
+                hint="use the file from which the task was made, unchanged",
+            )
         return self._answer(row)
 
     def _answer(self, row: _Row) -> Answer:

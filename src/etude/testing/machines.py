@@ -36,7 +36,7 @@ class ListSource:
 
     def answer(self, task: Task) -> Answer:
         if self.task(task.split, task.index) != task:
-            raise TaskError(f"task {task.task_id} is not of this list", hint="use the source that made the task")
+            raise TaskError(f"task {task.task_id} is not from this list", hint="use the source that made the task")
         return self._pairs[task.split][task.index][1]
 
 

@@ -52,7 +52,9 @@ class ProcessGroup(Protocol):
         """Return the indices of those of the `shares` parts of a batch that this rank computes."""
 
     def local_tokens(self, rows: FlatBatch) -> FlatBatch:
-        """Return the part of a share that this rank forwards: all, or with context parallelism a part of each text."""
+        """Return the tokens of a share that this rank computes.
+
+        These are all tokens or, with context parallelism, a part of each text."""
 
     def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
         """Return the `Cache` for one forward pass of `rows`, which `local_tokens` returned.
@@ -70,12 +72,12 @@ class ProcessGroup(Protocol):
         `what` names the block in errors. A collective that fails raises `RankLost`, which names the missing ranks."""
 
     def all_reduce(self, counts: torch.Tensor) -> None:
-        """Replace integers by their sum over all ranks."""
+        """Replace the integers in `counts`, in place, by their sums over all ranks."""
 
     def global_norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        """Return √ of the sum of all ranks' squares (float64, by parameter), rounded once.
+        """Return the square root of the sum of all ranks' `squares` (float64, by parameter's name), rounded once.
 
-        It does not depend on which rank has which rows."""
+        The result does not depend on which rank has which rows."""
 
     def all_gather(self, one: T) -> list[T]:
         """Return the values of all ranks, in order of rank, on each rank."""
@@ -102,12 +104,17 @@ class ProcessGroup(Protocol):
         """Save the optimiser state into a checkpoint."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Send this rank's rows of each parameter, and return the full tensors of those parameters that it computes."""
+        """Exchange rows with all ranks, and return the full tensors of the parameters that this rank works on.
+
+        `rows`: this rank's rows of each parameter; the names are the same on all ranks. A collective call."""
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Send the full tensors, and return this rank's rows of each parameter, shaped as `like`: undoes `gather`."""
+        """Undo `gather`: pass the full tensors of the parameters that `gather` returned on this rank, with new values.
+
+        Returns this rank's rows of all parameters. `like`: the argument of `gather`, for names and shapes. A collective
+        call."""
 
     def reset(self, model: Transformer) -> None:
         """Reset the model after an interrupted forward or backward pass."""

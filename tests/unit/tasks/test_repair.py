@@ -105,7 +105,7 @@ def test_the_first_heldout_task_of_seed_zero_is_the_one_it_always_was() -> None:
 def test_another_seed_gives_other_tasks() -> None:
     first, second = RepairSource(seed=0), RepairSource(seed=1)
     assert first.task(Split.TRAIN, 0) != second.task(Split.TRAIN, 0)
-    with pytest.raises(TaskError, match="its seed is 1"):
+    with pytest.raises(TaskError, match="the source has seed 1"):
         second.answer(first.task(Split.TRAIN, 0))
 
 

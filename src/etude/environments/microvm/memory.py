@@ -24,6 +24,7 @@ PAGE = mmap.PAGESIZE
 _PRESENT_OR_SWAPPED = np.uint64(3 << 62)
 _OF_FILE = np.uint64(1 << 61)
 _MAX_SEGMENTS = 1024  # in one call
+_HINT_ENDED = "its QEMU process has probably ended: fork another machine"
 _libc = ctypes.CDLL(None, use_errno=True)
 _Pieces = ctypes.c_void_p
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
@@ -91,10 +92,10 @@ def write(mapping: Mapping, pages: Pages) -> None:
 
 
 def _exactly(data: bytes | None, mapping: Mapping) -> bytes:
-    if data is None or len(data) != mapping.num_bytes // PAGE * 8:
-        raise MachineError(
-            "the guest's memory cannot be read", "its page map is incomplete", hint="fork another machine"
-        )
+    expected = mapping.num_bytes // PAGE * 8
+    if data is None or len(data) != expected:
+        facts = f"/proc/{mapping.pid}/pagemap gave {len(data or b'')} of {expected} bytes"
+        raise MachineError("the guest's memory cannot be read", facts, hint=_HINT_ENDED)
     return data
 
 
@@ -106,7 +107,7 @@ def _move(call: ctypes._NamedFuncPointer, mapping: Mapping, pages: Pages) -> Non
             hint = (
                 "allow ptrace of child processes (kernel.yama.ptrace_scope at most 1; in a container SYS_PTRACE)"
                 if ctypes.get_errno() == errno.EPERM
-                else "fork another machine"
+                else _HINT_ENDED
             )
             raise MachineError("the guest's memory cannot be accessed", why, hint=hint)
 

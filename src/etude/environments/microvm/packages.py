@@ -60,11 +60,15 @@ def run(command: Sequence[str], what: str, *, deadline_s: float, env: dict[str, 
         )
     except subprocess.TimeoutExpired:
         raise MachineError(
-            f"{what} took more than {deadline_s:g} s", command[0], hint="check the disk and the mirror"
+            f"{what} took more than {deadline_s:g} s",
+            command[0],
+            hint="try again when the host and its disk are less busy; for packages,"
+            " check that the Debian mirror responds",
         ) from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip()[-800:]
-        raise MachineError(f"{what} failed", f"{command[0]}: {message}", hint="check the disk and the mirror")
+        hint = "check the free disk space; for packages, check that the Debian mirror responds"
+        raise MachineError(f"{what} failed", f"{command[0]}: {message}", hint=hint)
     return done.stdout
 
 

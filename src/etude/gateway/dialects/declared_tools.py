@@ -23,7 +23,12 @@ class _Format(msgspec.Struct):
 
 
 class DeclaredTool(msgspec.Struct):
-    """A tool as it is declared in the body of a request."""
+    """A tool as a request of the Responses API declares it.
+
+    - `type`: "function", "custom" (takes one text), "namespace" (a group of tools), or a type that is refused
+    - `parameters`: JSON schema of a function's arguments
+    - `format`: of a custom tool's text: any text, or a grammar
+    - `tools`: the tools in a namespace"""
 
     type: str
     name: str = ""
@@ -53,7 +58,8 @@ def function_name(namespace: str, name: str) -> str:
 def functions(tools: Sequence[DeclaredTool], *, must_call: bool) -> list[dict[str, Any]]:
     """Return the declared tools as OpenAI's list of functions. `must_call`: the answer must be a call.
 
-    Raises `RequestRefused` for tools that a server would execute."""
+    Raises `RequestRefused` for tools of other types (a server would execute them), and for a custom tool with a Lark
+    grammar if the answer must be a call."""
     return [one for i, tool in enumerate(tools) for one in _functions(tool, "", f"tools[{i}]", must_call)]
 
 
@@ -85,7 +91,9 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
-    """Return for each function that the model sees how a response names it. `tools` are those of a parsed body."""
+    """Return a dict: name of the function that the model sees -> how the response must name that tool.
+
+    `tools`: the list `tools` of the request's decoded JSON body."""
     found: dict[str, ToolName] = {}
     for tool in tools:
         within = tool["type"] == "namespace"

@@ -90,9 +90,10 @@ def partial_products(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -
 
 
 def column_product(size: int, in_size: int, number: int) -> Product:
-    """Return the function (x, weight) → x @ weight.T for weights with `number` parts of `size` rows each.
+    """Return the function (x, weight) → x @ weight.T for weights with some or all of `number` parts.
 
-    No bit of the result depends on which other parts are in the same call, nor on their order."""
+    A part is `size` rows of the full weight, such as the outputs of one rank at the highest tensor-parallel degree. The
+    bits of a part's outputs do not depend on which other parts are in `weight`, nor on their order."""
     return _measured_columns(size, in_size, number, torch.get_num_threads())
 
 

@@ -46,11 +46,11 @@ class Scaled:
 
 
 def round_to_format(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.Tensor:
-    """Round `x` to a format, in its shape and dtype.
+    """Round `x` to values of a block-scaled format. The result has the shape and dtype of `x`.
 
-    The last dimension must consist of full blocks; otherwise `ConfigError` is raised. A global scale is shared by a row
-    or, with `matrix`, by the last two dimensions. bf16 represents every value exactly, and fp16 where the scale allows
-    it.
+    The last dimension must consist of full blocks; otherwise `ConfigError` is raised. A format with a global scale
+    (NVFP4) has one for each row or, with `matrix`, one for the last two dimensions. A result in bf16 holds the format's
+    values exactly; one in fp16 does so only for values within fp16's range.
 
     >>> from etude.numerics.formats import FORMATS, Quantise
     >>> round_to_format(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()

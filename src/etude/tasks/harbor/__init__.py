@@ -104,11 +104,17 @@ class HarborSource:
     def answer(self, task: Task) -> Answer:
         folder, config = self._at(task.split, task.index)
         if task != self.task(task.split, task.index):
-            raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the folder that made the task")
+            raise TaskError(
+                f"task {task.task_id} is not from {self.path}",
+                f"it differs from {task.split} task {task.index} of this folder",
+                hint="use the folder from which the task was made, unchanged",
+            )
         root = None if task.image is not None else self._own_root(folder, config)
         tests, solution = read_tree(folder / "tests", folder), _solution(folder)
         if "test.sh" not in tests:
-            raise TaskError(f"{folder} has no tests/test.sh", hint="the verifier is a script of that name")
+            raise TaskError(
+                f"{folder} has no tests/test.sh", hint="add the script that verifies a solution as tests/test.sh"
+            )
         moved = (lambda files: files) if root is None else root.moved_files
         verifier = Verifier(
             files={f"{HIDDEN}/tests/{path}": text for path, text in moved(tests).items()},

@@ -83,14 +83,14 @@ def _needs_pytest(text: str) -> bool:
 class TestResults:
     """The results of `run_tests`.
 
-    `passed` are names of tests. `reads` are pairs (reading file, file that it read), without modules. `problem` says
-    why the tests of a file could not be collected or did not finish. `file_s` are the seconds that the slowest file
-    took."""
+    `passed` are names of tests. `reads` are pairs (reading Python file, data file that it read), with paths relative to
+    the working directory; reads of Python files (.py, .pyc) are left out. `problem` says why the tests of a file could
+    not be collected or did not finish. `file_s` are the seconds that the slowest file took."""
 
     __test__ = False  # for pytest: not a test class
 
     passed: frozenset[str]  # names of tests
-    reads: frozenset[tuple[str, str]] = frozenset()  # (reading file, file of the tree), without modules
+    reads: frozenset[tuple[str, str]] = frozenset()  # (reading Python file, data file that it read)
     problem: str = ""  # why the tests of a file could not be collected
     file_s: float = 0.0  # duration of the slowest file
 
@@ -197,7 +197,7 @@ def source_roots(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Return the files that are data of tests, from pairs (reading file, file that it read).
+    """Return the files that are data of tests, from `reads` of `TestResults`.
 
     They are the files that tests read, and those that code reads outside of its own package.
 

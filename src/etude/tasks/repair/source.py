@@ -58,9 +58,9 @@ class RepairSource:
         problem = self.problem(task.split, task.index)
         if task_of(problem, task.split, task.index) != task:
             raise TaskError(
-                f"{task.split} task {task.index} ({task.task_id}) is not of this source",
-                f"its seed is {self.seed}",
-                hint="open the source with the seed and the sizes that made the task",
+                f"{task.split} task {task.index} ({task.task_id}) is not from this source",
+                f"the source has seed {self.seed}",
+                hint="use a source with the seed and the sizes with which the task was made",
             )
         return Answer(reference=problem.reference(), cases=problem.hidden)
 

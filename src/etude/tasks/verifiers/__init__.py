@@ -83,7 +83,9 @@ class VerifiersSource:
         row = self._row(self.number(task.split, task.index))
         if task != self._task(task.split, task.index, row):
             raise TaskError(
-                f"task {task.task_id} is not of {self.environment}", hint="open the environment that made the task"
+                f"task {task.task_id} is not from {self.environment}",
+                f"it differs from {task.split} task {task.index} of this environment",
+                hint="use the environment from which the task was made, with the same arguments",
             )
         if row.get("answer") is None:
             return Answer(reference={})

@@ -16,9 +16,8 @@ import torch
 from torch import distributed, nn
 
 from etude.errors import CheckpointError, EtudeError
-from etude.models.adapter_files import load_adapter, write_adapter
+from etude.models.adapter_files import HINT_BASE, load_adapter, write_adapter
 from etude.models.checkpoint import iter_weights
-from etude.models.headers import HINT_DAMAGED
 from etude.models.lora import Adapters, local_part, round_parameters, weights_digest
 from etude.models.transformer import Transformer
 from etude.numerics.lora import LoraOperators
@@ -86,7 +85,7 @@ class ShardedLora(ShardedWeights):
         with group.propagate_errors("adapter"):
             for name in sorted(tensors.keys() - known):
                 facts = f"it has {name}, which the base does not have"
-                raise CheckpointError(f"{request.path} does not fit its base", facts, hint=HINT_DAMAGED)
+                raise CheckpointError(f"{request.path} does not fit its base", facts, hint=HINT_BASE)
             views = self.adapters.views
             load_adapter(
                 self.adapters, {name: tensors[name] for name in tensors.keys() & views.keys()}, str(request.path)

@@ -67,9 +67,14 @@ def check_output(out: Path, inputs: Sequence[Path]) -> None:
         raise InputError(f"no directory {out.parent}", f"{out} would be in it", hint="create it first, or name another")
     for given in inputs:
         if out.resolve() == given.resolve():
-            raise InputError(f"{out} is an input", "inputs are not changed", hint="name a file elsewhere")
+            facts = "inputs are never changed"
+            raise InputError(f"the output {out} is also an input", facts, hint="give another output path")
         if given.is_dir() and out.resolve().is_relative_to(given.resolve()):
-            raise InputError(f"{out} is inside {given}", "inputs are not changed", hint=f"name {out.name} elsewhere")
+            raise InputError(
+                f"the output {out} is inside the input {given}",
+                "inputs are never changed",
+                hint=f"give an output path outside of {given}",
+            )
 
 
 def check_file(out: Path, inputs: Sequence[Path], magic: bytes, kind: str) -> None:

@@ -14,7 +14,7 @@ explicitly."""
 
 @triton.jit
 def dot(a, b, acc):
-    """Compute acc + a · b in float32, in the order of the tensor core for this shape."""
+    """Return acc + a · b in float32, summed in the order in which the tensor core sums for these shapes."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -23,7 +23,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
-    """Round to the dtype `KIND`: to nearest, ties to even."""
+    """Round `x` to the dtype `KIND`: to nearest, ties to even."""
     if INTERPRETED and tl.bfloat16 == KIND and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -41,9 +41,10 @@ def bound(number):
 
 @triton.jit
 def find(tile_starts, tile, number, LANES: tl.constexpr):
-    """Return which of `number` ranges a tile belongs to, or `number` where there is none.
+    """Return the index of the range that contains `tile`, or `number` for a tile after the last range.
 
-    Range i begins at tile_starts[i]."""
+    Range i (i < number) is the tiles tile_starts[i] to tile_starts[i + 1] - 1, so `tile_starts` has number + 1 entries,
+    the first of them 0. `LANES`: a power of two, at least `number`."""
     lane = tl.arange(0, LANES)
     ends = tl.load(tile_starts + 1 + lane, mask=lane < number, other=2147483647)
     return tl.sum((ends <= tile).to(tl.int32), 0)
@@ -51,10 +52,11 @@ def find(tile_starts, tile, number, LANES: tl.constexpr):
 
 @triton.jit
 def carried(total, one, pair, four, LEAF: tl.constexpr):
-    """Add the next leaf to a sum that is computed as a binary tree (`joined`), leaf after leaf.
+    """Add leaf number `LEAF`, whose value is `total`, to a sum of up to 8 leaves as a binary tree (see `joined`).
 
-    Returns the sum of the subtrees that are now complete, and the sums of the last two and four leaves that still wait
-    for their partner."""
+    Call it for the leaves 1, 2, ... in order. `one`, `pair`, `four`: what the call before returned, or leaf 0 three
+    times. Returns the sums of the largest complete subtree that ends with this leaf, and of the last complete subtrees
+    of two and of four leaves."""
     if LEAF % 2 == 1:
         total = one + total
         if LEAF % 4 == 1:
@@ -72,7 +74,8 @@ def carried(total, one, pair, four, LEAF: tl.constexpr):
 def joined(sums, first, step, inside, LEAVES: tl.constexpr):
     """Sum up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7)).
 
-    `first`: addresses of the first partial sum; `step`: the distance to the next. `inside`: which numbers exist."""
+    `first`: offsets of the first partial sums from `sums`; `step`: the offset from one partial sum to the next.
+    `inside`: mask of the offsets to read; the sum is 0 elsewhere."""
     one = tl.load(sums + first, mask=inside, other=0.0)
     pair = one
     four = one
@@ -84,7 +87,9 @@ def joined(sums, first, step, inside, LEAVES: tl.constexpr):
 
 @triton.jit
 def join(sums, y, size, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum partial sums [LEAVES, size] into y [size] as a binary tree, and round once."""
+    """Sum partial sums [LEAVES, size] into y [size] as a binary tree, and round once to the dtype of y.
+
+    Each program computes `BLOCK` elements of y."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = joined(sums, at, size, at < size, LEAVES)
     tl.store(y + at, rounded(total, y.dtype.element_ty), mask=at < size)
