@@ -284,7 +284,7 @@ def without_a_manifest(run: RunFolder) -> None:
         (with_other_weights, 3, None, CheckpointError, "does not have the weights that step 2 published"),
         (with_half_a_checkpoint, 3, None, CheckpointError, "is damaged.*\n.*--from one of mid$"),
         (with_other_settings, 3, None, RunRefused, "config.toml was changed"),
-        (with_a_batch_of_another_step, 3, None, LedgerError, "not of the step in the lineage"),
+        (with_a_batch_of_another_step, 3, None, LedgerError, "is not from the lineage of the current weights"),
         (without_a_manifest, 2, None, WeightsError, "the version of step 2 is no longer known"),
     ],
 )
