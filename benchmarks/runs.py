@@ -10,6 +10,7 @@ import datetime
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,13 @@ def evaluate(
     checkpoint: Path, config: Path, *, split: str, num_tasks: int, settings: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Solve rate of a checkpoint by ``etude eval``: the facts of an `eval.result` event."""
-    argv = [*ETUDE, "eval", str(checkpoint), "--config", str(config), "--split", split, "--tasks", str(num_tasks)]
-    done = subprocess.run([*argv, *overrides(settings)], stdout=subprocess.PIPE, text=True)
+    argv = [*ETUDE, "eval", "own", "--checkpoint", str(checkpoint), "--config", str(config), "--split", split]
+    argv += ["--tasks", str(num_tasks)]
+    with tempfile.TemporaryDirectory() as out:
+        done = subprocess.run([*argv, "--out", out, *overrides(settings)], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(argv)} ended with exit code {done.returncode}")
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(done.stdout)["result"])
 
 
 def overrides(settings: Sequence[str]) -> list[str]:

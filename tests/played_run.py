@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,19 @@ from etude.loop import learner
 from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.grader import named_term
 from etude.loop.processes import Supervisor
 from etude.loop.rollout_result import RolloutResult, store_rollout
 from etude.loop.rpc import MAX_FRAME_BYTES, Caller, serve
 from etude.loop.run_processes import RunProcesses
 from etude.records import Completion, Graded, Rollout, RolloutSpec, Sampling, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
+from etude.records.reward import Measured
 from etude.records.rollout import Ending, Turn
+from etude.records.summary import RolloutSummary
 from etude.records.task import Trust
+from etude.rewards import measure_group
+from etude.rewards.config import TermConfig
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
@@ -72,6 +77,12 @@ class Players(RunProcesses):
     async def grade(self, rollout: RolloutResult) -> Graded:
         reward = float(int(rollout.summary.rollout_id[-1]) % 2)
         return Graded.of(reward, {"tests": reward}, trust=Trust.DATA, reason="as its number says")
+
+    async def measure(
+        self, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
+    ) -> list[list[Measured]]:
+        rollouts = list(map(self.files.read, summaries))
+        return await measure_group([named_term(one, self.run) for one in terms], rollouts, graded)
 
 
 class PlayedRun:

@@ -25,7 +25,7 @@ from etude.evals.intervals import over_seeds
 CONFIG = Path("examples/mini_swe_agent/config.toml")
 GOAL = {"gain": 0.3, "wall_s": 720.0}
 COPIED = ("wall_s", "cpu_s", "lag", "parity", "invalid", "rollouts", "peak_memory_bytes")
-_COUNTS = re.compile(r"etude: (\d+) turns of (\d+) requests, (\d+) repeated, (\d+) replies tokenised again")
+_COUNTS = re.compile(r"etude: turns (\d+), requests (\d+), repeated (\d+), replies tokenised again (\d+)")
 
 
 def asked(run: Path) -> dict[str, Any]:
@@ -38,8 +38,11 @@ def asked(run: Path) -> dict[str, Any]:
         if (counts := _COUNTS.search(text)) is None:
             raise SystemExit(f"{path} has no count of turns")
         turns, requests, repeated, again = map(int, counts.groups())
-        is_cut = "etude: a request did not fit" in text or "etude: killed" in text
-        unanswered = min(1, requests - turns - repeated) if is_cut else 0
+        unanswered = 0
+        if "etude: killed" in text:  # its rollout was over, and it asked again
+            unanswered = requests - turns - repeated
+        elif "etude: a request did not fit" in text:
+            unanswered = min(1, requests - turns - repeated)
         totals.update(turns=turns, requests=requests, repeated=repeated, tokenised_again=again, unanswered=unanswered)
         endings.update(re.findall(r"^etude: (exit code \d+|killed.*)$", text, re.MULTILINE))
     answered = totals["requests"] - totals["unanswered"]

@@ -89,21 +89,26 @@ def load(path: Path | str, kind: type[T], overrides: Sequence[str] = ()) -> T:
     return build(kind, read(path, overrides))
 
 
-def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read(
+    path: Path | str, overrides: Sequence[str] = (), *, noun: str = "config", example: str = "examples/laptop"
+) -> dict[str, Any]:
     """Read a TOML file as nested dicts and apply overrides such as "rl.steps=10". The settings are not validated.
 
-    Raises `ConfigUnreadable` for a file that is not valid TOML or cannot be read, otherwise `ConfigError`."""
+    `noun` says in errors what the file is, and `example` where to see one. Raises `ConfigUnreadable` for a file that is
+    not valid TOML or cannot be read, otherwise `ConfigError`."""
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"no config at {path}", hint="give the path of a config.toml; see examples/laptop") from None
+        hint = f"give the path of a {noun}, a TOML file; see {example}"
+        raise ConfigError(f"no {noun} at {path}", hint=hint) from None
     except (ValueError, RecursionError) as error:  # a number with too many digits is a plain ValueError
-        raise ConfigUnreadable(
-            f"{path} is not valid TOML", str(error), hint="fix the line that the error names"
-        ) from None
+        hint = "fix the line that the error names"
+        if "at end of document" in str(error):
+            hint = "look at the last lines, and for a bracket or quotation mark that is not closed"
+        raise ConfigUnreadable(f"{path} is not valid TOML", str(error), hint=hint) from None
     except OSError as error:
-        hint = "give the path of a readable config.toml; see examples/laptop"
+        hint = f"give the path of a readable {noun}; see {example}"
         raise ConfigUnreadable(f"{path} cannot be read", str(error.strerror), hint=hint) from None
     return overridden(overrides, raw)
 
@@ -173,7 +178,8 @@ def build(kind: Callable[..., T], raw: Mapping[str, Any], where: str = "") -> T:
     try:
         return kind(**arguments(kind, raw, where))
     except ValueError as error:  # raised by __post_init__ of the dataclass
-        raise ConfigError(f"[{where or 'config'}]", str(error), hint="change the values that the error names") from None
+        what = f"[{where}]" if where else "the config is invalid"
+        raise ConfigError(what, str(error), hint="change the values that the error names") from None
 
 
 def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -258,7 +264,12 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     if typing.get_origin(bare) is tuple and typing.get_args(bare)[-1] is ...:
         if not isinstance(value, list):
             raise ConfigError(place, f"expected a list, got {_shown(value)}", hint=f"write {place} = [...]")
-        return _all_converted(typing.get_args(bare)[0], value, place)
+        return _all_converted(typing.get_args(bare)[0], dict(enumerate(value)), place, "{}[{}]")
+    if typing.get_origin(bare) is Mapping:
+        if not isinstance(value, Mapping):
+            facts = f"expected a section, got {_shown(value)}"
+            raise ConfigError(place, facts, hint=f"write [{place}] and keys under it")
+        return dict(zip(value, _all_converted(typing.get_args(bare)[1], value, place, "{}.{}"), strict=True))
     if float in kinds and type(value) is int:
         value = float(value) if abs(value) < 1 << 1023 else math.copysign(math.inf, 1 if value > 0 else -1)
     whole = Annotated[(bare, *notes)] if notes else bare
@@ -271,11 +282,11 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
     return converted
 
 
-def _all_converted(hint: Any, values: Sequence[Any], place: str) -> tuple[Any, ...]:
+def _all_converted(hint: Any, values: Mapping[Any, Any], place: str, form: str) -> tuple[Any, ...]:
     converted, errors = list[Any](), list[EtudeError]()
-    for i, value in enumerate(values):
+    for key, value in values.items():
         try:
-            converted.append(_converted(hint, value, f"{place}[{i}]"))
+            converted.append(_converted(hint, value, form.format(place, key)))
         except ConfigError as error:
             errors.append(error)
     raise_all(errors)

@@ -139,6 +139,10 @@ class ContextFull(EngineError):
     """The prompt and the requested tokens exceed the context of the engine (HTTP 413)."""
 
 
+class MalformedRequest(EngineError):
+    """A request that every engine would refuse (HTTP 400). It must not be sent to another one."""
+
+
 class LedgerError(EtudeError):
     """The ledger, a run's database of rollout states, is damaged or missing, or refused a change.
 
@@ -153,8 +157,20 @@ class NotFinite(EtudeError):
     """NaN or infinity in weights, logits, loss or gradients; `what` names the tensor and the step."""
 
 
+class SuiteRefused(InputError):
+    """A suite cannot be played on a model, such as one that was trained on the suite's tasks."""
+
+
+class GateFailed(EtudeError):
+    """A number of an evaluation does not keep a bound that a gate of the suite sets, or is unknown."""
+
+
 class NothingLearnt(EtudeError):
     """A run ended without learning: in no group did the rewards of two rollouts differ."""
+
+
+class RewardDrift(EtudeError):
+    """A reward term no longer says what its auditor or the grade says, and the run is held. It can be resumed."""
 
 
 class PluginError(EtudeError):

@@ -323,7 +323,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise GrammarError("grammars need llguidance", hint="pip install 'etude[train]', or llguidance") from None
+        raise GrammarError("grammars need llguidance", hint="pip install 'etude[train]', or only llguidance") from None
     return llguidance
 
 

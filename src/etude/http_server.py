@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -21,6 +22,12 @@ from etude.errors import ConfigError, DeadlineExceeded
 _START_S, _STOP_S = 10.0, 10.0
 _HEAD_BYTES = 64 << 10
 _CLIENT_TIMEOUT_S = 20.0  # for a request's head to arrive, and for a client to read more of a response
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client of a request, whose body was read, closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @contextlib.asynccontextmanager
@@ -61,7 +68,7 @@ async def run_http_server(
             async with asyncio.timeout(_STOP_S):
                 await asyncio.gather(serving, return_exceptions=True)
         except TimeoutError:
-            facts = f"within {_STOP_S:g} s"
+            facts = f"waited {_STOP_S:g} s"
             raise DeadlineExceeded(f"{name} did not stop", facts, hint="a request hangs; see the log") from None
         finally:
             sock.close()
@@ -112,7 +119,7 @@ async def _wait_started(server: _Server, serving: asyncio.Task[None], name: str)
     if serving.done():
         serving.result()
     if not server.ready.is_set():
-        facts = "it ended" if serving.done() else f"within {_START_S:g} s"
+        facts = "it ended" if serving.done() else f"waited {_START_S:g} s"
         raise DeadlineExceeded(f"{name} did not start", facts, hint="see the output above")
 
 

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,9 +125,9 @@ KINDS = {
     Kind.REWARD: KindFacts(
         noun="reward term",
         setting="rewards.terms",
-        protocol="etude.seams:RewardTerm",
+        protocol="etude.seams:AnyRewardTerm",
         contract="etude.testing.rewards:RewardTermContract",
-        built_in="etude.records.reward:BUILT_IN",
+        built_in="etude.rewards.config:TERMS",
     ),
     Kind.CREDIT: KindFacts(
         noun="credit scheme",
@@ -176,7 +177,7 @@ def kind_at(place: str) -> Kind:
 
 
 def import_path(kind: Kind, path: str) -> str:
-    """Return the import path of a plug-in: `path` itself, or that of the built-in plug-in with this name.
+    """Return the import path of a plug-in: `path` itself, or the import path of the built-in plug-in with this name.
 
     >>> import_path(Kind.TRACKER, "tensorboard"), import_path(Kind.TRACKER, "a.b:C")
     ('etude.trackers.tensorboard:TensorBoard', 'a.b:C')
@@ -259,11 +260,13 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
     return made
 
 
-def protocol_problems(protocol: type, made: object) -> list[str]:
-    """List the reasons why an object does not implement a protocol; empty if it does.
+def protocol_problems(protocol: type | types.UnionType, made: object) -> list[str]:
+    """List the reasons why an object does not implement a protocol; empty if it does. Of a union it implements one.
 
     There is one line for each member that is missing or cannot be called as the protocol requires. If `protocol` is an
     ordinary class, the object must be an instance of it and have the attributes that the class only declares."""
+    if isinstance(protocol, types.UnionType):
+        return min((protocol_problems(one, made) for one in protocol.__args__), key=len)
     if not getattr(protocol, "_is_protocol", False):
         if not isinstance(made, protocol):
             base = f"{protocol.__module__}.{protocol.__name__}"

@@ -1,7 +1,7 @@
 """A progress counter of this process: long work increments it, and code that waits for the work reads it.
 
-It allows a limit on the time without progress, which need not depend on how large a task is. There is one counter per
-process, shared by all threads."""
+So a wait can be limited by the time without progress, however large the work is. There is one counter per process,
+shared by all threads."""
 
 from __future__ import annotations
 

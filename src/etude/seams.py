@@ -10,8 +10,9 @@ implementation must pass. Rules for all of them:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import msgspec
@@ -28,10 +29,10 @@ from etude.records.task import Answer, Split, Task
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """A source of tasks to learn from. A task is identified by its split and index.
+    """A source of tasks to learn from. `name` is the name of the source.
 
-    So a run resumes from one integer per split. `name` is the name of the source. Several processes open the same
-    source, and each must get the same tasks. A method may take up to 60 s."""
+    A task is identified by its split and index, so a run resumes from one integer per split. Several processes open the
+    same source, and each must get the same tasks. A method may take up to 60 s."""
 
     name: str  # written into `Task.source`
 
@@ -138,9 +139,9 @@ class Runtime(Protocol):
         ...
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """Create a snapshot and return its id: a filesystem with `files` (path → content) in its working directory.
+        """Create a snapshot, a filesystem with `files` (path → content) in its working directory, and return its id.
 
-        The root filesystem is that of `image`; None is the runtime's own. The id is derived from the content, and a
+        The root filesystem comes from `image`; None: from the runtime. The id is derived from the content, and a
         repeated call with the same content is cheap. Raises `ValueError` for paths that cannot be files there, and
         `MachineError` when the runtime cannot get the image."""
         ...
@@ -177,7 +178,9 @@ class Portable(Protocol):
 
 @runtime_checkable
 class Holding(Protocol):
-    """An optional interface of a `Runtime` that deletes unused snapshots: a snapshot with references is kept."""
+    """An optional interface of a `Runtime` that deletes unused snapshots. `hold` and `release` count references.
+
+    A snapshot with a reference is not deleted."""
 
     def hold(self, snapshot: str) -> int:
         """Add a reference to a snapshot, and return the snapshot's size in bytes. It is kept while it has references.
@@ -213,10 +216,43 @@ class RewardTerm(Protocol):
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
         """Measure one graded rollout. The term sees its task, messages, files, times and grade, but no hidden answer.
 
-        The value must be finite. When it cannot be known now, for example because a service is down, return a `Score`
-        with value None and the reason as evidence. Several rollouts may be scored at the same time. An exception, or no
-        result within 600 s, ends the run with a `PluginError` that names the term; the run can be resumed."""
+        The value must be finite. When it cannot be known, return a `Score` with value None and the reason as evidence;
+        with `retry=True` if it may be known later, for example because a service is down: then it is measured again.
+        Several rollouts may be scored at the same time. An exception, or no result within 600 s, ends the run with a
+        `PluginError` that names the term; the run can be resumed."""
         ...
+
+
+@runtime_checkable
+class GroupRewardTerm(Protocol):
+    """Measures one part of the rewards of all rollouts of a group at once, such as their ranking.
+
+    A plug-in of kind "reward" may be one instead of a `RewardTerm`. `version`: as there."""
+
+    version: str
+
+    async def score_group(self, rollouts: Sequence[Rollout], graded: Sequence[Graded]) -> Sequence[Score]:
+        """Measure the graded rollouts of one group, and return one `Score` for each, in the same order.
+
+        `rollouts` has at least one element: the valid siblings in order of their ids, without those whose gate
+        (`when`) is closed. A rollout's value must not depend on the order of its siblings. Otherwise as
+        `RewardTerm.score`."""
+        ...
+
+
+@runtime_checkable
+class InRun(Protocol):
+    """An optional interface of a reward term that uses the run that it is part of."""
+
+    def enter(self, folder: Path, readable: Callable[[Iterable[int]], str]) -> None:
+        """Called once in each process of a run, before the first value is measured.
+
+        `folder`: of the run. `readable(token_ids)` returns tokens of a trace as text, one message per line with its
+        role; it may be called from any thread."""
+        ...
+
+
+AnyRewardTerm = RewardTerm | GroupRewardTerm
 
 
 @runtime_checkable
@@ -276,16 +312,37 @@ class Streaming(Protocol):
         ...
 
 
+@runtime_checkable
+class Ending(Protocol):
+    """An optional interface of a `Policy` or an `Engine` that can end a streamed request before its last token."""
+
+    async def end(self, request_id: str) -> None:
+        """End a request that is being streamed. Its completion has the tokens sampled so far, as if that was its limit.
+
+        A request that is not known, or has ended, is ignored. Where the engine does not answer, it is sampled to its
+        end."""
+        ...
+
+
 async def stream_or_complete(
-    source: object, complete: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
+    source: object,
+    complete: Callable[[CompletionRequest], Awaitable[Completion]],
+    request: CompletionRequest,
+    *,
+    enough: Callable[[list[int]], bool] | None = None,
 ) -> AsyncGenerator[list[int] | Completion]:
     """Stream a completion as `Streaming.stream` does, from any policy or engine.
 
     When `source` cannot stream, its method `complete`, given as the second argument, is awaited, and its tokens are
-    yielded as one list."""
+    yielded as one list. `enough` gets each list of token ids. When it returns True the request is ended, if `source`
+    can do that (`Ending`); otherwise the completion is sampled to its end."""
     if isinstance(source, Streaming):
         async with aclosing(source.stream(request)) as parts:
             async for part in parts:
+                if enough is not None and not isinstance(part, Completion) and enough(part):
+                    enough = None
+                    if isinstance(source, Ending):
+                        await source.end(request.request_id)
                 yield part
     else:
         completion = await complete(request)
@@ -307,7 +364,7 @@ class BlobStore(Protocol):
         ...
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object or a pointer; fewer when it ends before `stop`. None: to the end.
+        """Return the bytes [start, stop) of an object or a pointer, as far as they exist. `stop` None: up to its end.
 
         Raises `KeyError` for a missing key, and `ValueError` for a negative or reversed range."""
         ...
@@ -335,9 +392,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     - `max_sequences`: how many sequences it decodes together.
     - `num_running`, `num_waiting`: the requests being decoded and in the queue.
     - `kv_tokens_free`: how many more tokens the KV cache can hold.
-    - `capabilities`: "routes" (it returns the chosen experts), "spans" (and the version of each token), "stream",
-      "adopt", "verify" (it has these methods), "pause-keep" (a pause keeps the KV cache), "exact" (it has the learner's
-      bits).
+    - `capabilities`: "routes" (it returns the chosen experts), "spans" (it returns the version of the weights of each
+      token), "stream", "adopt", "verify" (it has these methods), "pause-keep" (a pause keeps the KV cache), "exact"
+      (its log-probabilities equal the learner's bit for bit).
     - `parity`: processes with an equal value compute the same bits from the same weights; "" if unknown.
     - `trouble`: why loading the newest weights failed; "" if it did not fail."""
 
@@ -434,7 +491,7 @@ class Learner(Protocol):
 
 @runtime_checkable
 class ExperienceStore(Protocol):
-    """The durable record of every rollout of a run: its state in a ledger (a database), and its data."""
+    """The durable record of every rollout of a run: its state, which is kept in a ledger (a database), and its data."""
 
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         """Change the state of a rollout to `to`. `reason` and `facts` are stored with the change.

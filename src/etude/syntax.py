@@ -1,8 +1,8 @@
 """Parses Python source, from any thread.
 
-All parsing uses one lock, because CPython keeps the recursion depth of `ast.parse` in one place for all threads: if one
-thread parses while a garbage collection runs in another that parses, the latter fails with "SystemError: AST
-constructor recursion depth mismatch" (seen with 3.11.7)."""
+All parsing uses one lock, because CPython keeps the recursion depth of `ast.parse` in one place for all threads: if a
+garbage collection interrupts the parsing in one thread, and another thread parses meanwhile, the first one fails with
+"SystemError: AST constructor recursion depth mismatch" (seen with 3.11.7)."""
 
 from __future__ import annotations
 

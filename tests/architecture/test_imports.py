@@ -26,6 +26,7 @@ SHARED = {
     "syntax",
     "file_checksums",
     "grammars",
+    "prices",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same

@@ -34,7 +34,7 @@ from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model, save_model
 from etude.records import Completion, CompletionRequest, Sampling, Version
 from etude.records.completion import StopReason
-from etude.seams import Engine, Streaming
+from etude.seams import Ending, Engine, Streaming
 from etude.stores import DirectoryStore
 from etude.weights import Channel, Follower, Tensor
 
@@ -209,7 +209,7 @@ async def slack(world: World) -> float:
     return 0.0 if "exact" in (await world.engine.info()).capabilities else world.within
 
 
-def test_it_says_what_it_is(tell: Callable[[Story], None]) -> None:
+def test_an_engine_reports_its_name_limits_load_and_version(tell: Callable[[Story], None]) -> None:
     async def story(world: World) -> None:
         info = await world.engine.info()
         assert isinstance(world.engine, Engine)
@@ -252,6 +252,33 @@ def test_a_stream_that_is_left_is_cancelled_and_one_that_cannot_begin_raises(tel
             await anext(world.engine.stream(ask("huge", 10, CONTEXT_TOKENS)))
         with pytest.raises(EngineBehind):
             await anext(world.engine.stream(ask("new", 10, 4, min_step=9)))
+
+    tell(story)
+
+
+def test_a_stream_that_is_ended_has_the_bits_of_a_completion_of_that_length(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        assert isinstance(world.engine, Streaming)
+        assert isinstance(world.engine, Ending)
+        told: list[int] = []
+        async for part in world.engine.stream(ask("long", 20, LONGEST)):
+            if isinstance(part, Completion):
+                done = part
+                break
+            told += part
+            if len(told) == 5:
+                await world.engine.end("long")
+        assert 5 <= len(told) < LONGEST
+        assert told == done.token_ids.tolist()
+        assert done.stop_reason is StopReason.LENGTH
+        assert (await world.engine.info()).num_running == 0
+        within = await slack(world)
+        assert same(done, await world.engine.generate(ask("long", 20, len(told))), within=within)
+        longer = np.concatenate([ask("long", 20).prompt_ids, done.token_ids[:4], np.arange(5)])
+        reused = await world.engine.generate(ask("next", longer, session="long"))
+        assert same(reused, await world.engine.generate(ask("next", longer, session="other")), within=within)
+        await world.engine.end("long")  # has ended: ignored
+        await world.engine.end("unknown")
 
     tell(story)
 

@@ -67,7 +67,7 @@ def test_a_finished_rollout_is_stored_with_its_transition(ledger, kit, finish_gr
     assert stored.valid[0][0] == kit.summary("g000000.0")
 
 
-def test_what_the_table_forbids_is_refused_and_changes_nothing(ledger, kit):
+def test_a_forbidden_transition_is_refused_and_changes_nothing(ledger, kit):
     ledger.admit(kit.spec("g000000.0"))
     with pytest.raises(LedgerError, match="from admitted to trained"):
         ledger.move("g000000.0", "trained", reason="hope")
@@ -93,7 +93,7 @@ def test_every_terminal_state_releases_its_slot(ledger, kit, finish_group):
     assert ledger.states() == {"trained": 2, "invalid": 1, "cancelled": 1}
 
 
-def test_a_full_ledger_admits_nobody(ledger, kit):
+def test_admission_to_a_full_ledger_is_refused(ledger, kit):
     for i in range(8):
         ledger.admit(kit.spec(f"g000000.{i}"))
     with pytest.raises(LedgerError, match="all 8 are in use"):
@@ -182,7 +182,7 @@ def test_a_group_is_taken_by_one_batch_only(ledger, finish_group):
 def test_a_batch_with_a_running_member_is_refused_as_a_whole(ledger, kit, finish_group):
     finish_group("g000000", [1.0, 0.0])
     ledger.admit(kit.spec("g000000.2"))
-    with pytest.raises(LedgerError, match="which is still admitted"):
+    with pytest.raises(LedgerError, match="is still admitted"):
         ledger.batch(batch_of(ledger, "g000000"))
     assert ledger.states() == {"graded": 2, "admitted": 1}
     assert ledger.open_groups() == ["g000000"]
@@ -309,7 +309,7 @@ def test_a_record_that_cannot_be_read_is_named(ledger, finish_group):
     assert ledger.group("g000000").finished == ()
 
 
-def test_history_tells_the_whole_life(ledger, finish_group):
+def test_history_has_every_transition_of_a_rollout(ledger, finish_group):
     finish_group("g000000", [1.0, 0.0])
     ledger.batch(batch_of(ledger, "g000000"))
     assert [step["state"] for step in ledger.history("g000000.0")] == ["admitted", "running", "graded", "batched"]
@@ -326,7 +326,7 @@ def test_blobs_of_a_rollout_come_back_and_unknown_rollouts_have_none(ledger, kit
         ledger.put("g000009.0", "log", b"x")
 
 
-def test_another_capacity_is_another_run(ledger, place):
+def test_a_ledger_opened_with_another_capacity_is_refused(ledger, place):
     ledger.close()
     with pytest.raises(LedgerError, match="has 8 slots"):
         Ledger(place, capacity=9)
@@ -343,7 +343,7 @@ def test_a_reader_sees_what_the_writer_committed(ledger, place, kit):
     reader.close()
 
 
-def test_a_slot_that_went_astray_stops_the_next_commit_of_any_writer(ledger, kit, place):
+def test_slots_that_do_not_add_up_stop_the_next_commit_of_any_writer(ledger, kit, place):
     ledger.admit(kit.spec("g000000.0"))
     ledger.close()
     other = open_database(place, log=print)
@@ -356,7 +356,7 @@ def test_a_slot_that_went_astray_stops_the_next_commit_of_any_writer(ledger, kit
     reopened.close()
 
 
-def test_reading_where_there_is_none_is_an_error_and_makes_none(place):
+def test_opening_a_missing_ledger_for_reading_is_an_error_and_creates_no_file(place):
     for _ in range(2):
         with pytest.raises(NoLedger):
             Ledger.open_readonly(place)
@@ -371,7 +371,7 @@ def test_a_ledger_of_another_format_is_refused(ledger, place):
         Ledger.open_readonly(place)
 
 
-def test_a_sound_ledger_is_proven(ledger, finish_group):
+def test_verify_accepts_an_undamaged_ledger(ledger, finish_group):
     finish_group("g000000", [1.0, None])
     ledger.verify()
 

@@ -243,7 +243,7 @@ def test_closing_a_placement_ends_its_processes(place: Open, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", ["ray"], indirect=True)
-def test_an_actor_that_is_killed_is_one_loss(place: Open, tmp_path: Path) -> None:
+def test_a_killed_actor_is_restarted_once(place: Open, tmp_path: Path) -> None:
     async def main() -> None:
         async with Placed(place, tmp_path) as placed:
             _, actor = await placed.call("pids", tuple[int, int])

@@ -178,7 +178,7 @@ def test_a_machine_state_that_no_server_with_these_keys_packed_is_not_graded():
     ],
     ids=["plain", "fleet", "ours"],
 )
-def test_where_states_stay_it_is_said(make):
+def test_a_runtime_that_cannot_export_states_raises_an_error(make):
     async def test(runtime: Runtime) -> None:
         machine = await one(runtime, {"seed.txt": b"0\n"})
         with pytest.raises(MachineError, match="cannot export"):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from examples.plugins.rewards import FewTurns
 
-from etude.errors import EtudeError
+from etude.config import Plugin
+from etude.errors import EtudeError, PluginRefused
+from etude.plugins import Kind, make
 from etude.records import Graded, Rollout
 from etude.records.reward import Score, Term
 from etude.records.task import Trust
 from etude.rewards import Composition, NamedTerm, measure
-from etude.seams import RewardTerm
+from etude.seams import AnyRewardTerm, GroupRewardTerm, RewardTerm
+from etude.testing.contracts import results
 from etude.testing.rewards import RewardTermContract, finished
 
 SOLVED = Graded.of(1.0, trust=Trust.DATA, reason="all pass")
@@ -28,17 +32,50 @@ class Away:
         return Score(value=None, evidence="the service\ndid not answer")
 
 
-TERMS: list[RewardTerm] = [FewTurns(), FewTurns(most=2), Away()]
+class Fewest:
+    """The share of the siblings that took more turns."""
+
+    version = "1"
+
+    async def score_group(self, rollouts: Sequence[Rollout], graded: Sequence[Graded]) -> Sequence[Score]:
+        turns = [one.num_turns for one in rollouts]
+        return [Score(value=sum(other > own for other in turns) / len(turns)) for own in turns]
+
+
+class First:
+    """A group term that breaks the contract: its values depend on the order of the siblings."""
+
+    version = "1"
+
+    async def score_group(self, rollouts: Sequence[Rollout], graded: Sequence[Graded]) -> Sequence[Score]:
+        return [Score(value=float(i)) for i in range(len(rollouts))]
+
+
+TERMS: list[RewardTerm | GroupRewardTerm] = [FewTurns(), FewTurns(most=2), Away(), Fewest()]
 
 
 class TestRewardTerm(RewardTermContract):
     @pytest.fixture(autouse=True, params=TERMS, ids=lambda term: type(term).__name__)
     def _take(self, request: pytest.FixtureRequest) -> None:
-        self.term: RewardTerm = request.param
+        self.term: RewardTerm | GroupRewardTerm = request.param
 
-    def make(self) -> RewardTerm:
-        assert isinstance(self.term, RewardTerm)
+    def make(self) -> RewardTerm | GroupRewardTerm:
+        assert isinstance(self.term, AnyRewardTerm)
         return self.term
+
+
+def test_the_contract_finds_a_group_term_whose_values_depend_on_the_order() -> None:
+    failed = [promise for promise, failure in results(RewardTermContract, First) if failure]
+    assert failed == ["the order of the siblings does not matter"]
+
+
+def test_a_plugin_of_kind_reward_is_a_term_of_one_rollout_or_of_a_group() -> None:
+    for name in ("FewTurns", "Fewest"):
+        module = "examples.plugins.rewards" if name == "FewTurns" else __name__
+        make(Kind.REWARD, Plugin(f"{module}:{name}"))
+    with pytest.raises(PluginRefused, match="is not a reward term") as caught:
+        make(Kind.REWARD, Plugin("examples.plugins.credit:ByRank"))
+    assert "method score(rollout, graded)" in caught.value.facts
 
 
 class Bad:

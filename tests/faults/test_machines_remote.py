@@ -195,7 +195,7 @@ def test_a_machine_whose_answer_was_lost_is_made_once(plain):
     with_relay(test, plain=plain)
 
 
-def test_machines_that_cannot_all_be_had_are_none():
+def test_a_fork_of_more_machines_than_allowed_creates_none():
     async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         snapshot = await runtime.prepare({"a.txt": b"a"})
         with pytest.raises(MachineError, match="429"):
@@ -349,7 +349,7 @@ def test_a_server_that_is_told_to_end_lets_machines_finish_and_then_ends_by_itse
         server.communicate()
 
 
-def test_what_a_service_had_to_let_go_of_is_sent_again():
+def test_files_of_a_snapshot_that_the_service_dropped_are_sent_again():
     async def test(runtime: RemoteRuntime, relay: Relay, boxes: SandboxManager) -> None:
         files = {"a.txt": b"a"}
         snapshot = await runtime.prepare(files)

@@ -157,7 +157,7 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     assert "model.safetensors: 'model.embed_tokens.weight' has shape [320, 32]" in wide
     assert "expects [320, 64]" in wide
     assert "the file was cut off" in refuse(1, "serve", cut)
-    assert "the file was cut off" in refuse(1, "eval", cut, "--config", game.config)
+    assert "the file was cut off" in refuse(1, "eval", "own", "--checkpoint", cut, "--config", game.config)
     assert "the file was cut off" in refuse(1, "export", cut, tmp_path / "out")
     assert "nothing at" in refuse(2, "serve", tmp_path / "nowhere")
     assert "nothing at" in refuse(2, "export", tmp_path / "nowhere", tmp_path / "out")

@@ -11,7 +11,7 @@ import re
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,20 @@ class Played:
         return self.num_turns / asked if asked else 0.0
 
 
-def config_of(name: str) -> HarnessConfig:
-    """The config of an agent, as the section `name` of the guide has it."""
+def config_of(
+    name: str, *arguments: str, tools: str | None = None, env: Mapping[str, str] | None = None
+) -> HarnessConfig:
+    """The config of an agent, as the section `name` of the guide has it.
+
+    `arguments` are put before the instruction's place, `tools` stands in place of "Bash", and `env` is added."""
     section = re.search(rf"^## {re.escape(name)}\n.*?```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     assert section, f"{GUIDE} has no section {name!r} with a config"
     harness: dict[str, Any] = tomllib.loads(section[1])["harness"]
+    program = harness["program"]
+    argv = [tools if word == "Bash" and tools else word for word in program["argv"]]
+    at = argv.index("{instruction}") if arguments else 0
+    options = at - (argv[at - 1] == "-p")  # Claude Code's instruction is the value of an option
+    program |= {"argv": [*argv[:options], *arguments, *argv[options:]], "env": program.get("env", {}) | (env or {})}
     return build(HarnessConfig, harness)
 
 
@@ -102,19 +111,49 @@ class _Episode(ObservedEpisode):
         return await super().ask(messages, **options)
 
 
-def by_shell(end: str | Call = "done") -> Answers:
-    """Look, edit, and end, by the tool that takes a shell command; "ok" where there is none."""
+def in_shell(command: str, tools: Mapping[str, Signature]) -> Call | None:
+    """A call of the tool that takes a shell command; None if there is none."""
+    shell = next((tools[name] for name in sorted(tools) if name.rpartition("__")[2] in SHELLS), None)
+    if shell is None:
+        return None
+    names = [parameter.name for parameter in shell.parameters]
+    return Call(shell.name, {next(n for n in ("command", "cmd") if n in names): command})
+
+
+def by_shell(end: str | Call = "done", commands: Sequence[str] = COMMANDS) -> Answers:
+    """The commands one after another, then the end; "ok" where no tool takes a shell command."""
 
     def answer(done: int, last: str, tools: Mapping[str, Signature]) -> str | Call:
-        shell = next((tools[name] for name in sorted(tools) if name.rpartition("__")[2] in SHELLS), None)
-        if shell is None:
-            return "ok"
-        if done >= len(COMMANDS):
-            return end
-        names = [parameter.name for parameter in shell.parameters]
-        return Call(shell.name, {next(n for n in ("command", "cmd") if n in names): COMMANDS[done]})
+        call = in_shell(commands[min(done, len(commands) - 1)], tools)
+        return "ok" if call is None else call if done < len(commands) else end
 
     return answer
+
+
+def by_summaries() -> Answers:
+    """A command with a long output, the edit, and the end; meanwhile a summary, when the agent asks for one."""
+    work, num_summaries = by_shell(commands=(f"seq 1 4000; {COMMANDS[0]}", COMMANDS[1])), 0
+
+    def answer(done: int, last: str, tools: Mapping[str, Signature]) -> str | Call:
+        nonlocal num_summaries
+        if any(words in last for words in ("CONTEXT CHECKPOINT COMPACTION", "a <summary> block")):
+            num_summaries += 1
+            return "<summary>calc.py has n - 3 and must have n + 3. Next: edit it with sed.</summary>"
+        return work(done - num_summaries, last, tools)
+
+    return answer
+
+
+def by_sub_agent(done: int, last: str, tools: Mapping[str, Signature]) -> str | Call:
+    """Have the sub-agent "reader" look and say what it sees, then edit and end."""
+    task = {"description": "read calc.py", "prompt": "What does price return?", "subagent_type": "reader"}
+    plan = (
+        Call("Agent", {**task, "run_in_background": False}),
+        in_shell(COMMANDS[0], tools),
+        "price returns n - 3",
+        in_shell(COMMANDS[1], tools),
+    )
+    return (plan[done] if done < len(plan) else "done") or "ok"
 
 
 def by_text(*answers: str) -> Answers:
@@ -188,7 +227,7 @@ async def _play(config: HarnessConfig, answers: Answers, task: Task, chat: ChatF
             await runtime.close()
     trace = run.trace
     log = run.log.decode(errors="replace")
-    requests = re.search(r"turns of (\d+) requests", log)
+    requests = re.search(r"turns \d+, requests (\d+)", log)
     return Played(
         ending=str(run.ending or run.failure),
         fixed=fixed,

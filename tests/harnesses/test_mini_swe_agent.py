@@ -149,9 +149,9 @@ def test_the_environment_runs_commands_in_the_machine_of_the_rollout(tmp_path: P
     assert "timed out" in played.log
 
 
-def test_only_unanswered_requests_may_be_no_turns(tmp_path: Path) -> None:
+def test_all_answered_requests_are_attributed_to_turns(tmp_path: Path) -> None:
     (tmp_path / "harness").mkdir()
-    counts = "etude: {} turns of {} requests, {} repeated, 0 replies tokenised again\n"
+    counts = "etude: turns {}, requests {}, repeated {}, replies tokenised again 0\n"
     logs = [
         "etude: exit code 0\n" + counts.format(3, 4, 1),
         "etude: a request did not fit: 259 tokens\netude: exit code 1\n" + counts.format(2, 3, 0),

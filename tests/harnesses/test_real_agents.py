@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.harnesses.agents import AGENTS, FOLDER
-from tests.harnesses.played import ANSWERS, GUIDE, config_of, play
+from tests.harnesses.played import ANSWERS, GUIDE, Answers, by_sub_agent, by_summaries, config_of, play
 
 from etude.harness import HarnessConfig
+
+Given = tuple[HarnessConfig, Answers]
+
+
+def codex_that_summarises() -> Given:
+    return config_of("Codex", "-c", "model_auto_compact_token_limit=27000"), by_summaries()
+
+
+def claude_code_that_summarises() -> Given:
+    return config_of("Claude Code", env={"CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "14"}), by_summaries()
+
+
+def claude_code_with_a_sub_agent() -> Given:
+    agents = {"reader": {"description": "reads files", "prompt": "You read files.", "tools": ["Bash"]}}
+    return config_of("Claude Code", "--agents", json.dumps(agents), tools="Bash,Agent"), by_sub_agent
 
 
 def test_the_guide_has_a_config_for_each_agent_that_is_tried() -> None:
@@ -30,3 +47,30 @@ def test_a_real_agent_does_its_task_and_all_it_asks_is_attributed(name: str, mon
     assert played.attributed == 1.0, played.statuses
     assert (played.num_failed, played.num_resampled) == (0, 0), played.statuses
     assert played.rows == played.branches == 1, played.starts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize(
+    ("name", "given", "starts", "num_resampled"),
+    [
+        # the request for the summary has no tools, so the reply in it is read in another prompt
+        ("Codex", codex_that_summarises, {"first": 1, "tools": 1, "history": 1, "next": 1}, 1),
+        # the summary is asked for beside the next turn, whose reply then stands behind the summary in another prompt
+        ("Claude Code", claude_code_that_summarises, {"first": 1, "next": 1, "fork": 1, "history": 1}, 1),
+        ("Claude Code", claude_code_with_a_sub_agent, {"first": 1, "tools": 1, "next": 3}, 0),
+    ],
+    ids=["Codex summarises", "Claude Code summarises", "Claude Code has a sub-agent"],
+)
+def test_summaries_and_sub_agents_of_a_real_agent_are_branches_that_are_trained_once(
+    name: str, given: Callable[[], Given], starts: dict[str, int], num_resampled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why := AGENTS[name].why_not():
+        pytest.skip(why)
+    monkeypatch.chdir(Path(FOLDER))
+    played = play(*given())
+    assert (played.fixed, played.ending) == (True, "submitted"), played.log
+    assert (played.attributed, played.num_failed, played.num_side) == (1.0, 0, 0), played.statuses
+    assert played.starts == starts
+    assert played.rows == played.branches == sum(starts.values()) - starts["next"], played.log
+    assert played.num_resampled == num_resampled

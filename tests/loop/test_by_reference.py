@@ -28,7 +28,7 @@ from etude.records.wire import pack
 from etude.telemetry import read_events
 
 pytestmark = pytest.mark.timeout(120)
-FRAME = 24 << 10
+FRAME = 28 << 10
 SETS = ("evals.every=50", "rl.steps=2", "rl.checkpoint_every=2", "experience.max_lag=0")
 
 

@@ -79,9 +79,7 @@ def circle(tmp_path_factory: pytest.TempPathFactory, cli_in: Callable[[Path], An
     done = cli_in(cwd)("run", "tiny.toml", "--name", "tiny")
     assert "held-out solve rate" in done.stdout, done.stderr
     assert done.returncode == Exit.FAILED, "so small a model solves nothing, and the run says so"
-    assert (
-        "error: the run had nothing to learn from: in none of 2 steps did the rewards of a group differ" in done.stderr
-    )
+    assert "error: the run had nothing to learn from: in none of 2 steps did a rollout have an advantage" in done.stderr
     assert "etude serve runs/tiny" in done.stdout
     return cwd / "runs" / "tiny"
 
@@ -173,10 +171,18 @@ def test_rollouts_of_evaluations_are_listed_and_shown(say: Callable[..., str]) -
 
 
 def test_an_evaluation_names_what_it_evaluated(circle: Path, say: Callable[..., str]) -> None:
-    said, _ = json.JSONDecoder().raw_decode(say("eval", "tiny", "--tasks", "2"))  # what is told beside it follows
-    assert said["step"] == 2
+    told = say("eval", "own", "--checkpoint", "tiny", "--tasks", "2", "--out", "out")
+    said, _ = json.JSONDecoder().raw_decode(told)  # what is told beside it follows
+    assert said["result"]["step"] == 2
     assert said["version"].startswith("v000002-")
-    assert said["checkpoint"].endswith("checkpoints/final")
+    assert said["model"].endswith("checkpoints/final")
+    assert said["result"]["prompt_mean"] > 0
+    assert said["result"]["dollars"] is None  # no price is known
+    assert "tiny@final" in say("leaderboard", "out")
+
+
+def test_a_suite_of_tasks_that_a_run_was_trained_on_is_refused(say: Callable[..., str]) -> None:
+    assert "that tiny was trained on" in say("eval", "own", "--checkpoint", "tiny", "--split", "train", code=2)
 
 
 def test_the_weights_are_listed_compared_and_verified(say: Callable[..., str]) -> None:

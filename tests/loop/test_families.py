@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def test_a_run_takes_it_and_exports_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_started_from_is_exported_unchanged_with_its_chat_format(checkpoint: Path, tmp_path: Path) -> None:
     check_start(checkpoint, context_tokens=2048)
     with pytest.raises(ConfigError, match="positions for 2048"):
         check_start(checkpoint, context_tokens=2049)
@@ -104,7 +104,7 @@ def test_layers_of_multi_token_prediction_are_named_on_load_and_on_export(
     assert capsys.readouterr().err == "", "nothing is left to be left out"
 
 
-def test_it_is_talked_to_by_its_own_template(checkpoint: Path) -> None:
+def test_the_gateway_chats_with_a_checkpoint_by_its_own_template(checkpoint: Path) -> None:
     chat = ChatFormat.load(checkpoint)
 
     async def story() -> None:

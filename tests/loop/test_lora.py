@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tests.conftest import SMALL, Cli, Game
+from tests.conftest import SMALL, Cli, Game, write_task
 from tests.parity.test_lora import FAMILIES, LORA, shape_b_as_trained, start_of
 from tests.played_run import PlayedRun
 
@@ -134,7 +134,7 @@ def test_an_adapter_merged_by_numpy_is_the_model_that_transformers_computes(tmp_
         ),
     ],
 )
-def test_knobs_that_make_no_sense_are_refused_by_name(settings: dict[str, object], said: str) -> None:
+def test_invalid_adapter_settings_are_refused_by_name(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build(RunConfig, settings)
 
@@ -160,6 +160,11 @@ def test_a_run_of_adapters_from_end_to_end_is_stopped_gone_on_with_evaluated_and
     assert "0 lost, 0 trained twice" in told.stdout
     again = etude("replay", "runs/r", "2", timeout_s=100)
     assert "identical to the bit" in again.stdout
-    rated = etude("eval", "runs/r", "--split", "heldout", "--tasks", "4", timeout_s=100)
+    for split in ("train", "heldout"):  # the held-out tasks of the game have the contents of training tasks
+        for i in range(4):
+            write_task(tmp_path / "other" / f"{split}{i}", split, 3, name=f"{split}{i}")
+    suite = 'name = "other"\npurpose = "correctness"\nsplits = ["heldout"]\n[tasks]\nsource = "other"\n'
+    (tmp_path / "other.toml").write_text(suite)
+    rated = etude("eval", "other.toml", "--checkpoint", "runs/r", timeout_s=100)
     assert rated.returncode == 0, rated.stderr
     assert json.loads(rated.stdout)["version"].startswith("v000002")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from etude.errors import PluginError
 from etude.experience import read_trace
 from etude.experience.credit import assign_credit
 from etude.experience.traces import trace_path
-from etude.loop.rollout_result import RolloutResult
+from etude.loop.reward_settings import RewardSettings
 from etude.records import Graded, Rollout
-from etude.records.reward import Score
-from etude.rewards import NamedTerm, measure
+from etude.records.reward import Measured, Score
+from etude.records.summary import RolloutSummary
+from etude.rewards import NamedTerm, measure_group
+from etude.rewards.config import TermConfig
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,8 +57,11 @@ class Place:
 
 def players(term: Place) -> type[Players]:
     class Measuring(Players):
-        async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
-            return await measure([NamedTerm("place", term)], self.files.read(rollout.summary), graded)
+        async def measure(
+            self, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
+        ) -> list[list[Measured]]:
+            assert [one.name for one in terms] == ["place"]
+            return await measure_group([NamedTerm("place", term)], [self.files.read(one) for one in summaries], graded)
 
     return Measuring
 
@@ -84,7 +90,7 @@ def test_terms_and_scheme_of_the_users_own_are_trained_on_recorded_and_computed_
         for members in groups.values():
             graded = [one.outcome for one in members if isinstance(one.outcome, Graded)]
             assert [one.values["place"] for one in graded] == [0.0, 1.0, 2.0, 3.0]
-            again = assign_credit(graded, run.config.composition, ByRank())
+            again = assign_credit(graded, RewardSettings(run.folder, run.config).composition(step), ByRank())
             assert [reward.value for reward, _ in again] == [0.0, 1.25, 0.5, 1.75], "the grade is the number's parity"
             advantages = [advantage for _, advantage in again]
             assert advantages == [-1.0, 1 / 3, -1 / 3, 1.0]

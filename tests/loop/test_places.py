@@ -22,7 +22,7 @@ def elsewhere(game, cli_in, tmp_path_factory, postgres, s3):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_nothing_of_it_lies_in_the_run_folder_and_every_command_finds_it(elsewhere):
+def test_commands_find_a_ledger_weights_and_traces_outside_of_the_run_folder(elsewhere):
     cli, run = elsewhere
     assert not [name for name in ("ledger.sqlite", "weights", "traces") if (run / name).exists()]
     assert "a-password" not in (run / "config.toml").read_text()

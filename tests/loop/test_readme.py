@@ -27,7 +27,7 @@ def way(number: int) -> list[str]:
     return [line.partition("  #")[0].strip() for line in block[1].splitlines()]
 
 
-def test_there_are_three_ways_in_of_five_lines_before_anything_else() -> None:
+def test_the_readme_begins_with_three_quick_starts_of_five_lines() -> None:
     heads = re.findall(r"^## (.*)$", TEXT, re.M)
     assert heads[:3] == ["1. Try it", "2. My model and my tasks", "3. Weights only"]
     assert [len(way(number)) for number in (1, 2, 3)] == [5, 5, 5]
@@ -46,7 +46,7 @@ def test_every_etude_command_is_one_and_every_make_target_is_there(number: int) 
                 assert words[1] in targets
 
 
-def test_the_commands_of_look_around_are_ones() -> None:
+def test_the_commands_under_look_around_parse() -> None:
     block = re.search(r"## Look around\n\n```sh\n(.*?)```", TEXT, re.S)
     assert block is not None
     for line in block[1].splitlines():
@@ -54,7 +54,7 @@ def test_the_commands_of_look_around_are_ones() -> None:
         build_parser().parse_args(command.replace("NAME", "a").split()[1:])
 
 
-def test_weights_alone_as_it_stands(tmp_path: Path, cli_in: Callable[[Path], Any]) -> None:
+def test_the_readmes_commands_for_weights_alone_run(tmp_path: Path, cli_in: Callable[[Path], Any]) -> None:
     for step in (100, 101):
         tensors = {"w": Tensor("bf16", (4096,), np.arange(4096, dtype=np.uint16) + np.uint16(step))}
         with CheckpointWriter(tmp_path / f"step-{step}", layout(tensors)) as writer:
@@ -66,7 +66,7 @@ def test_weights_alone_as_it_stands(tmp_path: Path, cli_in: Callable[[Path], Any
     assert same == (tmp_path / "step-101" / "model.safetensors").read_bytes()
 
 
-def test_my_tasks_as_it_stands_up_to_the_run(tmp_path: Path, cli_in: Callable[[Path], Any]) -> None:
+def test_the_readmes_commands_for_own_tasks_run_up_to_the_run(tmp_path: Path, cli_in: Callable[[Path], Any]) -> None:
     _, init, check, run, _ = way(2)
     assert init == "etude init my-agent && cd my-agent"
     assert cli_in(tmp_path)("init", "my-agent").returncode == 0

@@ -21,7 +21,7 @@ from tests.played_run import PlayedRun
 from etude import cli
 from etude.errors import CheckpointError, EtudeError, InputError, LedgerError, RunError, RunRefused, WeightsError
 from etude.experience import Finished, Ledger, read_trace
-from etude.experience.ledger import FINISHED
+from etude.experience.ledger_queries import FINISHED
 from etude.experience.traces import SCHEMA, batch_digest, trace_path
 from etude.loop.replay import replay_step
 from etude.loop.retention import delete_oldest, replayable_after
@@ -284,7 +284,7 @@ def without_a_manifest(run: RunFolder) -> None:
         (with_other_weights, 3, None, CheckpointError, "does not have the weights that step 2 published"),
         (with_half_a_checkpoint, 3, None, CheckpointError, "is damaged.*\n.*--from one of mid$"),
         (with_other_settings, 3, None, RunRefused, "config.toml was changed"),
-        (with_a_batch_of_another_step, 3, None, LedgerError, "is not from the lineage of the current weights"),
+        (with_a_batch_of_another_step, 3, None, LedgerError, "is not that of the current weights"),
         (without_a_manifest, 2, None, WeightsError, "the version of step 2 is no longer known"),
     ],
 )

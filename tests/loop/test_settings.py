@@ -260,7 +260,7 @@ def test_every_setting_has_a_process_that_reads_the_value_that_the_run_was_given
     assert {"seed", "start"} <= {field for section, field in seen if section == "RunConfig"}
 
 
-def test_settings_that_a_small_run_has_no_use_for_are_read_where_one_has() -> None:
+def test_settings_that_a_small_run_does_not_use_are_read_in_the_file_named_for_them() -> None:
     run, source = RunConfig(), Path(etude.__file__).parent
     for name, file in CONDITIONAL.items():
         section, _, field = name.partition(".")

@@ -15,8 +15,10 @@ from etude.experience import Ledger
 from etude.loop.replay import replay_step
 from etude.loop.rollout_result import RolloutResult
 from etude.records import Graded, Rollout, RolloutSpec
-from etude.records.reward import Reward, Term
+from etude.records.reward import Measured, Reward, Term
+from etude.records.summary import RolloutSummary
 from etude.records.task import Trust
+from etude.rewards.config import TermConfig
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 from etude.weights import lineage
@@ -118,10 +120,12 @@ def test_rewards_that_differ_once_a_term_is_left_out_are_a_signal(run: Callable[
     """The rows of the siblings have equal rewards; composed together, the term that one lacks counts for none."""
 
     class Unknown(Players):
-        async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
-            number = int(rollout.summary.rollout_id[-1])
-            value = None if number == SIZE - 1 else 1.0 - graded.grade
-            return graded.with_terms(Term(name="even", value=value, version="1", evidence="as its number says"))
+        async def measure(
+            self, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
+        ) -> list[list[Measured]]:
+            values = [None if i == SIZE - 1 else 1.0 - one.grade for i, one in enumerate(graded)]
+            evidence = "as its number says"
+            return [[Measured(term=Term(name="even", value=v, version="1", evidence=evidence))] for v in values]
 
         async def grade(self, rollout: RolloutResult) -> Graded:
             return Graded.of(float(int(rollout.summary.rollout_id[-1]) % 2), trust=Trust.DATA, reason="")

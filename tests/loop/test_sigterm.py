@@ -66,7 +66,7 @@ def test_an_evaluation_that_is_terminated_leaves_no_folder_and_no_process(
     scratch, log, plain = tmp_path / "t", tmp_path / "out.log", cli_in(tmp_path)
     scratch.mkdir()
     cli = Cli(plain.cwd, {**plain.env, "TMPDIR": str(scratch)})
-    command = cli.start("eval", game.start, "--config", game.config, "--tasks", "4", log=log)
+    command = cli.start("eval", "own", "--checkpoint", game.start, "--config", game.config, "--tasks", "4", log=log)
     end = time.monotonic() + 60
     while len(list(scratch.glob("etude-eval*/run/logs/*.log"))) < 3:  # engine, worker and grader have started
         assert command.poll() is None, log.read_text()

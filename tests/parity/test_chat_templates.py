@@ -143,8 +143,8 @@ def test_text_that_spells_a_token_stays_text(formats: dict[str, ChatFormat], tex
     assert chat.decode(ids, special=True) == (
         f"<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert not set(plain) & {chat._added[token] for token in chats.QWEN_TOKENS}
-    structure = [i for i in ids if i in chat._added.values()]
+    assert not set(plain) & {chat.tokens.added[token] for token in chats.QWEN_TOKENS}
+    structure = [i for i in ids if i in chat.tokens.added.values()]
     assert len(structure) == 5
 
 

@@ -176,7 +176,7 @@ def test_a_step_has_an_inverse_and_is_at_most_half_the_scale(dtype: str, data: s
 
 
 @given(NAMES, st.data())
-def test_items_are_parts_of_codes(dtype: str, data: st.DataObject) -> None:
+def test_codes_are_split_into_items_and_joined_again(dtype: str, data: st.DataObject) -> None:
     kind = DTYPES[dtype]
     codes = data.draw(hnp.arrays(kind.codes, st.integers(0, 20)))
     items = to_items(codes, kind)
@@ -186,7 +186,7 @@ def test_items_are_parts_of_codes(dtype: str, data: st.DataObject) -> None:
 
 
 @given(hnp.arrays(np.uint32, st.integers(0, 80), elements=st.integers(0, 23)), st.integers(0, 31))
-def test_numbers_come_back(quotients: np.ndarray, low: int) -> None:  # type: ignore[type-arg]
+def test_unary_quotients_and_low_bits_are_decoded_as_encoded(quotients: np.ndarray, low: int) -> None:  # type: ignore[type-arg]
     assert np.array_equal(runs(unary(quotients), quotients.size), quotients)
     values = np.arange(quotients.size, dtype=np.uint32) * np.uint32(0x9E3779B9)
     counts, widths = np.array([values.size // 3, 0, values.size - values.size // 3]), np.array([low, 5, 31 - low])
@@ -196,7 +196,7 @@ def test_numbers_come_back(quotients: np.ndarray, low: int) -> None:  # type: ig
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))
-def test_gaps_are_what_lies_between_places(lengths: list[int]) -> None:
+def test_gaps_are_the_distances_between_places(lengths: list[int]) -> None:
     places = np.cumsum(np.array(lengths, np.int64) + 1) - 1
     assert gaps(places).tolist() == lengths
 

@@ -66,7 +66,7 @@ class TestJournal:
         rows = journal.Journal("some", folder=tmp_path)
         assert [rows.once({**KEY, "seed": seed}, measure)["value"] for seed in (0, 1)] == [1, 3]
 
-    def test_fresh_forgets(self, tmp_path):
+    def test_fresh_measures_a_known_row_again(self, tmp_path):
         measure, _ = counted([1, 2])
         journal.Journal("some", folder=tmp_path).once(KEY, measure)
         assert journal.Journal("some", fresh=True, folder=tmp_path).once(KEY, measure)["value"] == 2
@@ -115,7 +115,7 @@ class TestSeeds:
         assert found["low"] == pytest.approx(1 / inverse["high"], rel=1e-3)
         assert found["paired"] == pytest.approx(1 / inverse["paired"], rel=1e-3)
 
-    def test_one_seed_has_no_interval(self):
+    def test_a_mean_and_a_ratio_of_one_seed_have_no_interval(self):
         assert seeds.mean([30.0]) == {"mean": 30.0}
         assert seeds.ratio([30.0], [20.0]) == {"ratio": 1.5}
 
@@ -172,7 +172,7 @@ class TestBesideTrl:
         assert found == ((reached[0] - 1, reached[0]) if reached else None)
         assert len(asked) <= 2 * math.ceil(math.log2(len(rates) + 1)) + 1
 
-    def test_a_good_guess_costs_two_evaluations(self):
+    def test_two_evaluations_suffice_if_the_guess_is_right(self):
         asked = []
 
         def rate_at(index):
@@ -182,7 +182,7 @@ class TestBesideTrl:
         assert trl.neighbours(6, rate_at, 0.85, 4) == (3, 4)
         assert sorted(asked) == [3, 4]
 
-    def test_seconds_at_the_rate_lie_on_the_line(self):
+    def test_seconds_at_a_rate_are_interpolated_linearly(self):
         low, high = {"rate": 0.8, "cpu_s": 40.0}, {"rate": 0.9, "cpu_s": 50.0}
         assert trl.between(low, high, 0.85) == 45.0
 
@@ -355,7 +355,7 @@ class TestDeltas:
                 peer.write(coded, live)
                 assert (live[0] == new).all(), peer.name
 
-    def test_settings_have_names_of_their_own(self):
+    def test_peers_have_different_names(self):
         names = [peer.name for peer in peers()]
         assert len(set(names)) == len(names)
 

@@ -87,6 +87,8 @@ def test_omitted_settings_have_their_default_and_overrides_win(tmp_path):
         ("seed = 2026-01-01", "seed: expected an integer, got"),
         ("[inner]\nzzz = 1", "known: inner.kind, inner.names, inner.rate, inner.share, inner.steps"),
         ("seed = ", "is not valid TOML"),
+        ("[inner", "(at end of document)\n  hint: look at the last lines, and for a bracket or quotation mark"),
+        ("seed = = 1", "(at line 1, column 8)\n  hint: fix the line that the error names"),
     ],
 )
 def test_bad_input_is_named_with_its_place_and_a_hint(tmp_path, text, says):
@@ -94,6 +96,11 @@ def test_bad_input_is_named_with_its_place_and_a_hint(tmp_path, text, says):
         load(written(tmp_path, text), Outer)
     assert says in str(error.value)
     assert "hint:" in str(error.value)
+
+
+def test_an_error_of_the_whole_config_names_no_section():
+    with pytest.raises(ConfigError, match=r"^the config is invalid: rate = 2\.0 is over"):
+        build(Inner, {"steps": 1, "rate": 2.0})
 
 
 def test_all_errors_of_a_config_are_reported_at_once_with_their_number(tmp_path):

@@ -16,7 +16,7 @@ def slow(event: dict[str, Any]) -> bool:
     return "slow" in event["engines"]
 
 
-def test_time_that_no_span_covers() -> None:
+def test_uncovered_s_is_the_time_outside_of_all_spans() -> None:
     assert uncovered_s(10, 20, []) == 10
     assert uncovered_s(10, 20, [(0, 12), (11, 14), (16, 17), (19, 30)]) == 4
     assert uncovered_s(10, 20, [(5, 25)]) == 0

@@ -33,6 +33,7 @@ from etude.tasks.corpus import plugin_documents
 from etude.tasks.scripts import Demonstrating, WithBaselines
 from etude.testing import FakeGrader, MemoryMachine
 from etude.testing.contracts import results, sampled_tokens
+from etude.training import learner_plugins
 from etude.training.config import CorrectionKind, LearnerConfig, PolicyLossKind
 from etude.training.learner_plugins import LearnerPlugins
 
@@ -247,6 +248,25 @@ class Bad(Weighted):
     assert f"policy loss {name}:Bad" in error.value.what
     assert says in error.value.facts
     assert "the run can be resumed" in error.value.hint
+
+
+def test_a_loss_that_hangs_is_named_at_its_deadline_and_one_that_ends_keeps_its_gradient(module, monkeypatch):
+    name = module(
+        more="""
+import time
+
+class Hangs(Weighted):
+    def __call__(self, tokens):
+        time.sleep(5)
+"""
+    )
+    monkeypatch.setattr(learner_plugins, "CALL_S", 0.2)
+    with pytest.raises(PluginError, match=f"policy loss {name}:Hangs hangs") as error:
+        LearnerPlugins().loss(Plugin(f"{name}:Hangs"), sampled_tokens())
+    assert "computing the loss has not returned within 0.2 s" in error.value.facts
+    monkeypatch.undo()
+    tokens = sampled_tokens()
+    LearnerPlugins().loss(Plugin(f"{name}:Weighted"), tokens).loss.backward()
 
 
 def test_a_loss_is_not_called_where_there_is_no_token():

@@ -52,7 +52,7 @@ def test_a_held_run_names_its_holder_and_is_free_when_the_holder_dies(tmp_path):
     assert RunFolder.open(run.path).holder() is None
 
 
-def test_phases_that_ended_survive(tmp_path):
+def test_ended_phases_are_known_when_the_run_is_opened_again(tmp_path):
     run = RunFolder.create(tmp_path / "a", config_toml="", seed=1)
     assert not run.ended("corpus")
     run.end_phase("corpus", wall_s=1.23456, facts={"tokens": 5})

@@ -12,14 +12,16 @@ gateway both use this package, so the same messages give the same tokens:
 
 from etude.capture.chat import Chat, Message, ParsedCall, ParsedReply
 from etude.capture.context import SummaryLimits
-from etude.capture.stops import Cut, cut_at_stop
+from etude.capture.digests import KeptMessage, KeptMessages, KeptTools
+from etude.capture.stops import Cut, complete_until_stop, cut_at_stop
 from etude.capture.summaries import Summaries
-from etude.capture.tree import KeptMessage, KeptTools, Node, Prompt, TurnTree
+from etude.capture.tree import Node, Prompt, TurnTree
 
 __all__ = [
     "Chat",
     "Cut",
     "KeptMessage",
+    "KeptMessages",
     "KeptTools",
     "Message",
     "Node",
@@ -29,5 +31,6 @@ __all__ = [
     "Summaries",
     "SummaryLimits",
     "TurnTree",
+    "complete_until_stop",
     "cut_at_stop",
 ]

@@ -132,10 +132,10 @@ def head_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def instructions_of(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages that are kept at a summary (`head_of`), extended by what the user said last.
+    """Return the messages that are kept at a summary (`head_of`), with later instructions of the user appended.
 
-    So a later instruction is not lost if the summary omits it. It is the newest user message that follows a reply, and
-    the last message of all if that is the user's.
+    So a later instruction is not lost if the summary omits it. Two texts are appended to the last message: the newest
+    user message that follows a reply, and the conversation's last message if it is another user message.
 
     >>> talk = [{"role": "user", "content": "fix"}, {"role": "assistant", "content": "done"}]
     >>> instructions_of([*talk, {"role": "user", "content": "now test"}])[0]["content"]
@@ -153,7 +153,7 @@ def instructions_of(messages: Sequence[Message]) -> list[Message]:
 def stops_of(messages: Sequence[Message], start: int) -> list[int]:
     """Return the places where a summary may be made, each as the number of messages before it.
 
-    A summary may be made before each turn of the model, except the first turn from message `start` on, and at the end.
+    From message `start` on, a summary may be made before each turn of the model but the first, and after all messages.
 
     >>> roles = ["user", "assistant", "tool", "assistant", "tool"]
     >>> stops_of([{"role": role} for role in roles], 0)

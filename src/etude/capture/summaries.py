@@ -28,7 +28,8 @@ from etude.capture.context import (
     summary_fault,
     with_request,
 )
-from etude.capture.tree import Kept, Node, TurnTree, conversation_keys
+from etude.capture.digests import conversation_keys
+from etude.capture.tree import Node, TurnTree
 from etude.errors import ContextFull
 from etude.records.completion import StopReason
 from etude.records.rollout import TurnKind
@@ -62,13 +63,25 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A stored summary, with which all conversations with a common beginning continue.
+
+    `messages` replace the beginning. `number`: how many summaries there were, this one included. `exchange`: tokens of
+    the longest exchange before it."""
+
+    messages: list[Message]
+    number: int
+    exchange: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shortened:
     """A client's conversation in the form in which the model gets it.
 
     - `messages`: the messages after the last summary, with the summary.
     - `number`: how many summaries they contain.
     - `written`: the turns that were sampled for summaries in this call, refused ones included.
-    - `fault`: why a summary that was due is missing; None if none is."""
+    - `fault`: why a summary that was due is missing; None if no summary is missing."""
 
     messages: list[Message]
     number: int = 0
@@ -77,7 +90,7 @@ class Shortened:
 
 
 class Summaries:
-    """The summaries of all conversations in a tree of turns. They are stored and evicted with its turns.
+    """The summaries of all conversations in a tree of turns. One is forgotten when its turn is evicted from the tree.
 
     `trigger` is the length in tokens from which a conversation is summarised."""
 
@@ -86,6 +99,8 @@ class Summaries:
         self._tree = tree
         self._reserved = len(chat.encode(REQUEST)) + MESSAGE_TOKENS + limits.summary_tokens
         self._running: dict[bytes, _Running] = {}
+        # by the key of the beginning, as clients send it: its turn, and the summary or why it was refused
+        self._stored: dict[bytes, tuple[Node, Kept | SummaryFault]] = {}
 
     async def shorten(
         self,
@@ -103,14 +118,14 @@ class Summaries:
         cancelled when all of them are cancelled."""
         keys = conversation_keys(tools, messages)
         inside = [i + 1 < len(messages) and messages[i + 1]["role"] == "tool" for i in range(len(messages))]
-        known = self._tree.find_summary([b"" if more else key for key, more in zip(keys, inside, strict=True)])
+        known = self._longest_known([b"" if more else key for key, more in zip(keys, inside, strict=True)])
         written: tuple[Node, ...] = ()
         refused: dict[int, SummaryFault] = {}
         context_tokens = self.limits.context_tokens if context_tokens is None else context_tokens
         while True:
             work = _Work(self, writer, messages, known, room, context_tokens)
             for stop in work.stops:
-                if stop not in refused and (fault := self._tree.refused_summary(keys[stop - 1])) is not None:
+                if stop not in refused and isinstance(fault := self._known(keys[stop - 1]), SummaryFault):
                     refused[stop] = fault
             place, due = await work.place(refused) if writer.max_attempts > 0 else (None, False)
             if place is None:
@@ -122,6 +137,25 @@ class Summaries:
                 known, refused = (place, kept), {}
             else:
                 refused[place] = kept
+
+    def _longest_known(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
+        """Return (number of messages that it replaces, stored summary) of the longest beginning with one, or None.
+
+        `keys`: of all beginnings of a conversation."""
+        for i in range(len(keys) - 1, -1, -1):
+            if isinstance(kept := self._known(keys[i]), Kept):
+                self._tree.touch(self._stored[keys[i]][0])
+                return i + 1, kept
+        return None
+
+    def _known(self, key: bytes) -> Kept | SummaryFault | None:
+        """Return the stored summary of a beginning, or why it was refused; None when none was asked for."""
+        node, kept = self._stored.get(key, (None, None))
+        return kept if node is not None and node in self._tree else None
+
+    def _store(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
+        self._stored = {at: one for at, one in self._stored.items() if one[0] in self._tree}
+        self._stored[key] = node, kept
 
     async def _once(self, key: bytes, work: _Work, stop: int) -> tuple[Kept | SummaryFault, tuple[Node, ...]]:
         """Write a summary, or wait for the same one of another request. Only the first gets the sampled turns."""
@@ -163,11 +197,11 @@ class Summaries:
                 covered, number = work.messages[:stop], work.number + 1
                 carried = await writer.carry(reply.text, number, covered)
                 kept = Kept(go_on(instructions_of(covered), carried), number, await work.exchange(stop))
-                self._tree.keep_summary(key, node, kept)
+                self._store(key, node, kept)
                 return kept, tuple(nodes)
             node.kind = TurnKind.REFUSED
         assert fault is not None, "at least one attempt"
-        self._tree.keep_summary(key, nodes[-1], fault)
+        self._store(key, nodes[-1], fault)
         return fault, tuple(nodes)
 
 

@@ -18,21 +18,16 @@ A request costs time for its new messages. Of the messages before them only the 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from etude.capture.chat import Chat, Message
-from etude.capture.context import SummaryFault
+from etude.capture.digests import conversation_keys, extend_key, message_digest, num_chars_of, tools_digest
 from etude.capture.stops import Cut
 from etude.records.completion import Completion, Sampling, StopReason
 from etude.records.rollout import Start, ToolCall, Trace, Turn, TurnKind
@@ -73,7 +68,6 @@ class Node:
     continued: bool = False  # whether a request has taken over its session
     num_children: int = 0  # turns in the tree that continue it
     kept_context: I32 | None = None  # the result of `context` while it is in memory
-    stands_for: bytes = b""  # of a summary: key of the conversation in whose place it is, as `TurnTree.keep_summary`
 
     @property
     def num_added(self) -> int:
@@ -139,18 +133,6 @@ class Prompt:
         return self.parent.completion.routes_start + len(self.parent.completion.routes)
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A stored summary, with which all conversations with a common beginning continue.
-
-    `messages` replace the beginning. `number`: how many summaries there were, this one included. `exchange`: tokens of
-    the longest exchange before it."""
-
-    messages: list[Message]
-    number: int
-    exchange: int
-
-
 class TurnTree:
     """The recorded turns of one or many conversations, found by their messages. Thread-safe.
 
@@ -168,12 +150,20 @@ class TurnTree:
         self._replies = Counter[bytes]()  # turns by `Node.reply_digest`
         self._tools: set[bytes] = set()  # digests of the tools of all requests
         self._first_messages: set[bytes] = set()  # keys of the tools and the first message of all requests
-        self._summaries: dict[bytes, tuple[Node, Kept | SummaryFault]] = {}  # by `Node.stands_for`
         self._rendered: deque[tuple[Node | None, list[Message], Mapping[str, Any], I32]] = deque(maxlen=_MAX_RENDERED)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __contains__(self, node: Node) -> bool:
+        """Return whether a turn is kept, that is, not evicted."""
+        return node in self._nodes
+
+    def touch(self, node: Node) -> None:
+        """Mark a turn as recently used, if it is kept."""
+        with self._lock:
+            self._touch(node)
 
     def prompt(
         self,
@@ -188,27 +178,9 @@ class TurnTree:
         The last message must not be the model's. `signatures`: the tools as the chat format takes them. `tools`: the
         same tools in OpenAI's format, needed when the tools may change within the tree. Raises `ContextFull`, before it
         tokenises, for a prompt that certainly has more than `max_tokens` tokens, and what the chat format raises."""
-        prompt = self.prompt_if_short(messages, signatures, tools=tools, max_tokens=max_tokens)
-        assert prompt is not None, "without a limit"
-        return prompt
-
-    def prompt_if_short(
-        self,
-        messages: Sequence[Message],
-        signatures: Mapping[str, Any],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
-        max_chars: int | None = None,
-    ) -> Prompt | None:
-        """Encode a request as `prompt` does, if its new messages have at most `max_chars` characters; otherwise None.
-
-        So an event loop can encode short ones itself and leave the others to a thread."""
         keys = conversation_keys(tools, messages)
         with self._lock:
             parent, known = self._deepest(keys)
-            if max_chars is not None and sum(map(_num_chars, messages[known:])) > max_chars:
-                return None
             start = self._start(parent, tools, keys[0])
             session_id, fork_from = self._session(parent)
             replies = [message_digest(m) for m in messages[known:] if m["role"] == "assistant"]
@@ -216,6 +188,15 @@ class TurnTree:
         new_ids = self._new_ids(parent, messages, known, signatures, max_tokens)
         token_ids = new_ids if parent is None else np.concatenate([*parent.context_parts(), new_ids])
         return Prompt(parent, token_ids, new_ids, keys[-1], session_id, fork_from, start, num_resampled)
+
+    def num_new_chars(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Estimate how many characters `prompt` would tokenise: those of the messages after the deepest recorded turn.
+
+        `tools` is as in `prompt`. No session is taken."""
+        keys = conversation_keys(tools, messages)
+        with self._lock:
+            _, known = self._deepest(keys)
+        return sum(map(num_chars_of, messages[known:]))
 
     def prompt_tokens(
         self,
@@ -253,7 +234,7 @@ class TurnTree:
         digest, num_before = message_digest(message), prompt.parent.num_tokens if prompt.parent else 0
         completion = completion if cut is None else cut.kept
         rest = "" if cut is None else cut.rest.rstrip()  # blanks at the end of a reply do not count
-        key = _extend_key(prompt.key, digest)
+        key = extend_key(prompt.key, digest)
         with self._lock:
             for node in self._by_key.get(key, ()):
                 if node.parent is prompt.parent and node.sampling == sampling and node.has_tokens_of(completion):
@@ -284,8 +265,8 @@ class TurnTree:
     def trace(self) -> Trace:
         """Return all turns that are in the tree, in the order in which they were recorded.
 
-        After them come the sampled stop texts that cut turns off, each as a turn without a prompt and a
-        continuation."""
+        After them come the sampled stop texts that cut turns off. Each is a turn of its own, without a prompt and
+        without a continuation."""
         with self._lock:
             nodes = sorted(self._nodes, key=lambda node: node.number)
         index = {node: i for i, node in enumerate(nodes)}
@@ -314,35 +295,6 @@ class TurnTree:
             if node.tail is not None
         ]
         return Trace((*turns, *tails))
-
-    def keep_summary(self, key: bytes, node: Node, kept: Kept | SummaryFault) -> None:
-        """Store the summary of the beginning of a conversation, or why it was refused, as long as the turn `node` is
-        kept.
-
-        `key` identifies the beginning, as its clients send it (an element of `conversation_keys`)."""
-        with self._lock:
-            if node in self._nodes:
-                node.stands_for = key
-                self._summaries[key] = node, kept
-
-    def find_summary(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
-        """Return the stored summary of the longest beginning of a conversation, or None.
-
-        `keys` are the conversation's `conversation_keys`. The result is (number of messages that it replaces,
-        summary)."""
-        with self._lock:
-            for i in range(len(keys) - 1, -1, -1):
-                node, kept = self._summaries.get(keys[i], (None, None))
-                if node is not None and isinstance(kept, Kept):
-                    self._touch(node)
-                    return i + 1, kept
-        return None
-
-    def refused_summary(self, key: bytes) -> SummaryFault | None:
-        """Return why the summary of the beginning `key` was refused; None if none was."""
-        with self._lock:
-            _, kept = self._summaries.get(key, (None, None))
-        return kept if isinstance(kept, SummaryFault) else None
 
     def _new_ids(
         self,
@@ -388,7 +340,7 @@ class TurnTree:
         """Why a request continues `parent`, or starts a root (None). `first`: key of the tools and first message."""
         if self.max_tokens is not None:  # only of interest for one rollout; the sets would grow without bound
             return Start.NEXT if parent is not None else Start.FIRST
-        digest = _tools_digest(tools)
+        digest = tools_digest(tools)
         any_before, same_tools, same_first = bool(self._tools), digest in self._tools, first in self._first_messages
         self._tools.add(digest)
         self._first_messages.add(first)
@@ -430,7 +382,6 @@ class TurnTree:
         """Remove a turn without children. Its parent is as old as its last child was."""
         del self._leaves[node]
         self._nodes.remove(node)
-        self._summaries.pop(node.stands_for, None)
         self.num_tokens -= node.num_added
         self._drop_context(node)
         same = self._by_key[node.key]
@@ -458,91 +409,3 @@ class TurnTree:
     def _drop_context(self, node: Node) -> None:
         self._contexts.pop(node, None)
         node.kept_context = None
-
-
-class KeptMessage(dict[str, Any]):
-    """A message that never changes, with its digest (`message_digest`) and its number of characters."""
-
-    __slots__ = ("digest", "num_chars")
-
-    def __init__(self, message: Message) -> None:
-        super().__init__(message)
-        self.digest, self.num_chars = message_digest(message), _num_chars(message)
-
-
-class KeptTools(list[dict[str, Any]]):
-    """A list of tools that never changes, with its digest. It can be the key of a dict, by identity."""
-
-    __slots__ = ("digest",)
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
-        super().__init__(tools)
-        self.digest = _tools_digest(tools)
-
-
-def conversation_keys(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest for each prefix of a conversation.
-
-    Element i is the SHA-256 digest (32 bytes) of the tools and ``messages[: i + 1]``. The order of keys in a dict does
-    not matter.
-
-    >>> one, same = {"role": "user", "content": "a"}, {"content": "a", "role": "user"}
-    >>> conversation_keys([], [one]) == conversation_keys([], [same])
-    True
-    """
-    digests = [m.digest if m.__class__ is KeptMessage else message_digest(m) for m in messages]
-    return list(accumulate(digests, _extend_key, initial=_tools_digest(tools)))[1:]
-
-
-def message_digest(message: Message) -> bytes:
-    """Return a digest of the content of a message. Messages with equal digests count as the same message.
-
-    Clients change details when they repeat a conversation. So the digest ignores reasoning, ids and names, and in the
-    model's messages also whitespace around the text and the order of a call's arguments.
-
-    >>> call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
-    >>> same = {"function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}
-    >>> reply = {"role": "assistant", "content": "so\\n", "tool_calls": [call], "reasoning_content": "hm"}
-    >>> message_digest(reply) == message_digest({"role": "assistant", "content": "so", "tool_calls": [same]})
-    True
-    """
-    if isinstance(message, KeptMessage):
-        return message.digest
-    content = message.get("content") or ""
-    if message["role"] == "assistant" and isinstance(content, str):
-        content = content.strip()
-    calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
-    return hashlib.sha256(_canonical([message["role"], content, calls])).digest()
-
-
-def _call_identity(call: Mapping[str, Any]) -> list[Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return [function["name"], arguments]
-
-
-def _num_chars(message: Message) -> int:
-    """Return about how many characters the template gets: of the text, the reasoning and the calls' arguments."""
-    if isinstance(message, KeptMessage):
-        return message.num_chars
-    texts = (message.get(name) for name in ("content", "reasoning_content"))
-    return sum(len(text) for text in texts if text) + len(_canonical(message.get("tool_calls") or []))
-
-
-def _tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    if isinstance(tools, KeptTools):
-        return tools.digest
-    return hashlib.sha256(_canonical(list(tools))).digest()
-
-
-@lru_cache(maxsize=1 << 15)  # each request of a conversation has the keys of all earlier ones
-def _extend_key(key: bytes, digest: bytes) -> bytes:
-    return hashlib.sha256(key + digest).digest()
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

@@ -119,22 +119,48 @@ def _add_run_commands(commands: Commands[Parser]) -> None:
     stop.add_argument(
         "--deadline", type=float, default=60.0, metavar="SECONDS", help="how long to wait (default: %(default)g)"
     )
-    evaluate = add(commands, "eval", "evaluate:evaluate", "measure the solve rate of a checkpoint on a task split")
+    _add_eval_commands(commands)
+
+
+def _add_eval_commands(commands: Commands[Parser]) -> None:
+    evaluate = add(commands, "eval", "evaluate:evaluate", "play a suite of tasks on a checkpoint or a model at a URL")
+    evaluate.add_argument("suite", metavar="SUITE", help="a suite file, or a built-in suite, such as own or repair")
     evaluate.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT|RUN", help="a checkpoint directory, or a run: its newest one"
+        "--checkpoint", type=Path, metavar="DIR|RUN", help="a checkpoint, or a run's newest (default: the newest run)"
+    )
+    evaluate.add_argument("--url", default="", help="evaluate a model at this URL instead")
+    evaluate.add_argument("--model", default="", help="name of the model at the URL")
+    evaluate.add_argument(
+        "--dialect", choices=["chat", "messages"], default="chat", help="OpenAI's API (default), or Anthropic's"
+    )
+    evaluate.add_argument(
+        "--key-variable", default="", metavar="NAME", help="environment variable with the API key (default: no key)"
+    )
+    evaluate.add_argument(
+        "--parallel", type=positive, default=8, metavar="N", help="requests to the URL at a time (default: %(default)s)"
+    )
+    evaluate.add_argument(
+        "--beside", action="store_true", help="also the run's untrained model, and that with the suite's prompt"
     )
     evaluate.add_argument("--config", type=Path, help="config with tasks and harness (default: the config of the run)")
+    evaluate.add_argument("--source", default="", metavar="SOURCE", help="task source in place of the suite's")
+    evaluate.add_argument("--split", choices=_SPLITS, help="split of the tasks (default: those of the suite)")
+    evaluate.add_argument("--tasks", type=positive, metavar="N", help="number of tasks (default: that of the suite)")
+    evaluate.add_argument("--tries", type=positive, metavar="K", help="rollouts per task (default: that of the suite)")
+    evaluate.add_argument("--prices", type=Path, metavar="FILE", help="table of prices, for dollars per solved task")
+    evaluate.add_argument("--price-name", default="", metavar="NAME", help="the model in this table (default: policy)")
+    evaluate.add_argument("--gpu", default="", metavar="KIND", help="pay the engines by the hour of this kind of GPU")
+    evaluate.add_argument("--gpus", type=positive, default=1, metavar="N", help="their number (default: %(default)s)")
+    evaluate.add_argument("--name", default="", metavar="LABEL", help="the model's name in results (default: its path)")
     evaluate.add_argument(
-        "--split",
-        choices=["validation", "heldout", "transfer"],
-        default="validation",
-        help="split of the tasks (default: %(default)s)",
+        "--out", type=Path, default=Path("evals"), metavar="DIR", help="folder for results (default: %(default)s)"
     )
-    evaluate.add_argument(
-        "--tasks", type=positive, default=128, metavar="N", help="number of tasks (default: %(default)s)"
-    )
-    evaluate.add_argument("--tries", type=positive, default=1, metavar="K", help="rollouts per task, for best-of-k")
     _add_set(evaluate)
+    board = add(commands, "leaderboard", "evaluate:leaderboard", "compare the results of suites, as a table and a page")
+    board.add_argument(
+        "folder", nargs="?", type=Path, default=Path("evals"), metavar="DIR", help="results (default: %(default)s)"
+    )
+    board.add_argument("--html", type=Path, metavar="FILE", help="the page (default: DIR/leaderboard.html)")
 
 
 def _add_plan_command(commands: Commands[Parser]) -> None:
@@ -198,9 +224,9 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     )
     replay.add_argument("--json", action="store_true", help="print digests and metrics of every step as JSON")
     rollouts = _group(commands, "rollouts", "list and show rollouts")
-    listing = add(rollouts, "list", "rollouts:list_rollouts", "list the rollouts of a run, newest last")
+    listing = add(rollouts, "list", "rollouts:list_rollouts", "list the last rollouts of a run, newest last")
     _add_run(listing)
-    listing.add_argument("--state", help="only rollouts in this state")
+    listing.add_argument("--state", help="only rollouts in this state (not with --eval)")
     listing.add_argument(
         "--eval", metavar="NAME", help="rollouts of evals/NAME.parquet instead: before, after, during-000010, ..."
     )
@@ -210,6 +236,43 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     show.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
     show.add_argument("--full", action="store_true", help="shorten no text")
     show.add_argument("--json", action="store_true", help="print everything as JSON")
+    rewards = _group(commands, "rewards", "list, change, recompute and explain the rewards of a run")
+    terms = add(rewards, "list", "rewards:list_terms", "list the reward terms of a run, with means by step")
+    _add_run(terms)
+    terms.add_argument("--steps", type=positive, default=4, metavar="N", help="the last N steps (default: %(default)s)")
+    change = add(rewards, "set", "rewards:set_terms", "change or add reward terms for the later steps of a run")
+    change.add_argument("run", type=Path, metavar="RUN", help="a run folder; the run may be running")
+    change.add_argument("change", nargs="+", metavar="TERM.KEY=VALUE", help="e.g. brief.weight=0.5, brief.kind=a.b:C")
+    change.add_argument(
+        "--from-step", type=positive, metavar="STEP", help="the first step (default: the next possible)"
+    )
+    again = add(rewards, "recompute", "rewards:recompute_run", "compute rewards again; exit code 1 if any bit differs")
+    _add_run(again)
+    again.add_argument(
+        "--set", action="append", default=[], metavar="TERM.weight=N", help="other settings (repeatable)"
+    )
+    again.add_argument("--step", type=positive, metavar="STEP", help="only this step")
+    again.add_argument("--json", action="store_true", help="print JSON, with digests of the batches")
+    explain = add(rewards, "explain", "rewards:explain", "show how the reward and advantage of a rollout came to be")
+    _add_run(explain)
+    explain.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
+    judge = _group(commands, "judge", "measure judges, and what they spent")
+    calibrate = add(judge, "calibrate", "judge:calibrate_judge", "measure how a judge agrees with labels by people")
+    calibrate.add_argument("labels", type=Path, metavar="LABELS", help="a file of labels, JSON lines")
+    calibrate.add_argument("--config", type=Path, required=True, help="the config that has the judge as a reward term")
+    calibrate.add_argument("--term", required=True, metavar="NAME", help="name of the reward term")
+    calibrate.add_argument("--auditor", metavar="NAME", help="also measure the distance to this other judge")
+    calibrate.add_argument(
+        "--half",
+        choices=["report", "tune"],
+        default="report",
+        help="which half of the labels: to report, or to tune the rubric with (default: %(default)s)",
+    )
+    calibrate.add_argument("--run", type=Path, metavar="RUN", help="the run of the rollouts that labels name")
+    calibrate.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there, too")
+    _add_set(calibrate)
+    spent = add(judge, "accounts", "judge:accounts", "show what judges were asked, could not say, and spent")
+    spent.add_argument("cache", nargs="?", type=Path, default=Path("judges.sqlite"), help="default: %(default)s")
     ledger = _group(commands, "ledger", "check a run's record of its rollouts")
     audit = add(ledger, "audit", "reports:audit_ledger", "check that no rollout was lost or trained on twice")
     _add_run(audit)
@@ -632,12 +695,15 @@ def _add_plugin_commands(commands: Commands[Parser]) -> None:
 
 def _add_harness_commands(commands: Commands[Parser]) -> None:
     harness = _group(commands, "harness", "check the agent program of a config")
-    what = "run one task through a config's agent program with a scripted model, and show what would be trained"
+    what = (
+        "run one task through a config's agent program with a scripted model, and show what would be trained; "
+        "exit code 1 if it finds a problem"
+    )
     check = add(harness, "check", "harness:check", what)
     check.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml")
     _add_set(check)
     check.add_argument("--split", choices=_SPLITS, default="train", help="split of the task (default: %(default)s)")
-    check.add_argument("--task", type=int, default=0, metavar="N", help="index of the task (default: 0)")
+    check.add_argument("--task", type=int, default=0, metavar="N", help="index of the task, from 0 (default: 0)")
     check.add_argument(
         "--answers", type=Path, metavar="FILE", help="what the model says, one JSON value a line: a text or a call"
     )

@@ -97,6 +97,6 @@ async def _check(kind: EngineKind, where: Sequence[str], folder: Path) -> None:
                 raise EngineError(
                     f"the {kind} engine computes wrong log-probabilities for {version}",
                     f"the largest error is {difference:.2g}",
-                    hint="the adapter does not support how this build stores weights: install the tested version",
+                    hint=f"etude was not tested with this build's way to store weights: etude engines install {kind}",
                 )
             print(f"loads versions: step {step}, log-probabilities within {difference:.1e} of the learner's")

@@ -1,7 +1,7 @@
-"""The command ``etude harness check``: one task through a config's agent program, with a scripted model.
+"""The command ``etude harness check``: run one task through a config's agent program, with a scripted model.
 
-It shows what of the program would be trained: the turns as a tree, why each branch began, what the chat template left
-out, and how the program ended. It needs no engine and no training."""
+It shows the turns that would be trained, as a tree; why each branch of the tree began; what the chat template left out;
+and how the program ended. It needs no engine and no training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import asyncio
 import contextvars
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.cli.rollout_tree import print_views
 from etude.config import read
+from etude.dashboard.formatting import number
 from etude.environments import prepare
 from etude.environments.backends import runtime_from_config
 from etude.errors import Exit, InputError
@@ -39,7 +41,10 @@ from etude.loop.preflight import build_images
 from etude.records import Completion, CompletionRequest, Task
 from etude.records.rollout import Ending, Start, TurnKind
 from etude.records.task import Split
+from etude.records.view import RolloutView
+from etude.rollouts.endpoints import ENDED
 from etude.rollouts.scripted import scripted_completion
+from etude.rollouts.view import view_turns
 
 _LAST = ("submit", "finish", "done", "exit", "complete", "attempt_completion", "end")  # tools that end an agent
 _PROBE_CHARS = 40  # of a text that must be found in the rendering
@@ -50,9 +55,9 @@ Answer = Callable[[str, Mapping[str, Signature]], str | Call]
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run one task through the config's agent program, and print what of it would be trained.
+    """Run one task through the config's agent program, and print the turns that would be trained.
 
-    Returns exit code 1 when nothing was attributed to the rollout."""
+    Returns exit code 1 when there is a problem. Notices do not change it."""
     config = build_config(read(args.config, args.set))
     answer = _first_tool() if args.answers is None else _in_order(_read_answers(args.answers))
     asyncio.run(build_images(config, print))
@@ -60,19 +65,18 @@ def check(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         chat = ChatFormat.load(config.start) if config.start is not None else _small_chat(task, Path(folder))
     episode, run = asyncio.run(_play(task, config.machines, config.harness, chat, answer))
-    print(f"task {task.task_id} of {config.tasks.source}; program {config.harness.program}")
-    for line in _tree(episode):
-        print(line)
-    ended = f"failed: {run.failure}" if run.failure else f"ended: {run.ending}"
-    print(f"{ended}; {run.tool_s:.1f} s of its own")
+    print(f"program {config.harness.program}")
+    print_views([_view(str(config.tasks.source), task, run, chat)], full=False)
+    print(f"{run.tool_s:.1f} s of its own")
     for line in run.log.decode(errors="replace").splitlines()[-args.lines :]:
-        print(f"  | {line}")
+        print(f"  | {line}".rstrip())
     problems = list(_problems(episode, run))
-    for what, hint in problems:
-        print(f"problem: {what}\n  hint: {hint}")
-    if not problems:
+    for one in problems:
+        print(f"{'problem' if one.fatal else 'notice'}: {one.what}\n  hint: {one.hint}")
+    fatal = run.failure is not None or any(one.fatal for one in problems)
+    if not fatal:
         print("no problem found")
-    return Exit.DONE if episode.observed and run.failure is None else Exit.FAILED
+    return Exit.FAILED if fatal else Exit.DONE
 
 
 def _read_answers(path: Path) -> list[str | Call]:
@@ -119,18 +123,26 @@ async def _play(
 
 @dataclass(frozen=True)
 class Observed:
-    """One turn, and what of its request is not in the tokens that the model read."""
+    """One turn of the checked program.
+
+    `lost`: the tools and messages of its request that are not in the tokens that the model read. `num_resampled`: as in
+    `ModelTurn`. `broken`: its request goes on with an earlier conversation, but the turn became a new root of the
+    tree."""
 
     turn: ModelTurn
-    lost: list[str] = field(default_factory=list)
+    lost: list[str]
+    num_resampled: int
+    broken: bool
 
 
 class ObservedEpisode(Episode):
-    """An episode that compares each request with its rendering. `observed` are its turns."""
+    """An episode that compares each request with the tokens that the model reads. `observed` has one entry per turn."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.observed: list[Observed] = []
+        self._prompts = list[list[Message]]()
+        self._summaries = list[str]()
 
     async def ask(
         self,
@@ -144,8 +156,26 @@ class ObservedEpisode(Episode):
         _asked.set((last, self.tools.signatures if tools is None else self.chat.signatures(tools)))
         turn = await super().ask(messages, tools=tools, **options)
         rendered = self.chat.decode(turn.node.prompt_context(), special=True)
-        self.observed.append(Observed(turn, _lost(asked, tools or (), rendered)))
+        again, broken = self._goes_on(asked, turn)
+        self.observed.append(Observed(turn, _lost(asked, tools or (), rendered), again, broken))
+        self._prompts.append(asked)
+        if turn.node.kind is TurnKind.SUMMARY and turn.reply.text:
+            self._summaries.append(turn.reply.text)
         return turn
+
+    def _goes_on(self, asked: list[Message], turn: ModelTurn) -> tuple[int, bool]:
+        """Return `num_resampled` and `broken` of `Observed`. A conversation that goes on from a summary is whole.
+
+        A new root goes on with an earlier conversation if it has messages of the model that no earlier request has
+        (others are examples in the prompt), or all messages of an earlier request and more."""
+        if turn.node.parent is not None:
+            return turn.num_resampled, False
+        texts = [str(message.get("content") or "") for message in asked]
+        if any(summary in text for summary in self._summaries for text in texts):
+            return 0, False
+        said = [one for one in asked if one["role"] == "assistant" and not any(one in p for p in self._prompts)]
+        longer = any(len(one) < len(asked) and asked[: len(one)] == one for one in self._prompts)
+        return turn.num_resampled, bool(turn.num_resampled or (self._prompts and said) or longer)
 
 
 def _lost(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], rendered: str) -> list[str]:
@@ -195,40 +225,103 @@ def _first_tool() -> Answer:
     return answer
 
 
-def _tree(episode: ObservedEpisode) -> list[str]:
-    lines = [f"{len(episode.observed)} turns:"]
-    for one in sorted(episode.observed, key=lambda one: one.turn.number):
-        node = one.turn.node
-        parent = "-" if node.parent is None else str(node.parent.number)
-        said = ", ".join(f"calls {call.name}" for call in one.turn.reply.calls) or repr(one.turn.reply.text[:40])
-        tokens = f"{len(node.prompt_ids)} new + {len(node.completion.token_ids)} sampled tokens"
-        lines.append(f"  turn {node.number} after {parent} ({node.start}, {node.kind}): {tokens}, {said}")
-    return lines
+def _view(source: str, task: Task, run: AgentRun, chat: ChatFormat) -> RolloutView:
+    return RolloutView(
+        rollout_id="check",
+        source=source,
+        family=task.family,
+        task_id=task.task_id,
+        ending=None if run.failure else str(run.ending),
+        invalid=f"the run: {run.failure}" if run.failure else "",
+        turns=view_turns(run.trace, chat),
+    )
 
 
-def _problems(episode: ObservedEpisode, run: AgentRun) -> list[tuple[str, str]]:
-    """List what would keep the program from being trained well, each with a hint."""
-    found: list[tuple[str, str]] = []
-    if not episode.observed:
+@dataclass(frozen=True)
+class Problem:
+    """Something that keeps a program from being trained well. Without `fatal` it can be trained nevertheless."""
+
+    what: str
+    hint: str
+    fatal: bool = True
+
+
+def _problems(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
+    """Yield what keeps the program from being trained well."""
+    if not episode.observed and not episode.refused:
         hint = "it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL of its environment; its log is above"
-        found.append(("the program sent no request to the model, so nothing would be trained", hint))
-    again = [one.turn.node.number for one in episode.observed if one.turn.node.start is Start.HISTORY]
-    if again:
-        hint = "it changes or drops messages of the model; each such request is tokenised anew, as a branch of its own"
-        found.append((f"turns {again} do not continue any earlier turn of the model", hint))
+        yield Problem("the program sent no request to the model, so nothing would be trained", hint)
+    yield from _refused(episode)
+    yield from _rewritten(episode.observed)
     lost = sorted({name for one in episode.observed for name in one.lost})
     if lost:
         hint = "the chat template leaves it out; a checkpoint's own template shows what it was trained with"
-        found.append((f"the model never reads: {', '.join(lost)[:1000]}", hint))
+        yield Problem(f"the model never reads: {', '.join(lost)[:1000]}", hint, fatal=False)
     if episode.observed and all(one.turn.node.kind is TurnKind.SIDE for one in episode.observed):
-        found.append(("all turns are side calls, which are not trained", "see the setting harness.program.side"))
+        yield Problem("all turns are side calls, which are not trained", "see the setting harness.program.side")
+    yield from _ending(episode, run)
+
+
+def _refused(episode: ObservedEpisode) -> Iterator[Problem]:
+    """Yield the refused requests by status, path and message. Of those to shorten a context the ending tells."""
+    late = 0
+    for one, count in episode.refused.items():
+        if one.code == ENDED:
+            late += count
+        elif one.code != "context_length_exceeded":
+            was = f"{number(count, 'request')} {'was' if count == 1 else 'were'} refused"
+            fatal = one.request.startswith("POST ") and one.status != 429
+            yield Problem(f"{was}: {one.status} {one.request}: {one.message}", _HINTS.get(one.status, _HINT), fatal)
+    if late:
+        what = f"{number(late, 'request')} came after the end of the rollout and got status 403"
+        if episode.ending is Ending.TURNS:
+            what += f": harness.max_turns = {episode.limits.max_turns} turns were used"
+        hint = "fine if the program stops then; else set harness.max_turns to more, or script its end with --answers"
+        yield Problem(what, hint, fatal=False)
+
+
+_HINT = "change the request, or the program's settings; docs/guides/serving.md says what each dialect takes"
+_HINTS = {
+    401: "send the key of OPENAI_API_KEY or ANTHROPIC_API_KEY",
+    404: "OpenAI's clients need {base_url} (it ends with /v1), Anthropic's the same without /v1",
+    429: "fine if its client tries again; else send fewer requests at the same time",
+}
+
+
+def _rewritten(observed: Sequence[Observed]) -> Iterator[Problem]:
+    """Yield the turns whose requests repeat a conversation, but not as the model has read and sampled it."""
+    again = sum(one.num_resampled for one in observed)
+    tokenised = f" ({again} sampled {'reply' if again == 1 else 'replies'} tokenised again)" if again else ""
+    roots = [one for one in observed if one.broken]
+    if roots:
+        numbers = [one.turn.node.number for one in roots]
+        starts = {one.turn.node.start for one in roots}
+        hint = " ".join(text for start, text in _WHY.items() if start in starts)
+        what = f"turns {numbers} do not continue any earlier turn of the model{tokenised}"
+        yield Problem(what, f"{hint} Each such request is a conversation of its own")
+    elif again:
+        numbers = [one.turn.node.number for one in observed if one.num_resampled]
+        hint = "the program changes or drops an earlier message; send the conversation as it was"
+        yield Problem(f"turns {numbers} continue an earlier turn only in part{tokenised}", hint)
+
+
+_WHY = {
+    Start.TOOLS: "The tools have changed: send the same ones in each request.",
+    Start.SYSTEM: "The first message has changed (a time, a counter?): keep it as it was.",
+    Start.HISTORY: "The messages of the model were changed or dropped: send them as they came.",
+}
+
+
+def _ending(episode: ObservedEpisode, run: AgentRun) -> Iterator[Problem]:
     if run.ending is Ending.CONTEXT:
         size = f"harness.context_tokens = {episode.limits.context_tokens}"
-        found.append((f"the context was full: {size}", "set it to more, or give the program shorter prompts"))
-    if run.ending is Ending.DEADLINE:
+        yield Problem(f"the context was full: {size}", "set it to more, or give the program shorter prompts")
+    elif run.ending is Ending.DEADLINE:
         facts = f"harness.rollout_deadline_s = {episode.limits.rollout_deadline_s:g}"
-        found.append((f"the program was killed at its deadline: {facts}", "set it to more, or see what it waits for"))
-    if run.ending is Ending.STOPPED and episode.limits.require_submit:
-        hint = "see its exit code in the log; harness.require_submit = false grades such rollouts, too"
-        found.append(("the program ended without a submission, and with harness.require_submit the reward is 0", hint))
-    return found
+        yield Problem(f"the program was killed at its deadline: {facts}", "set it to more, or see what it waits for")
+    elif run.ending is Ending.STOPPED and episode.exit_code:
+        hint = "see the end of its log above; a rollout that ends so is graded as it is, or 0 with require_submit"
+        yield Problem(f"the program failed: exit code {episode.exit_code}", hint)
+    elif run.ending is Ending.STOPPED and episode.limits.require_submit:
+        hint = "with harness.require_submit = false such rollouts are graded, too"
+        yield Problem("the program ended without a submission, and with harness.require_submit the reward is 0", hint)

@@ -64,7 +64,9 @@ def open_ledger(run: RunFolder) -> Ledger:
     try:
         return read_ledger(run)
     except NoLedger as error:
-        hint = f"try again later; etude status {run.path} shows the phase of the run"
+        hint = f"it is not running; resume it: etude run --resume {run.path}"
+        if run.holder() is not None:
+            hint = f"try again later; etude status {run.path} shows the phase of the run"
         raise NoLedger(f"{run.path} has no ledger", f"RL has not started ({error.facts})", hint=hint) from None
 
 

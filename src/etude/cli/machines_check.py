@@ -30,7 +30,7 @@ _PRINTED = (Verdict.SUCCEEDED, Verdict.CAUGHT, Verdict.KNOWN)
 def check(args: argparse.Namespace) -> int:
     """Run all attacks on machines and print their results.
 
-    Returns exit code 1 if an attack succeeds that is not known to."""
+    Returns exit code 1 if an attack succeeds that was not expected to."""
     screen, found = console(), list[Finding]()
 
     def add(finding: Finding) -> None:

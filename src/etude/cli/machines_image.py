@@ -60,7 +60,7 @@ def _kind_of(source: str) -> str:
     if path.is_dir():
         return "directory"
     hint = "give a folder, a Dockerfile, an archive, or debian:SUITE"
-    raise InputError(f"nothing at {source}", "and this is not the name of a kind of image either", hint=hint)
+    raise InputError(f"nothing at {source}", "it is not the name of a kind of image either", hint=hint)
 
 
 def _from_directory(store: ImageStore, args: argparse.Namespace) -> ImageRecord:

@@ -112,7 +112,9 @@ def _checkpoint(path: Path) -> tuple[Path, RunConfig | None]:
         return newest_checkpoint(run), read_config(run)
     if not (found / "config.json").is_file():
         raise NoCheckpoint(
-            f"{found} is not a checkpoint", "it has no config.json", hint="give a Hugging Face directory"
+            f"{found} is not a checkpoint",
+            "it has no config.json",
+            hint="give a Hugging Face directory, or a run",
         )
     return found, None
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from etude.cli.locations import console, open_run
 from etude.config import overridden, read, to_toml
+from etude.dashboard.formatting import number
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
 from etude.inference.config import EngineKind, devices_of
 from etude.loop.config import RunConfig
@@ -312,8 +313,8 @@ def _calibrated(config: RunConfig) -> Measured:
 def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measured) -> Table:
     on_cpu = isinstance(hardware, Measured)
     work = "CPU seconds" if on_cpu else "device seconds"
-    engines = _counted(layout.engines, "engine")
-    engines += ", CPU seconds of all" if on_cpu else f", {_counted(layout.engine_ranks, 'device')} each"
+    engines = number(layout.engines, "engine")
+    engines += ", CPU seconds of all" if on_cpu else f", {number(layout.engine_ranks, 'device')} each"
     batch = "per engine" if on_cpu else f"per engine; compute-bound from {found.critical_batch:.0f}"
     sync = f"{found.sync_bytes / 1e6:,.1f} MB, {layout.changed_share:.0%} of the weights changed"
     rollout = f"{shape.turns:.1f} turns, {shape.context:.0f} tokens, {shape.sampled_tokens:.0f} of them sampled"
@@ -348,11 +349,7 @@ def _learner(layout: Layout) -> str:
     training = layout.training
     adapters = f", adapters of rank {training.lora_rank}" if training.lora_rank else ""
     rule, again = "Muon" if training.muon else "AdamW", ", activation recomputation" if training.recompute else ""
-    return f"{_counted(layout.learner_ranks, 'rank')}, {rule}{adapters}{again}"
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    return f"{number(layout.learner_ranks, 'rank')}, {rule}{adapters}{again}"
 
 
 def _compared(beside: dict[str, tuple[float, float]]) -> Table:

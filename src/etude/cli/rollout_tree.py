@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,10 @@ def _tree(view: RolloutView, *, full: bool) -> Tree:
     if view.history:
         history = root.add(Text("history", "bold"))
         for move in view.history:
-            history.add(Text(f"{move['t']:.2f} {move['origin'] or '-'} -> {move['state']} {move['reason']}".rstrip()))
+            at = datetime.datetime.fromtimestamp(move["t"])  # local time
+            history.add(
+                Text(f"{at:%Y-%m-%d %H:%M:%S} {move['origin'] or '-'} -> {move['state']} {move['reason']}".rstrip())
+            )
     waiting: list[tuple[Tree, Conversation]] = [(root, one) for one in reversed(conversations(view.turns))]
     while waiting:
         into, one = waiting.pop()
@@ -58,6 +62,7 @@ def _tree(view: RolloutView, *, full: bool) -> Tree:
             later += [(leaf, branch) for branch in branches]
         waiting += reversed(later)
     if view.transcript:
+        root.add(Text("(recorded by an earlier version of etude, which kept the text and not the turns)"))
         root.add(Text(_visible(view.transcript if full else shorten(view.transcript, lines=100, chars=CHARS))))
     elif not view.turns:
         root.add(Text("(nothing was stored: the rollout did not finish)"))

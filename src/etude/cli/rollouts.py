@@ -1,7 +1,7 @@
 """The commands ``etude rollouts list`` and ``show`` for rollouts of training and of evaluations.
 
-The file of a rollout is deleted after the second checkpoint that follows its step; its trace is kept. A rollout that
-was never trained on stays in its file. Rollouts of evaluations stay in the files of the evaluations.
+When a rollout was trained on, its file is deleted after the second checkpoint that follows its step, and the trace (the
+record of the step's batch) is kept. Other rollouts stay in their files.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
-from etude.cli.locations import console, open_ledger, open_run
+from etude.cli.locations import RUNS, console, open_ledger, open_run
 from etude.cli.rollout_tree import print_views
 from etude.dashboard.formatting import number
-from etude.errors import EtudeError, InputError, nearest
+from etude.errors import EtudeError, InputError, NoRun, nearest
 from etude.evals import EvalRow, read_rows
 from etude.experience import Ledger
 from etude.experience.database import NoLedger
@@ -31,33 +31,54 @@ from etude.run import RunFolder
 
 
 def list_rollouts(args: argparse.Namespace) -> int:
-    """List the training rollouts of a run, the newest last, or the first rollouts of one evaluation. Returns 0."""
+    """List the last training rollouts of a run, the newest last, or the last rollouts of one evaluation. Returns 0."""
     run = open_run(args.run)
     if args.state is not None and args.state not in list(State):
         raise InputError(f"unknown state {args.state!r}", hint=nearest(args.state, list(State)))
     if args.eval is not None:
-        console().print(_evaluated(read_rows(_evaluation(run, args.eval)), args.limit))
+        if args.state is not None:
+            facts = "only rollouts of training have a state"
+            raise InputError("--state and --eval exclude each other", facts, hint="leave out one of them")
+        results = sorted(read_rows(_evaluation(run, args.eval)), key=lambda row: row.rollout_id)
+        _print(_evaluated(results[-args.limit :]), len(results))
         return 0
     ledger = open_ledger(run)
-    table = Table("rollout", "state", "reward", "step", "attempt", "reason")
+    table = _table("rollout", "state", "reward", "step", "attempt")
     signs = ledger.quarantined()
-    for row in _rows(ledger, args.state, args.limit, signs):
+    rows, total = _rows(ledger, args.state, args.limit, signs)
+    for row in rows:
         reward, reason = "" if row.reward is None else f"{row.reward:g}", row.reason
         if row.rollout_id in signs:
             sign = signs[row.rollout_id]
             reason = f"{reason + '; ' if reason else ''}quarantined, graded {sign.graded:g}: {sign.reason}"
         table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), reason)
-    console().print(table)
+    _print(table, total)
     return 0
 
 
-def _rows(ledger: Ledger, state: str | None, limit: int, signs: Collection[str]) -> list[Row]:
-    """The newest rollouts in a state, at most `limit`. The state `quarantined` includes rollouts whose record is
-    unreadable and rollouts with signs of cheating (`signs`), in any state."""
+def _table(*names: str) -> Table:
+    """Make a table in which only the last column, "reason", is wrapped when the terminal is narrow."""
+    return Table(*(Column(name, no_wrap=True) for name in names), Column("reason", overflow="fold"))
+
+
+def _print(table: Table, total: int) -> None:
+    screen = console()
+    screen.print(table)
+    if table.row_count < total:
+        screen.print(f"the last {table.row_count} of {total} rollouts; all of them: --limit {total}")
+
+
+def _rows(ledger: Ledger, state: str | None, limit: int, signs: Collection[str]) -> tuple[list[Row], int]:
+    """Return (the newest rollouts in a state, at most `limit`; how many there are).
+
+    The state `quarantined` includes rollouts whose record is unreadable and rollouts with signs of cheating (`signs`),
+    in any state."""
     if state != State.QUARANTINED:
-        return ledger.rows(states=None if state is None else [State(state)], limit=limit)
+        counts = ledger.states()
+        total = sum(counts.values()) if state is None else counts.get(State(state), 0)
+        return ledger.rows(states=None if state is None else [State(state)], limit=limit), total
     found = [*ledger.find_rows(signs), *ledger.rows(states=[State.QUARANTINED])]
-    return sorted(found, key=lambda row: row.rollout_id)[-limit:] if limit else []
+    return sorted(found, key=lambda row: row.rollout_id)[-limit:], len(found)
 
 
 def _evaluation(run: RunFolder, name: str) -> Path:
@@ -67,9 +88,9 @@ def _evaluation(run: RunFolder, name: str) -> Path:
     return run / "evals" / f"{name}.parquet"
 
 
-def _evaluated(rows: list[EvalRow], limit: int) -> Table:
-    table = Table("rollout", "family", "outcome", "reward", "turns", "reason")
-    for row in sorted(rows, key=lambda row: row.rollout_id)[:limit]:
+def _evaluated(rows: list[EvalRow]) -> Table:
+    table = _table("rollout", "family", "outcome", "reward", "turns")
+    for row in rows:
         table.add_row(row.rollout_id, row.family, row.outcome, f"{row.reward:g}", str(row.turns), row.reason)
     return table
 
@@ -78,7 +99,12 @@ def show(args: argparse.Namespace) -> int:
     """Print one rollout as a tree of turns: calls, tokens, what was trained, and its grade. Returns 0.
 
     A rollout of an evaluation is printed once for each evaluation that has it."""
-    run = open_run(args.run)
+    try:
+        run = open_run(args.run)
+    except NoRun as error:
+        if any((base / args.rollout_id / "run.json").is_file() for base in (Path(), RUNS)):
+            error.hint = f"the run comes first: etude rollouts show {args.rollout_id} {args.run}"
+        raise
     views = [*_training_view(run, args.rollout_id), *_evaluation_views(run, args.rollout_id)]
     if not views:
         known = {*_training_ids(run), *(row.rollout_id for _, rows in _evaluations(run) for row in rows)}

@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console, Group
@@ -20,7 +21,7 @@ from rich.live import Live
 
 from etude.cli.arguments import LOCAL
 from etude.cli.locations import RUNS, newest_run, open_run
-from etude.config import Plugin, leaves, overridden, plugins_in, read, to_toml, with_digests
+from etude.config import Plugin, build, leaves, overridden, plugins_in, read, to_toml, with_digests
 from etude.dashboard import RunView, plain_line, render, terms_legend
 from etude.dashboard.progress import current_phase
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, PluginError, RunError
@@ -29,6 +30,7 @@ from etude.loop.config import RunConfig, check_same_plugins, config_to_resume
 from etude.loop.limits import build_config
 from etude.loop.locations import read_ledger
 from etude.loop.preflight import check_ledger, preflight
+from etude.loop.reward_settings import RewardChange, RewardSettings, read_changes, record_change
 from etude.models.config import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
@@ -59,7 +61,13 @@ def run(args: argparse.Namespace) -> int:
         check_ledger(folder)
     if args.on != LOCAL:
         _connect(args.on, config, RUNS if folder is None else folder.path.parent)
-    uses = dict.fromkeys([*plugins_in(config), *(("model.family", Plugin(name)) for name in own_family_names())])
+    changes = [] if folder is None else read_changes(folder)
+    if folder is not None and (args.config is not None or "rewards" in given):
+        changes += changed_rewards(folder, config, given)
+    later = [pair for one in changes for pair in plugins_in(one.rewards, "rewards")]
+    uses = dict.fromkeys(
+        [*plugins_in(config), *later, *(("model.family", Plugin(name)) for name in own_family_names())]
+    )
     plugins = check_all(list(uses))
     if folder is not None:
         check_same_plugins(folder, plugins, accept=args.changed_plugins)
@@ -76,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
     folder.lock()
     if (code := msgspec.to_builtins(plugins)) != folder.plugins():
         folder.record_plugins(code)
+    if changes and not changes[-1].since:
+        step = changes[-1].from_step
+        record_change(folder, changes[-1].rewards, from_step=step, last_step=lambda: step - 1)
+        print(f"other rewards from step {step} on, as the settings say", flush=True)
     print(f"run {folder.path}", flush=True)
     from etude.loop import event_loop
 
@@ -101,6 +113,17 @@ def run(args: argparse.Namespace) -> int:
         hint = f"look at some rollouts (etude rollouts list {folder.path}); use tasks that only some rollouts solve"
         raise NothingLearnt("the run had nothing to learn from", why, hint=hint)
     return 0
+
+
+def changed_rewards(folder: RunFolder, config: RunConfig, given: Mapping[str, Any]) -> list[RewardChange]:
+    """Return the change of rewards that the settings `given` to a run to resume make; empty if they make none.
+
+    They make none if they are those of the run's config, or those that were recorded last."""
+    rewards, next_step = build(RunConfig, given).rewards, 1
+    with contextlib.suppress(NoLedger), contextlib.closing(read_ledger(folder)) as ledger:
+        next_step += max(ledger.steps(), default=0)
+    known = [config.rewards, RewardSettings(folder, config).at(next_step)]
+    return [] if rewards in known else [RewardChange(next_step, rewards)]
 
 
 def _resume_step(folder: RunFolder) -> str:

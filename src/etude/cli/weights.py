@@ -25,7 +25,7 @@ from etude.weights.chain import fsck, inspect, signing
 
 
 def log(args: argparse.Namespace) -> int:
-    """List every published version, the newest last: bytes, compression ratio, share of the bound, number of rollouts.
+    """List every published version, the newest last: bytes, compression ratio, nearness to the smallest size, rollouts.
 
     Returns 0."""
     store = _store(args.run)

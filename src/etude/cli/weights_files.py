@@ -116,7 +116,7 @@ def apply(args: argparse.Namespace) -> int:
 
 
 def verify(delta: Path, base: Path) -> int:
-    """Verify every digest in a delta file: of the tensors of its base, and of those that result from it.
+    """Verify every digest in a delta file: of the tensors of its base, and of the tensors that result.
 
     Returns the exit code."""
     found = verify_delta(delta, base)

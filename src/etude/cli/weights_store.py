@@ -200,9 +200,9 @@ def relay(args: argparse.Namespace) -> int:
 
 
 def gc(args: argparse.Namespace) -> int:
-    """Delete objects needed only by versions that stopped being the newest longer than `--keep` ago. Returns 0.
+    """Delete the objects of versions that stopped being the newest more than `--keep` ago. Returns 0.
 
-    The first call deletes nothing."""
+    An object is kept while a kept version needs it. The first call deletes nothing: it only records what exists now."""
     signer = signing.read_signer(args.key)
     store = _with_channel(args)
     inspect.require_pointer(store, args.name, signer)

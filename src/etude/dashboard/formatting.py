@@ -76,6 +76,15 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if 0 < abs(value) < 1 else f"{value:.0f} %"
 
 
+def money(dollars: float | None) -> str:
+    """Format dollars.
+
+    >>> money(None), money(0.000412), money(1.5)
+    ('unknown', '$4.12e-4', '$1.5')
+    """
+    return "unknown" if dollars is None else f"${significant(dollars)}"
+
+
 def sparkline(values: Sequence[float], width: int = 24) -> str:
     """Draw values from 0 to 1 as block characters. More than `width` values are averaged to `width`.
 
@@ -89,7 +98,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def problems_note(one: Mapping[str, Any]) -> str:
-    """Return a note on how many different problems the tasks of an evaluation have; "" if each task is its own.
+    """Return a note on how many different problems the tasks of an evaluation have; "" if all differ.
 
     `one` is an `eval.result` event.
 

@@ -322,7 +322,7 @@ entropy = _step_panel("Entropy", "Nats per sampled token; a sudden fall is a col
 gradient = _step_panel("Gradient norm", "Before clipping.", ("gradient norm", "grad_norm"))
 no_signal = _step_panel(
     "Groups without signal",
-    "Share of groups whose siblings all had the same reward, or too few of which were valid: they have no gradient.",
+    "Share of groups without an advantage: siblings had equal rewards, or too few were valid. They have no gradient.",
     ("groups", "no_signal_share"),
     shown=percent,
 )

@@ -20,7 +20,8 @@ STATES = {"restart": "was restarted", "hung": "did not answer and was killed"}
 def recovered_failures(view: RunView) -> list[tuple[str, int]]:
     """List the failures from which a run recovered, each with the number of times that it occurred.
 
-    They are sorted by kind: losses of processes, lost steps, troubles of engines, repairs, parity alarms."""
+    They are sorted by kind: losses of processes, lost steps, troubles of engines, repairs, unknown reward terms, parity
+    alarms."""
     found: Counter[str] = Counter()
     for event in losses(view):
         found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
@@ -32,9 +33,19 @@ def recovered_failures(view: RunView) -> list[tuple[str, int]]:
         found[f"{text(event, 'process')}: {text(event, 'reason')}"] += 1
     for event in view.events("weights.mend"):
         found[f"weights repaired: {text(event, 'reason')}"] += 1
+    found.update(sentence for _, sentence in unknown_terms(view))
     for event in view.events("parity.alarm"):
         found[f"{text(event, 'engine')} was over the parity budget"] += 1
     return list(found.items())
+
+
+def unknown_terms(view: RunView) -> Iterator[tuple[float, str]]:
+    """Yield (time, sentence) for each group that waits for a reward term, or is trained on without it."""
+    said = {"waiting": "a group waits for", "without": "a group goes without"}
+    for event in {text(event, "group_id"): event for event in view.events("rewards.unknown")}.values():
+        names = event.get("terms")
+        if (what := said.get(text(event, "state"))) and isinstance(names, list):
+            yield float(event["t"]), f"{what} the reward term {', '.join(map(str, names))}, which is unknown"
 
 
 def losses(view: RunView) -> list[Event]:

@@ -40,8 +40,8 @@ def current_phase(view: RunView) -> PhaseSpan | None:
 def progress(view: RunView) -> Progress | None:
     """Compute the progress of the current phase; None for a phase without a count, or before its first count.
 
-    In a phase with several evaluations it is that of the current one. The time left is estimated from the speed since
-    the phase last started: neither the pause before a resumption nor steps that are repeated after it count."""
+    In a phase with several evaluations it is the progress of the current one. The time left is estimated from the speed
+    since the phase last started: neither the pause before a resumption nor steps that are repeated after it count."""
     phase = current_phase(view)
     kind, done_key, total_key = _COUNTED.get(phase.name, ("", "", "")) if phase else ("", "", "")
     event = view.latest(kind)

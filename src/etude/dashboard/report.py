@@ -130,6 +130,13 @@ def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield "wall time", formatting.duration(summary["wall_s"]["total"]), "all phases that have ended"
     if summary["cpu_s"]["total"]:
         yield "CPU time", formatting.duration(summary["cpu_s"]["total"]), "all processes"
+    solved = summary["heldout"]["after"] or summary["heldout"]["before"] or {}
+    if solved.get("dollars_per_solved") is not None:
+        value = formatting.money(solved["dollars_per_solved"])
+        yield "per solved task", value, f"held-out; per kept change {formatting.money(solved['dollars_per_kept'])}"
+    if solved.get("latency_p50_s") is not None and solved["latency_p99_s"] is not None:
+        longest = formatting.duration(solved["latency_p99_s"])
+        yield "time of a task", formatting.duration(solved["latency_p50_s"]), f"held-out, median; p99 {longest}"
     idle = summary["idle"]
     if idle["learner"] is not None:
         yield "learner idle", formatting.percent(idle["learner"]), "of the RL phase, from CPU time"

@@ -108,7 +108,7 @@ class RunView:
     def unreadable(self) -> list[str]:
         """List a sentence for each event file with unreadable lines or an incomplete last line.
 
-        The latter also happens while a process writes."""
+        An incomplete last line is normal while a process writes."""
         counts = sorted((name, count) for name, count in self._unreadable.items() if count)
         found = [f"events/{name}: {count} line{'s' * (count > 1)} cannot be read" for name, count in counts]
         return found + [f"events/{name} ends within a line" for name in sorted(self._cut)]

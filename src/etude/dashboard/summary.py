@@ -26,6 +26,14 @@ _HELDOUT = (
     "best_of_k",
     "turns_mean",
     "sampled_mean",
+    "prompt_mean",
+    "cached_share",
+    "latency_p50_s",
+    "latency_p99_s",
+    "machine_s",
+    "dollars",
+    "dollars_per_solved",
+    "dollars_per_kept",
 )
 
 
@@ -38,7 +46,7 @@ def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None)
 
 
 def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Compute summary.json from a view. `rollouts` is that of `summarise`."""
+    """Compute summary.json from a view. `rollouts` is the number of rollouts by state, as for `summarise`."""
     identity = view.identity()
     ended = {span.name for span in view.phases() if span.end is not None}
     return {
@@ -68,7 +76,8 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
 def nothing_learnt(view: RunView) -> str | None:
     """Return a sentence on why no step of a run could learn; None if a step could, or before the first step.
 
-    The policy learns from a group of rollouts only if the rewards within it differ."""
+    The policy learns from a group of rollouts only if they have advantages. With the built-in credit schemes they have
+    if their rewards differ."""
     steps = view.by_step("rl.step")
     if not steps or any(number(event, "no_signal_share") != 1.0 for event in steps):
         return None
@@ -76,7 +85,7 @@ def nothing_learnt(view: RunView) -> str | None:
     rewards = {reward for event in rollouts if (reward := number(event, "reward")) is not None}
     endings = Counter(text(event, "ending") for event in rollouts)
     turns = _mean(_values(rollouts, "turns"))
-    why = f"in none of {len(steps)} steps did the rewards of a group differ"
+    why = f"in none of {len(steps)} steps did a rollout have an advantage"
     if len(rewards) == 1:
         why += f"; all {len(rollouts)} rollouts have reward {rewards.pop():g}"
     if endings:
@@ -89,7 +98,7 @@ def nothing_learnt(view: RunView) -> str | None:
 def heldout(view: RunView) -> dict[str, Any]:
     """Return the evaluations before, during and after RL, each by name.
 
-    Those before and after use held-out tasks, and those during RL validation tasks, as their `split` says."""
+    Those before and after RL use held-out tasks. Those during RL use validation tasks. `split` names the kind."""
     before, after = view.evaluation("before"), view.evaluation("after")
     during = view.evaluations_during()
     return {
@@ -209,7 +218,7 @@ def quarantined(view: RunView) -> int:
 
 
 def rollout_states(ledger: Path) -> dict[str, int]:
-    """Count the rollouts in each state in a ledger file (SQLite), also while it is written.
+    """Count the rollouts in each state in a ledger, the database of rollouts (SQLite), also while it is written.
 
     Returns {} when the file is missing or damaged."""
     try:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from etude.dashboard import formatting
 from etude.dashboard.glossary import GLOSSARY, legend
-from etude.dashboard.problems import STATES, losses
+from etude.dashboard.problems import STATES, losses, unknown_terms
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.run_view import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
@@ -291,6 +291,7 @@ def _problem(view: RunView) -> Iterator[tuple[str, Text]]:
     found += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.events("engine.trouble")]
     found += [(float(e["t"]), f"weights repaired: {text(e, 'reason')}") for e in view.events("weights.mend")]
     found += [(float(e["t"]), _alarm(e)) for e in view.events("parity.alarm")]
+    found += unknown_terms(view)
     if found:
         newest, more = max(found)[1], len(found) - 1
         yield "problem", Text(newest + (f"; before it {more} more" if more else ""), "yellow")

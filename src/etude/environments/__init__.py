@@ -17,7 +17,7 @@ its hint lists the alternatives.
 ...     await runtime.close()
 ...     return outcome.grade, outcome.reason
 >>> asyncio.run(main())
-(1.0, 'all 1 hidden tests pass')
+(1.0, 'the hidden test passes')
 """
 
 from etude.environments.config import MachineLimits

@@ -15,8 +15,8 @@ class LruCache(Generic[T]):
     """A cache of values by name. The value of a name never changes.
 
     `size_of` returns a value's size in bytes. Values that are not held have at most `max_bytes` together; beyond that
-    the least recently used are evicted (a single larger value stays). Held values do not count: whoever holds them has
-    a limit of its own.
+    the least recently used are evicted (a single larger value stays). Held values do not count, since those who hold
+    them have limits of their own.
 
     >>> trees = LruCache(len, max_bytes=8)
     >>> trees.put("a", b"aaaaa"), trees.hold("a"), trees.put("b", b"bbbbb"), trees.put("c", b"ccccc")

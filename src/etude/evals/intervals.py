@@ -59,8 +59,9 @@ def wilson(solved: float, n: float, z: float = Z95) -> Interval:
 def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Interval:
     """Compute the mean of `solved` and its Wilson interval, for rollouts that are correlated within a problem.
 
-    `solved` has one value in [0, 1] per rollout. `problems[i]` identifies the problem of rollout i, of which several
-    tasks may be variants. The interval uses the effective number of independent rollouts.
+    `solved` has one value in [0, 1] per rollout, or per task the mean of its rollouts. `problems[i]` identifies the
+    problem of value i, of which several tasks may be variants. The interval uses the effective number of independent
+    rollouts.
 
     >>> clustered_rate([1, 1, 0, 0], ["a", "b", "c", "d"]).low > clustered_rate([1, 1, 0, 0], ["a", "a", "b", "b"]).low
     True
@@ -71,7 +72,11 @@ def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Int
     if n == 0:
         return wilson(0, 0)
     rate = math.fsum(solved) / n
-    effective, quantile = _effective(solved, problems, independent=rate * (1 - rate) / n)
+    binary, spread = rate * (1 - rate), math.fsum(x * x for x in solved) / n - rate * rate
+    fractional = binary > 1.001 * spread > 0.0  # means of several rollouts vary less than single ones
+    effective, quantile = _effective(solved, problems, independent=(spread if fractional else binary) / n)
+    if fractional:
+        effective, quantile = effective * binary / spread, _t95(max(1, len(set(problems)) - 1))
     return wilson(min(rate * effective, effective), effective, quantile)
 
 
@@ -88,8 +93,8 @@ def difference(a: Interval, b: Interval) -> Interval:
 def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]) -> Interval:
     """Compute the mean of per-task differences in [-1, 1] and its interval by Bonett and Price.
 
-    They add one pseudo-task in each direction. The interval uses the effective number of independent tasks, where
-    `problems[i]` is the problem of task i.
+    They add one pseudo-task in each direction, here of the size of those differences that are not 0. The interval uses
+    the effective number of independent tasks, where `problems[i]` is the problem of task i.
 
     >>> paired_difference([], [])
     Interval(value=0.0, low=-1.0, high=1.0)
@@ -99,8 +104,10 @@ def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]
         return Interval(0.0, -1.0, 1.0)
     value, square = math.fsum(differences) / n, math.fsum(d * d for d in differences) / n
     effective, quantile = _effective(differences, problems, independent=(square - value * value) / n)
+    num_apart = sum(d != 0.0 for d in differences)
+    pseudo = square * n / num_apart if num_apart else 1.0  # squared; 1 for differences of single rollouts
     centre = value * effective / (effective + 2)
-    variance = (square * effective + 2) / (effective + 2) - centre * centre
+    variance = (square * effective + 2 * pseudo) / (effective + 2) - centre * centre
     half = quantile * math.sqrt(variance / (effective + 2))
     return Interval(value, max(-1.0, centre - half), min(1.0, centre + half))
 
@@ -132,6 +139,44 @@ def over_seeds(rates: Sequence[float]) -> Interval:
     """
     found = mean_over_seeds(rates)
     return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
+
+
+def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]) -> Interval:
+    """Compute the solve rate of a training recipe and its interval, from the same tasks solved by several seeds.
+
+    `solved[s][i]` in [0, 1] is the result of training seed s on task i, and `problems[i]` the problem of task i. The
+    interval is for new seeds and new problems: its variance has a part of each, less what both count (Cameron, Gelbach
+    and Miller 2011), and its degrees of freedom are Satterthwaite's. Raises `ValueError` for fewer than two seeds.
+
+    >>> crossed_rate([[1, 1, 0, 1], [1, 1, 1, 0]], ["a", "b", "c", "d"]).value
+    0.75
+    """
+    num_seeds, tasks = len(solved), len(problems)
+    if num_seeds < 2 or not tasks:
+        raise ValueError(f"the variance of {num_seeds} seeds on {tasks} tasks cannot be estimated")
+    n = num_seeds * tasks
+    mean = math.fsum(math.fsum(row) for row in solved) / n
+    order = {problem: i for i, problem in enumerate(dict.fromkeys(problems))}
+    count = len(order)
+    totals = [[0.0] * count for _ in range(num_seeds)]  # sums of what exceeds the mean, by seed and problem
+    for row, values in zip(totals, solved, strict=True):
+        for value, problem in zip(values, problems, strict=True):
+            row[order[problem]] += value - mean
+    if count == 1:
+        return wilson(mean, 1.0, _T95[0])
+    by_seed = math.fsum(math.fsum(row) ** 2 for row in totals) * num_seeds / (num_seeds - 1) / n**2
+    by_problem = math.fsum(math.fsum(c) ** 2 for c in zip(*totals, strict=True)) * count / (count - 1) / n**2
+    cells = num_seeds * count
+    shared = math.fsum(x * x for row in totals for x in row) * cells / ((num_seeds - 1) * (count - 1)) / n**2
+    # of the interaction: what is left of the cells when the parts of seeds and of problems are taken out
+    interaction = max(0.0, shared - by_seed / (count - 1) - by_problem / (num_seeds - 1))
+    variance = max(by_seed + by_problem - interaction, by_seed, by_problem)
+    if variance <= 0.0:
+        return wilson(mean * count, count, _t95(count - 1))
+    parts = ((by_seed, num_seeds - 1), (by_problem, count - 1), (interaction, (num_seeds - 1) * (count - 1)))
+    freedom = max(1.0, variance**2 / math.fsum(part * part / of for part, of in parts))
+    effective = min(max(mean * (1 - mean) / variance, 1.0), float(n))
+    return wilson(min(mean * effective, effective), effective, _t95(freedom))
 
 
 def _effective(values: Sequence[float], problems: Sequence[Hashable], *, independent: float) -> tuple[float, float]:
@@ -169,9 +214,14 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t of a two-sided 95 % interval, for 1 to 10 degrees of freedom."""
 
 
-def _t95(freedom: int) -> float:
-    """Student's t quantile of a two-sided 95 % interval; from 11 degrees of freedom by Cornish and Fisher's series."""
+def _t95(freedom: float) -> float:
+    """Student's t quantile of a two-sided 95 % interval, for 1 or more degrees of freedom: from a table up to 10, where
+    1 / freedom is interpolated, and from there by Cornish and Fisher's series."""
     if freedom <= len(_T95):
-        return _T95[freedom - 1]
+        below = int(freedom)
+        if below == freedom:
+            return _T95[below - 1]
+        share = (1 / below - 1 / freedom) / (1 / below - 1 / (below + 1))
+        return _T95[below - 1] + share * (_T95[min(below, len(_T95) - 1)] - _T95[below - 1])
     z = Z95
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

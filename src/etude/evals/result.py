@@ -1,4 +1,4 @@
-"""The result of an evaluation: solve rate with interval, best of k, number of turns and tokens, invalid rollouts."""
+"""The result of an evaluation: solve rate with interval, best of k, turns, tokens, time, money, invalid rollouts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from etude.evals.costs import NO_PRICE, Price, cost, quantile, total
+from etude.evals.curves import pass_curve, reward_curve
 from etude.evals.intervals import clustered_rate
 from etude.evals.rows import EvalRow
 
@@ -20,7 +22,15 @@ class EvalResult:
       are not independent); `tries`: largest number of rollouts of a task.
     - `solved`: rollouts with reward 1; `cheats`: rollouts with signs of cheating, which do not count as solved.
     - `rate`, `low`, `high`: the solve rate and its 95 % interval; `best_of_k`: share of tasks that some rollout solved.
-    - `turns_mean`, `sampled_mean`: turns and sampled tokens per rollout.
+    - `pass_at_k`: by k, the probability that one of k rollouts solves a task, with its interval, [value, low, high].
+      `reward_at_k`: by k, the expected largest reward of k rollouts of a task.
+    - `turns_mean`, `sampled_mean`, `prompt_mean`: turns, sampled tokens and prompt tokens per rollout. `cached_share`:
+      the share of prompt tokens that servers had in their caches. None: unknown.
+    - `latency_p50_s`, `latency_p99_s`: quantiles of the wall time of a valid rollout, in seconds. None: no valid ones.
+    - `machine_s`: seconds in which all rollouts, valid or not, had a machine.
+    - `dollars`: what all rollouts cost. `dollars_per_solved`: divided by the rollouts that solved their task.
+      `dollars_per_kept`: divided by the tasks that some rollout solved, since one change is kept for each. None: a
+      price is unknown, or nothing was solved.
     - `by_family`: solve rate by family of tasks; `invalid`: number of invalid rollouts by the component that failed."""
 
     name: str
@@ -35,19 +45,32 @@ class EvalResult:
     low: float
     high: float
     best_of_k: float
+    pass_at_k: Mapping[int, tuple[float, float, float]]
+    reward_at_k: Mapping[int, float]
     turns_mean: float
     sampled_mean: float
+    prompt_mean: float | None
+    cached_share: float | None
+    latency_p50_s: float | None
+    latency_p99_s: float | None
+    machine_s: float
+    dollars: float | None
+    dollars_per_solved: float | None
+    dollars_per_kept: float | None
     by_family: Mapping[str, float]
     invalid: Mapping[str, int]
     wall_s: float
 
     def facts(self) -> dict[str, Any]:
         """Return the result as plain data, for `Telemetry.event("eval.result", **result.facts())`."""
-        return asdict(self)
+        points = {str(k): list(v) for k, v in self.pass_at_k.items()}
+        return {**asdict(self), "pass_at_k": points, "reward_at_k": {str(k): v for k, v in self.reward_at_k.items()}}
 
 
-def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float) -> EvalResult:
-    """Summarise the rollouts of one evaluation. `wall_s` is its duration in seconds.
+def evaluate(
+    rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float, price: Price = NO_PRICE
+) -> EvalResult:
+    """Summarise the rollouts of one evaluation. `wall_s` is its duration in seconds, and `price` that of its parts.
 
     The interval uses the effective number of independent rollouts, because rollouts of one task, and tasks that are
     variants of one problem, are correlated."""
@@ -60,6 +83,10 @@ def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_
     problems = [r.problem for r in valid]
     interval = clustered_rate([float(r.solved) for r in valid], problems)
     families = _group(valid, lambda r: r.family)
+    curve = pass_curve(valid).points
+    prompt, cached = total(r.prompt for r in valid), total(r.cached for r in valid)
+    dollars = cost(rows, price, wall_s=wall_s)
+    num_kept = sum(any(r.solved for r in tries) for tries in by_task.values())
     return EvalResult(
         name=name,
         split=split,
@@ -73,8 +100,18 @@ def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_
         low=interval.low,
         high=interval.high,
         best_of_k=best_of_k(valid),
+        pass_at_k={k: (i.value, i.low, i.high) for k, i in curve.items()},
+        reward_at_k=reward_curve(valid),
         turns_mean=sum(r.turns for r in valid) / n if n else 0.0,
         sampled_mean=sum(r.sampled for r in valid) / n if n else 0.0,
+        prompt_mean=prompt / n if n and prompt is not None else None,
+        cached_share=cached / prompt if prompt and cached is not None else None,
+        latency_p50_s=quantile([r.wall_s for r in valid], 0.5),
+        latency_p99_s=quantile([r.wall_s for r in valid], 0.99),
+        machine_s=round(sum(r.wall_s for r in rows), 3),
+        dollars=dollars,
+        dollars_per_solved=dollars / solved if dollars is not None and solved else None,
+        dollars_per_kept=dollars / num_kept if dollars is not None and num_kept else None,
         by_family={f: sum(r.solved for r in rs) / len(rs) for f, rs in sorted(families.items())},
         invalid=dict(sorted(Counter(r.outcome for r in rows if not r.valid).items())),
         wall_s=wall_s,

@@ -23,7 +23,8 @@ from etude.records.view import TurnView, transcript
 from etude.records.wire import to_json
 
 MAX_ROWS = 10_000_000
-ADDED_LATER = {"sign", "tree"}  # columns that files of earlier versions do not have
+ADDED_LATER = {"sign", "tree", "prompt", "cached"}  # columns that files of earlier versions do not have
+NULLABLE = {"prompt", "cached"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,9 @@ class EvalRow:
     - `wall_s`, `tool_s`: seconds in total, and of tools.
     - `transcript`: all conversations as text. `tree`: the turns as a JSON list of `etude.records.view.TurnView`. In
       files of earlier versions `tree` is "" and `transcript` has only the last conversation.
-    - `sign`: the most serious sign of cheating, or ""."""
+    - `sign`: the most serious sign of cheating, or "".
+    - `prompt`: prompt tokens of all its model requests together. `cached`: those of them that the server had in its
+      cache. None: unknown."""
 
     task_id: str
     rollout_id: str
@@ -56,6 +59,8 @@ class EvalRow:
     transcript: str
     sign: str = ""
     tree: str = ""
+    prompt: int | None = None
+    cached: int | None = None
 
     @property
     def valid(self) -> bool:
@@ -84,6 +89,8 @@ _SCHEMA = pa.schema(
         ("transcript", pa.string()),
         ("sign", pa.string()),
         ("tree", pa.string()),
+        ("prompt", pa.int64()),
+        ("cached", pa.int64()),
     ],
     metadata={PARQUET_KEY: "1"},
 )
@@ -96,6 +103,7 @@ def make_row(
 
     `sign` is a sign of cheating, because of which the reward is 0; "" if there is none."""
     valid = isinstance(judged, Reward)
+    cached = [turn.num_cached for turn in turns if turn.num_cached is not None]
     return EvalRow(
         task_id=rollout.task_id,
         rollout_id=rollout.rollout_id,
@@ -113,6 +121,8 @@ def make_row(
         transcript=transcript(turns),
         sign=sign,
         tree=to_json(turns).decode(),
+        prompt=sum(turn.num_prompt for turn in turns),
+        cached=sum(cached) if len(cached) == len(turns) else None,
     )
 
 
@@ -157,7 +167,7 @@ def read_rows(path: Path) -> list[EvalRow]:
         ) from None
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StoreError(f"{path} is not an evaluation", str(error), hint=_HINT_DAMAGED) from None
-    if any(v is None for row in values for v in row.values()):
+    if any(v is None and name not in NULLABLE for row in values for name, v in row.items()):
         raise StoreError(f"{path} is not an evaluation", "a value is missing", hint=_HINT_DAMAGED)
     return [EvalRow(**row) for row in values]
 

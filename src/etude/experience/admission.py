@@ -197,7 +197,8 @@ def mask_stale(path: Path, *, learner_step: int, max_lag: int, straggler: Stragg
     """Restrict the loss of a path to tokens within the lag bound.
 
     A token is within the bound if neither the token nor a key that it attended to was computed by a version older than
-    `learner_step - max_lag`. Under WAIT no token should be older, so one that is raises `LedgerError`."""
+    `learner_step - max_lag`. Under MASK older tokens are masked. Under WAIT there should be none, so one raises
+    `LedgerError`."""
     stale = path.mask & (learner_step - path.oldest_steps > max_lag)
     if not stale.any():
         return path

@@ -13,12 +13,21 @@ from itertools import chain
 
 from etude.errors import LedgerError
 from etude.experience.groups import Finished, Row
-from etude.experience.ledger import FINISHED, Ledger
+from etude.experience.ledger import Ledger
+from etude.experience.ledger_queries import FINISHED
 from etude.experience.lineage import Lineage
 from etude.experience.rollout_files import RolloutFiles
 from etude.experience.traces import Index, TraceFolder, read_index, recorded_steps, trace_path
 from etude.experience.transitions import HOLDING, State
 from etude.records.wire import unpack
+
+_FOUND = {
+    "lost": "lost",
+    "twice": "trained twice",
+    "ungraded": "trained without a grade",
+    "leaked": "with a slot that they should not have, or without one",
+    "missing": "missing",
+}
 
 
 @dataclass(frozen=True)
@@ -52,11 +61,10 @@ class Report:
         """Raise `LedgerError` with counts and first names if the report is not sound."""
         if self.sound:
             return
-        kinds = ("lost", "twice", "ungraded", "leaked", "missing")
-        found = {kind: getattr(self, kind) for kind in kinds if getattr(self, kind)}
+        found = {kind: getattr(self, kind) for kind in _FOUND if getattr(self, kind)}
         raise LedgerError(
             "the ledger does not agree with the weights and traces",
-            "; ".join(f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in found.items()),
+            "; ".join(f"{len(names)} {_FOUND[kind]} ({', '.join(names[:3])})" for kind, names in found.items()),
             hint="copy the missing files back: without them these steps cannot be verified"
             if found.keys() <= {"missing", "ungraded"}
             else "if the run was interrupted, etude run --resume reconciles it; else report this with the run folder",
@@ -159,7 +167,7 @@ def _consumed_repeatedly(lineage: Lineage, suspects: set[str]) -> set[str]:
 def steps_of(traces: TraceFolder, step: int) -> Iterator[tuple[int, list[str]]]:
     """Yield (step, its rollout ids) for each recorded step up to `step`, from the trace files.
 
-    It replaces the manifests of published weights when these are damaged."""
+    Use it in place of the manifests of the published weights if these are damaged."""
     for at in recorded_steps(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:

@@ -103,15 +103,36 @@ class Fork(Rloo):
     gradient is unbiased, as RLOO's is. Turns with the same context in one rollout (an agent program asked twice) have
     the same baseline: they share one reward, which says nothing about which of them was better.
 
+    A part of a reward that one turn caused (`Reward.turns`, such as a malformed call) is credited to that turn only:
+    there the advantage is r' − b' + p − the mean of p over the turns of the other siblings, where p is the part of the
+    turn, and r' and b' are as above, without the parts.
+
     Related: Tree-GRPO (Ji et al. 2025, arXiv 2509.21240) has trees of siblings, and GiGPO (Feng et al. 2025, arXiv
     2505.10978) groups of rollouts that reached the same state. Both add normalised advantages of several levels, which
     is biased. Here each turn has one baseline.
     """
 
-    name, version = "fork", "1"
+    name, version = "fork", "2"
 
     def turn_advantages(self, rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]]) -> list[list[float]]:
-        values = [reward.value for reward in rewards]
+        parts = [dict(reward.turns) for reward in rewards]
+        found = self._whole(
+            [one.value - math.fsum(own.values()) for one, own in zip(rewards, parts, strict=True)], turns
+        )
+        if len(rewards) < 2 or not any(parts):
+            return found
+        means = [
+            math.fsum(part for j, own in enumerate(parts) if j != i for part in own.values())
+            / max(1, sum(len(own) for j, own in enumerate(turns) if j != i))
+            for i in range(len(rewards))
+        ]
+        return [
+            [advantage + own.get(at, 0.0) - mean for at, advantage in enumerate(some)]
+            for some, own, mean in zip(found, parts, means, strict=True)
+        ]
+
+    def _whole(self, values: Sequence[float], turns: Sequence[Sequence[TurnPlace]]) -> list[list[float]]:
+        """Return the advantages of the turns from rewards that belong to whole rollouts."""
         if not _differ(values):
             return [[0.0] * len(own) for own in turns]
         reached: dict[bytes, set[int]] = {}
@@ -163,8 +184,7 @@ def advantages(rewards: Sequence[Reward], scheme: CreditScheme = DR_GRPO) -> lis
 def turn_advantages(
     rewards: Sequence[Reward], turns: Sequence[Sequence[TurnPlace]], scheme: CreditScheme
 ) -> list[tuple[float, ...]]:
-    """Return the advantages of the turns of each rollout of a group; empty tuples if the scheme has one per rollout
-    only.
+    """Return the advantage of each turn, per rollout of a group; empty tuples for a scheme with one per rollout.
 
     Raises `PluginError`, which names the scheme, when it fails or returns anything but one finite number per turn."""
     if not isinstance(scheme, TurnCreditScheme):

@@ -127,7 +127,7 @@ def check_format(where: object, found: Any, *, readonly: bool) -> None:
     """Check the format number of a ledger's tables.
 
     `where`: the place of the ledger, for the message. `found`: the stored number as text, or None. Raises `LedgerError`
-    unless this etude version can write the format, or with `readonly` read it."""
+    if this etude version cannot write the format, or, with `readonly`, cannot read it."""
     if found != str(FORMAT) and not (readonly and found in READABLE):
         raise LedgerError(
             f"{where} has ledger format {found}",

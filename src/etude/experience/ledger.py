@@ -6,9 +6,8 @@ lineage of the current weights*: consumed by a step that these weights were trai
 the lineage and corrects the states. Slots are rows of their own: a rollout in a state of `HOLDING` has exactly one
 slot, which is checked at every commit.
 
-Queries made by a live run read open work only, through an index, however long the run is; the few that read all
-rollouts say so. The format is in `docs/formats/ledger.md`. This module knows nothing of how rollouts are run, or of
-weights."""
+The queries are in `LedgerQueries`, and the format in `docs/formats/ledger.md`. This module knows nothing of how
+rollouts are run, or of weights."""
 
 from __future__ import annotations
 
@@ -26,24 +25,20 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import FORMAT, each, marks, parts
-from etude.experience.groups import COLUMNS, Finished, Group, Row, as_row
-from etude.experience.lineage import Branches, Lineage, append_version, by_step, with_apparent_steps
+from etude.experience.database import each, marks
+from etude.experience.groups import Finished, Row
+from etude.experience.ledger_queries import FINISHED, QUARANTINE, SPEC, LedgerQueries, Quarantined
+from etude.experience.lineage import Lineage, append_version, by_step
 from etude.experience.open_database import open_database
 from etude.experience.transitions import ENDED, HOLDING, State, check
 from etude.records.completion import Version
 from etude.records.rollout import Graded, Invalid, Outcome, RolloutSpec
 from etude.records.sample import Batch
 from etude.records.summary import BatchRef, RolloutSummary
-from etude.records.wire import pack, unpack
+from etude.records.wire import pack
 from etude.rewards import DEFAULT_COMPOSITION, Composition
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
-
-_HIDDEN = (State.QUARANTINED, State.CANCELLED)
-SPEC, FINISHED, QUARANTINE = "spec", "finished", "quarantine"
-"""Names of the blobs that the ledger writes: a packed `RolloutSpec`, `Finished`, `Quarantined`."""
 
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
 _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
@@ -54,15 +49,6 @@ _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), ({_A
 _Logged = tuple[str, str | None, str, int, str, Mapping[str, Any]]
 """A row of the table of transitions: rollout id, origin, state, attempt, reason, facts."""
 _NULLABLE = {"reward": "double precision", "boundary": "text"}  # on a server, a null in VALUES has no type
-
-
-class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a graded rollout got reward 0: a sign of cheating.
-
-    `reason`: the sign as "rule: finding (where)". `graded`: the reward that the grader gave."""
-
-    reason: str
-    graded: float
 
 
 class _Move(NamedTuple):
@@ -77,12 +63,12 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reconciled:
-    """The result of `Ledger.reconcile` after a restart: numbers of rollouts by correction.
+    """The numbers of rollouts that `Ledger.reconcile` has corrected after a restart, by kind of correction.
 
     - `trained`: they were in a batch, and a step of the current weights had consumed them.
     - `freed`: they were in a batch or trained, but in no step of the current weights. They are graded again.
     - `requeued`: they were running, and will be run again.
-    - `gone`: like freed, but no record is stored, so they are never trained on again."""
+    - `gone`: they would be freed, but no record of them is stored, so they are never trained on again."""
 
     trained: int
     freed: int
@@ -100,7 +86,7 @@ def _atomic(method: F) -> F:
     return cast("F", whole)
 
 
-class Ledger:
+class Ledger(LedgerQueries):
     """The durable record of a run's rollouts, in an SQLite file or a schema of a PostgreSQL server.
 
     It implements the protocol `ExperienceStore`. One process writes it; others can read it meanwhile.
@@ -134,7 +120,9 @@ class Ledger:
         elif found != capacity:
             self.close()
             raise LedgerError(
-                f"{place} has {found} slots", f"requested were {capacity}", hint="resume a run with its original config"
+                f"{place} has {found} slots",
+                f"the config needs {capacity}",
+                hint="resume a run with its original config",
             )
 
     @_atomic
@@ -172,8 +160,7 @@ class Ledger:
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store bytes under a rollout and a name. They replace earlier bytes, and are durable when the transaction
-        is."""
+        """Store bytes under a rollout and a name, in place of earlier ones. They are as durable as the transaction."""
         self.row(rollout_id)
         self._put(name, [(rollout_id, data)])
 
@@ -216,9 +203,9 @@ class Ledger:
         weights (None: no such check). Later rollouts do not overtake it.
 
         `required_step`: returns the version step that the open group at a place, counted from 0, requires now
-        (`Window.required_step`). It applies if it is lower than the one that the group was admitted with. A restart
-        from an earlier checkpoint may have made the latter too late, and the steps up to that version might wait for
-        this very group."""
+        (`Window.required_step`). The lower one of this step and the step with which the group was admitted applies.
+        After a restart from an earlier checkpoint the latter may be too high: the steps before it may need this very
+        group."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
@@ -281,6 +268,27 @@ class Ledger:
                 columns |= {"reward": None, "boundary": outcome.boundary.value}
                 moves.append(_Move(row, State.INVALID, outcome.reason or State.INVALID.value, columns=columns))
         self._move(moves)
+
+    @_atomic
+    def add_terms(self, changed: Mapping[str, tuple[Graded, float]]) -> None:
+        """Replace the outcomes of graded rollouts by ones with further terms: rollout id → (outcome, reward).
+
+        The reward is that of the rollout by itself. Raises `LedgerError` for a rollout that is not graded."""
+        rows = self.require_rows(changed)
+        ended = [(row, self.finished(row.rollout_id)) for row in rows]
+        for row, had in ended:
+            if row.state is not State.GRADED or had is None:
+                hint = "terms are measured before a batch takes the rollout"
+                raise LedgerError(f"rollout {row.rollout_id} gets no further terms", f"it is {row.state}", hint=hint)
+        self._put(
+            FINISHED,
+            [
+                (row.rollout_id, pack(msgspec.structs.replace(had, outcome=changed[row.rollout_id][0])))
+                for row, had in ended
+                if had is not None
+            ],
+        )
+        self._set(("reward",), [(rollout_id, reward) for rollout_id, (_, reward) in changed.items()])
 
     # Groups and batches
 
@@ -484,223 +492,6 @@ class Ledger:
                 hint="this is a defect: keep the run folder and report it with etude ledger audit",
             )
 
-    # Queries
-
-    def row(self, rollout_id: str) -> Row:
-        """Return the row of a rollout. Raises `LedgerError` when it does not exist."""
-        return self.require_rows([rollout_id])[0]
-
-    def require_rows(self, rollout_ids: Collection[str]) -> list[Row]:
-        """Return the rows of these rollouts, in the given order. Raises `LedgerError` when one does not exist."""
-        found = {row.rollout_id: row for row in self.find_rows(rollout_ids)}
-        for rollout_id in rollout_ids:
-            if rollout_id not in found:
-                hint = "list them: etude rollouts list RUN"
-                raise LedgerError(f"rollout {rollout_id} is not in the ledger", hint=hint)
-        return [found[rollout_id] for rollout_id in rollout_ids]
-
-    def rows(
-        self,
-        *,
-        step: int | None = None,
-        states: Collection[State] | None = None,
-        open_only: bool = False,
-        limit: int | None = None,
-    ) -> list[Row]:
-        """Return rows in order of admission. Without a filter it reads all rollouts.
-
-        The filters combine: `step` keeps rollouts in the batch that produces this version step, `states` those in one
-        of these states, `open_only` those in no batch. Of these, `limit` keeps the last ones."""
-        wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
-        if states is not None:
-            wanted.append((f"state IN ({marks(states)})", tuple(states)))
-        if open_only:
-            wanted.append(("batch_id IS NULL", ()))
-        where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
-        values = [value for _, found in wanted for value in found]
-        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use an index
-        newest += f" LIMIT {int(limit)}" if limit is not None else ""
-        found = self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)
-        return [as_row(row) for row in reversed(found)]
-
-    def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
-        """Return the rows of those rollouts that exist, in no particular order."""
-        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
-        return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
-
-    def quarantined(self) -> dict[str, Quarantined]:
-        """Return all rollouts with a sign of cheating, by id. Reads all stored records of this kind."""
-        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
-        return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
-
-    def count(self, *, after: int | None = None) -> int:
-        """Return the number of rollouts ever admitted (reads all of them).
-
-        With `after`, count only those in no batch and those in batches of later steps."""
-        if after is None:
-            return int(self._value("SELECT count(*) FROM rollouts"))
-        open_now = int(self._value("SELECT count(*) FROM rollouts WHERE batch_id IS NULL"))
-        return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
-
-    def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """Return those of the rollouts that batches took more than once. Batches that a restart took back count too."""
-        sql = "SELECT rollout_id FROM transitions WHERE rollout_id IN (*) AND state = ? GROUP BY rollout_id"
-        return self._among(rollout_ids, f"{sql} HAVING count(*) > 1", State.BATCHED)
-
-    def states(self) -> dict[str, int]:
-        """Return the number of rollouts by state. Reads all rollouts."""
-        return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
-
-    def steps(self, after: int = 0) -> list[int]:
-        """Return the version steps after `after` whose batches took rollouts, ascending."""
-        sql = "SELECT step FROM rollouts WHERE step > ? GROUP BY step ORDER BY step"
-        return [int(step) for (step,) in self._db.rows(sql, after)]
-
-    def get(self, rollout_id: str, name: str) -> bytes | None:
-        """Return the bytes stored under a rollout and a name; None if there are none."""
-        data: bytes | None = self._value("SELECT data FROM blobs WHERE rollout_id = ? AND name = ?", rollout_id, name)
-        return data
-
-    def spec(self, rollout_id: str) -> RolloutSpec:
-        """Return the spec of a rollout, with its current attempt. Raises `LedgerError` when `prune` deleted it."""
-        return self.specs([self.row(rollout_id)])[0]
-
-    def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
-        """Return the specs of rollouts whose rows were just read, in the same order."""
-        sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
-        stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
-        return [_spec(row, stored.get(row.rollout_id)) for row in rows]
-
-    def history(self, rollout_id: str) -> list[dict[str, Any]]:
-        """Return all transitions of a rollout, oldest first.
-
-        The keys are t (Unix time in seconds), origin, state, attempt, reason, and further facts."""
-        sql = "SELECT t, origin, state, attempt, reason, facts FROM transitions WHERE rollout_id = ? ORDER BY number"
-        names = ("t", "origin", "state", "attempt", "reason")
-        return [
-            {**dict(zip(names, values, strict=True)), **json.loads(facts)}
-            for *values, facts in self._db.rows(sql, rollout_id)
-        ]
-
-    def waiting(self) -> list[str]:
-        """Return the ids of rollouts that wait for a worker, in order of admission."""
-        sql = "SELECT rollout_id FROM rollouts WHERE state IN (?, ?) ORDER BY +position"
-        return [rollout_id for (rollout_id,) in self._db.rows(sql, State.ADMITTED, State.REQUEUED)]
-
-    def next_waiting(self, limit: int) -> list[Row]:
-        """Return the rows of the first `limit` rollouts that wait for a worker, in order of admission."""
-        first = f"SELECT position, {COLUMNS} FROM rollouts WHERE state = ? ORDER BY position LIMIT {int(limit)}"
-        both = f"SELECT * FROM ({first}) AS a UNION ALL SELECT * FROM ({first}) AS b ORDER BY 1 LIMIT {int(limit)}"
-        return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
-
-    def open_groups(self) -> list[str]:
-        """Return the ids of the groups of rollouts that no batch has taken, in order of admission."""
-        sql = "SELECT group_id FROM rollouts WHERE batch_id IS NULL GROUP BY group_id ORDER BY min(position)"
-        return [group_id for (group_id,) in self._db.rows(sql)]
-
-    def num_groups(self) -> int:
-        """Return the number of groups ever admitted, which is the index of the next one."""
-        counted = self.recall("groups")  # None in ledgers of earlier versions: then all rollouts are read
-        return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
-
-    def ready_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return those of the groups in which all members have ended."""
-        settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
-        sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
-        return self._among(group_ids, sql, *ENDED)
-
-    def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return those of the groups that a batch ever took. Batches that a restart took back count too."""
-        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"
-        return self._among(group_ids, f"{sql} AND transitions.state = ?", State.BATCHED)
-
-    def group(self, group_id: str) -> Group:
-        """Return a group with its stored records. Raises `LedgerError` for a record that cannot be read.
-
-        The steps of its versions are seen from the current weights (`lineage.with_apparent_steps`)."""
-        return self.groups([group_id])[0]
-
-    def groups(self, group_ids: Sequence[str]) -> list[Group]:
-        """Return several groups like `group`, in the given order."""
-        of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
-        sql = f"SELECT r.group_id, r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id IN"
-        stored: dict[str, dict[str, bytes | None]] = {group_id: {} for group_id in group_ids}
-        for some in parts(group_ids):
-            for group_id, rollout_id, data in self._db.rows(f"{sql} ({marks(some)})", FINISHED, *_HIDDEN, *some):
-                stored[group_id][rollout_id] = data
-        branches, groups = Branches(self.versions()), list[Group]()
-        for group_id in group_ids:
-            members = sorted(stored[group_id].items())
-            found = (_read(i, FINISHED, data, Finished) for i, data in members if data is not None)
-            group = Group(group_id, tuple(i for i, _ in members), tuple(found))
-            groups.append(with_apparent_steps(branches, group))
-        return groups
-
-    def versions(self) -> list[Version]:
-        """Return the latest published versions in order of publishing, also those that a restart took back."""
-        return [Version(*facts) for facts in self.recall("versions") or []]
-
-    def wanted_files(self) -> set[tuple[str, int]]:
-        """Return (rollout id, attempt) of every rollout whose file a batch or a grade may still need."""
-        stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
-        sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
-        return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
-
-    def stored_summaries(self) -> list[RolloutSummary]:
-        """Return the summaries of all rollouts whose file is stored and still needed. Reads all stored records.
-
-        The list is empty for ledgers of earlier versions, which contain the rollouts themselves."""
-        if self.recall("format") != FORMAT:
-            return []
-        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
-        summaries = (_read(rollout_id, FINISHED, data, Finished).summary for rollout_id, data in found)
-        return [one for one in summaries if one is not None and one.stored is not None]
-
-    def finished(self, rollout_id: str) -> Finished | None:
-        """Return the stored record of an ended rollout; None if there is none or `prune` deleted it.
-
-        Raises `LedgerError` for a record that cannot be read."""
-        data = self.get(rollout_id, FINISHED)
-        return None if data is None else _read(rollout_id, FINISHED, data, Finished)
-
-    def is_kept(self, rollout_id: str) -> bool:
-        """Return whether the record of a finished rollout is still stored."""
-        return self.get(rollout_id, FINISHED) is not None
-
-    def cursor(self, split: str) -> int:
-        """Return the index of the next task to draw from a split of the task source; 0 at the start."""
-        return int(self.recall(f"cursor.{split}") or 0)
-
-    def recall(self, key: str) -> Any:
-        """Return the value stored under `key` by `remember`; None if there is none."""
-        text = self._value("SELECT value FROM meta WHERE key = ?", key)
-        return None if text is None else json.loads(text)
-
-    def slots(self) -> tuple[int, int]:
-        """Return (slots in use, all slots). A rollout that is waiting, running or not yet trained has a slot.
-
-        The number of all slots is the capacity. It is larger only while rollouts of steps that a restart took back are
-        trained again."""
-        held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
-        return int(held), int(count)
-
-    def slot_holders(self) -> list[str]:
-        """Return the ids of the rollouts that have a slot."""
-        return [i for (i,) in self._db.rows("SELECT rollout_id FROM slots WHERE rollout_id IS NOT NULL")]
-
-    def _value(self, sql: str, *values: Any) -> Any:
-        """Return the first column of the first row; None if there is none."""
-        rows = self._db.rows(sql, *values)
-        return rows[0][0] if rows else None
-
-    def _among(self, ids: Collection[str], sql: str, *values: Any) -> set[str]:
-        """Return the first column of all rows of a query, in which `IN (*)` stands for the ids."""
-        found = set[str]()
-        for some in parts(ids):
-            rows = self._db.rows(sql.replace("IN (*)", f"IN ({marks(some)})"), *some, *values)
-            found |= {row[0] for row in rows}
-        return found
-
 
 def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
     """Raise `LedgerError` unless a batch may take this rollout."""
@@ -713,25 +504,6 @@ def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
     if row.state not in ENDED:
         raise LedgerError(
             f"batch {batch.batch_id} needs rollout {row.rollout_id}",
-            f"which is still {row.state}",
+            f"the rollout is still {row.state}",
             hint="wait until its group is ready",
         )
-
-
-def _spec(row: Row, data: bytes | None) -> RolloutSpec:
-    if data is None:
-        raise LedgerError(
-            f"rollout {row.rollout_id} has no spec",
-            "the run has deleted it, since no restart needs its step",
-            hint="it has ended: skip it",
-        )
-    return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)
-
-
-def _read(rollout_id: str, name: str, data: bytes, kind: type[T]) -> T:
-    try:
-        return unpack(data, kind)
-    except ValueError as error:
-        raise LedgerError(
-            f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and continue"
-        ) from error

@@ -27,7 +27,7 @@ def by_step(
     """Yield (step, ids of consumed rollouts) for each step of the lineage, then for those steps of `known` not in it.
 
     The lineage is the sequence of steps that the current weights were trained by. The ids of a step outside of it are
-    (), or None if the step is not after `believed()`: there the caller trusts its own record.
+    None up to step `believed()`, where the caller trusts its own record, and () after it.
 
     >>> list(by_step([(0, []), (1, ["a"]), (2, ["b"]), (2, [])], [1, 2, 3]))
     [(1, ['a']), (2, ['b']), (3, ())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,7 @@ def plan_batch(
         members=tuple(sorted(members, key=lambda member: member.rollout_id)),
         num_loss_tokens=sum(one.summary.num_sampled for one in members if one.summary and one.reward is not None),
         full_groups=full_groups,
+        rewards={**asdict(composition), "scheme": scheme.name, "scheme_version": scheme.version},
     )
 
 
@@ -235,10 +237,11 @@ def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) 
 def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
     """Return the metrics of an `rl.step` event that come from the plan, as `docs/formats/run.md` describes them.
 
-    They are reward_mean, best_of_k, num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean; and
-    two shares of the tokens with an advantage: masked_share were masked as stale, not_plain_share because they were not
-    sampled plainly. Rewards are those before the KL penalty. Lags cover all valid rollouts as they were sampled. Means
-    are 0.0 if there is no valid rollout."""
+    They are reward_mean, best_of_k, num_groups, no_signal_share (share of the groups without an advantage), lag,
+    token_lag, invalid, turns_mean, sampled_mean, masked_share and not_plain_share. The last two are shares of the
+    tokens with an advantage: those that were masked because they are too old, and those that were masked because they
+    were not sampled plainly (`Sampling.plain`). Rewards are those before the KL penalty. Lags cover all valid rollouts
+    as they were sampled. Means are 0.0 if there is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
     rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]
@@ -255,7 +258,7 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
         "reward_mean": _mean([r for group in rewards for r in group]),
         "best_of_k": _mean([max(group) for group in rewards if group]),
         "num_groups": len(groups),
-        "no_signal_share": _mean([float(len(set(group)) < 2) for group in rewards]),
+        "no_signal_share": 1.0 - len(plan.groups_with_signal) / len(groups) if groups else 0.0,
         "lag": {str(k): n for k, n in sorted(lag.items())},
         "token_lag": {str(k): n for k, n in sorted(token_lag.items())},
         "invalid": dict(Counter(invalid)),

@@ -157,7 +157,7 @@ class PostgresDatabase:
             raise LedgerError(
                 f"{self.where} has changed since the connection broke",
                 "confirmed transactions are missing, or another process has written",
-                hint="etude run --resume reconciles with the weights; a standby that takes over must be synchronous",
+                hint="etude run --resume corrects the ledger; to prevent this, make the standby synchronous",
             )
         return last
 
@@ -187,7 +187,7 @@ class PostgresDatabase:
         if not there[0]:
             if self._readonly:
                 hint = "a run creates it when RL begins; check that this is the right server"
-                raise NoLedger(f"{self.where} has no such ledger", f"no schema {self.schema}", hint=hint)
+                raise NoLedger(f"{self.where} has no such ledger", f"it has no schema {self.schema}", hint=hint)
             self._create(schema=not there[1])
         found = self.session.query("SELECT value FROM meta WHERE key = 'format'")
         check_format(self.where, found[0][0] if found else None, readonly=self._readonly)

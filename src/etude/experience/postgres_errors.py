@@ -97,5 +97,5 @@ def check_version(where: str, version: int) -> None:
     """Raise `LedgerError` when the server is too old. `version` is in libpq's form: 130004 is 13.4."""
     if version < OLDEST * 10_000:
         raise LedgerError(
-            f"{where} is PostgreSQL {version // 10_000}", f"needed is {OLDEST}", hint="upgrade the server"
+            f"{where} runs PostgreSQL {version // 10_000}", f"it must be {OLDEST} or later", hint="upgrade the server"
         )

@@ -6,24 +6,19 @@ returned them. A *sample* row is one row of the batch: the path that ends at a t
 Tokens and routes that turns of a group begin with in common are stored once.
 
 The file contains the digest of the batch, so that a reader gets exactly the batch that was trained on, or an error; and
-a digest of all its bytes (`etude.file_checksums`). `record_batch` makes the batch from the rollout files and writes
-while it reads, so that besides the samples only a bounded part of the step is in memory. The format is in
-`docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`, `use_threads`): a pyarrow thread that
-still uses a Python file when the interpreter exits would abort the process. This module knows nothing of databases, or
-of how the batch was made."""
+a digest of all its bytes (`etude.file_checksums`). The format is in `docs/formats/traces.md`; `trace_writer` writes it.
+Files are read in the caller's thread (`pre_buffer`, `use_threads`): a pyarrow thread that still uses a Python file when
+the interpreter exits would abort the process. This module knows nothing of databases, or of how the batch was made."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import itertools
 import json
 import math
-import os
 import struct
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, BinaryIO
@@ -33,26 +28,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etude.errors import EtudeError, LedgerError, StoreError
+from etude.errors import LedgerError
 from etude.experience.admission import mask_path
-from etude.experience.packing import Read, batch_of, num_not_plain, samples_of
-from etude.file_checksums import PARQUET_KEY, seal_parquet, verify_parquet
+from etude.file_checksums import verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Start, Trace, Turn, TurnKind
 from etude.records.sample import Batch, Origin, Sample
-from etude.records.summary import BatchPlan, BatchRef, Member, TurnPlace, turn_places, with_versions_of
+from etude.records.summary import TurnPlace, turn_places
 from etude.records.task import Trust
-from etude.records.wire import I32, Array, Routes, from_json, pack, to_json
+from etude.records.wire import Array, Routes, from_json, pack
 from etude.seams import BlobStore
 
 FORMAT = 4
-ROW_GROUP_BYTES = 64 << 20
-"""Rows are written when they reach this size, so that memory is bounded."""
-MAX_COMPARED = 64
-"""A turn is compared with at most this many earlier turns to find a common prefix."""
-_KEY = b"etude.batch"
-_ROLLOUT, _TURN, _SAMPLE = "rollout", "turn", "sample"
+METADATA_KEY = b"etude.batch"
+ROLLOUT, TURN, SAMPLE = "rollout", "turn", "sample"
 
 _INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
 _SPAN = pa.struct(
@@ -64,8 +54,8 @@ _SPAN = pa.struct(
         "kv_epoch": pa.int32(),
     }
 )
-_SAMPLING_2 = {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
-_SAMPLING = pa.struct(_SAMPLING_2 | {"others": pa.string()})
+SAMPLING_2 = {"max_tokens": pa.int32(), "stop_token_ids": _INTS, "temperature": pa.float64(), "seed": pa.int64()}
+_SAMPLING = pa.struct(SAMPLING_2 | {"others": pa.string()})
 _ROLLOUT_COLUMNS = {
     "group_id": pa.string(),
     "task_id": pa.string(),
@@ -110,9 +100,9 @@ _NAMED = [pa.field("row", pa.string(), nullable=False), pa.field("rollout_id", p
 SCHEMA = pa.schema([*_NAMED, *_ROLLOUT_COLUMNS.items(), *_TURN_COLUMNS.items(), *_SAMPLE_COLUMNS.items()])
 """The columns; described in `docs/formats/traces.md`."""
 _SCHEMA_3 = pa.schema([field for field in SCHEMA if field.name not in ("start", "num_cached")])
-_SCHEMA_2 = _SCHEMA_3.set(_SCHEMA_3.get_field_index("sampling"), pa.field("sampling", pa.struct(_SAMPLING_2)))
+_SCHEMA_2 = _SCHEMA_3.set(_SCHEMA_3.get_field_index("sampling"), pa.field("sampling", pa.struct(SAMPLING_2)))
 _SCHEMAS = {2: _SCHEMA_2, 3: _SCHEMA_3, FORMAT: SCHEMA}
-_ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
+ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
 """Columns that are read as arrays: as Python numbers they would take ten times the memory."""
 _JUDGED = ["rollout_id", *_ROLLOUT_COLUMNS]
 _PARSE_ERRORS = (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -167,8 +157,24 @@ class RecordedTree:
 
 
 @dataclass(frozen=True)
+class RecordedStep:
+    """A recorded step with all turns of its rollouts, from which its rewards and its batch can be computed again.
+
+    `rewards`: the settings by which they were composed and credited (`BatchPlan.rewards`); empty in old files.
+    `temperature`: the sampling temperature of the run. `digest`: the `batch_digest` of the batch."""
+
+    batch_id: str
+    step: int
+    num_loss_tokens: int
+    trees: tuple[RecordedTree, ...]
+    rewards: Mapping[str, Any]
+    temperature: float
+    digest: str
+
+
+@dataclass(frozen=True)
 class Index:
-    """What an audit reads of a trace file: the step, its batch, and its rollouts.
+    """The part of a trace file that an audit reads: the step, its batch, and its rollouts.
 
     `rollout_ids`: all rollouts. `trained`: those with a sample. `graded`: those with a grade."""
 
@@ -258,269 +264,15 @@ def _array_head(length: int) -> bytes:
     return struct.pack(">BH", 0xDC, length) if length < 1 << 16 else struct.pack(">BI", 0xDD, length)
 
 
-def record_batch(
-    folder: TraceFolder,
-    plan: BatchPlan,
-    read: Read,
-    *,
-    temperature: float = 1.0,
-    computed_by: Mapping[str, str] | None = None,
-    settings: Mapping[str, Any] | None = None,
-    each: Callable[[], None] = lambda: None,
-) -> tuple[Batch, BatchRef]:
-    """Make the planned batch, write its trace atomically and durably, and return the batch and its reference.
-
-    - `read`: returns the full rollout of a summary.
-    - `temperature`: the sampling temperature of the run.
-    - `computed_by`: facts of the learner that will train on the batch. `settings`: its settings that differ from the
-      config.
-    - `each`: called after each rollout.
-
-    Raises `LedgerError` when a rollout cannot be read, `StoreError` when the trace cannot be written."""
-    samples = list[Sample]()
-
-    not_plain = 0
-
-    def rows() -> Iterator[dict[str, Any]]:
-        nonlocal not_plain
-        prefixes = _Prefixes()
-        for member in plan.members:
-            trace = _trace(member, read)
-            not_plain += num_not_plain(trace) if member.credited else 0
-            yield from _rows(plan, member, trace, prefixes, samples, temperature)
-            each()
-
-    @functools.cache
-    def made() -> Batch:
-        return batch_of(plan, samples)
-
-    @functools.cache
-    def digest() -> str:
-        return batch_digest(made())
-
-    def facts() -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "batch_id": plan.batch_id,
-            "step": plan.step,
-            "num_loss_tokens": plan.num_loss_tokens,
-            "lr_share": made().lr_share,
-            "temperature": temperature,
-            "digest": digest(),
-            "computed_by": dict(computed_by or {}),
-            "settings": dict(settings or {}),
-        }
-
-    _write(trace_path(folder, plan.step), rows(), facts)
-    batch = made()
-    num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
-    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.credited)
-    ref = BatchRef(
-        batch_id=plan.batch_id,
-        step=plan.step,
-        rollout_ids=plan.rollout_ids,
-        sampled=batch.sampled,
-        num_trained=num_trained,
-        num_masked=credited - num_trained - not_plain,
-        digest=digest(),
-        num_not_plain=not_plain,
-    )
-    return batch, ref
-
-
-def _trace(member: Member, read: Read) -> Trace:
-    """Return the trace of a member; empty if nothing was stored, or if an invalid rollout can no longer be read."""
-    if member.summary is None or member.summary.stored is None:
-        return Trace(())
-    try:
-        return with_versions_of(read(member.summary), member.summary).trace
-    except LedgerError:
-        if isinstance(member.outcome, Invalid):
-            return Trace(())
-        raise
-
-
-def _rows(
-    plan: BatchPlan, member: Member, trace: Trace, prefixes: _Prefixes, samples: list[Sample], temperature: float
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one rollout; its samples are appended to `samples`."""
-    yield {"row": _ROLLOUT, "rollout_id": member.rollout_id} | _rollout_columns(member)
-    prefixes.begin(member.group_id)
-    for number, turn in enumerate(trace.turns):
-        found = _turn_columns(turn, prefixes.add(turn))
-        yield {"row": _TURN, "rollout_id": member.rollout_id, "turn": number} | found
-    for leaf, sample in samples_of(plan, member, trace, temperature=temperature):
-        samples.append(sample)
-        yield {
-            "row": _SAMPLE,
-            "rollout_id": member.rollout_id,
-            "leaf": leaf,
-            "origin": str(sample.origin),
-            "mask": sample.path.mask,
-            "advantages": sample.advantages,
-            "temperatures": sample.temperatures,
-        }
-
-
-def _rollout_columns(member: Member) -> dict[str, Any]:
-    found: dict[str, Any] = {"group_id": member.group_id}
-    summary, outcome = member.summary, member.outcome
-    if summary is not None:
-        found |= {"task_id": summary.task_id, "family": summary.family, "attempt": summary.attempt}
-        found["ending"] = str(summary.ending)
-    if outcome is not None:
-        found["reason"] = outcome.reason
-    if isinstance(outcome, Graded):
-        found |= {"terms": to_json(outcome.terms).decode(), "trust": str(outcome.trust)}
-        if member.reward is not None:
-            found |= {"reward": member.reward.value, "reason": member.reward.reason}
-    elif isinstance(outcome, Invalid):
-        found |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
-    return found
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """An earlier turn of the group with a common prefix, after the same context."""
-
-    number: int  # index of that turn among the turns of its group
-    turn: Turn
-    num_tokens: int  # length of the common prefix of both prompts
-
-
-class _Prefixes:
-    """Finds common prefixes among the turns of a group.
-
-    It compares first turns of its rollouts, and turns that follow the same turn of a rollout."""
-
-    def __init__(self) -> None:
-        self._group_id, self._num_turns = "", 0
-        self._after: dict[int | None, deque[tuple[int, Turn]]] = {}
-
-    def begin(self, group_id: str) -> None:
-        """Begin a rollout. The rollouts of a group must be consecutive."""
-        if group_id != self._group_id:
-            self._group_id, self._num_turns, self._after = group_id, 0, {}
-        self._after = {None: self._after.get(None, deque(maxlen=MAX_COMPARED))}
-
-    def add(self, turn: Turn) -> _Shared | None:
-        """Add the rollout's next turn. Returns the earlier turn with the longest common prefix."""
-        known = self._after.setdefault(turn.parent, deque(maxlen=MAX_COMPARED))
-        found = [_Shared(number, one, _num_common(one.prompt_ids, turn.prompt_ids)) for number, one in known]
-        alike = [_first_version(one.turn) == _first_version(turn) for one in found]
-        best, same_version = max(
-            zip(found, alike, strict=True), key=lambda pair: (pair[0].num_tokens, pair[1]), default=(None, False)
-        )
-        if best is None or not same_version or best.num_tokens < len(turn.prompt_ids):
-            known.append((self._num_turns, turn))  # otherwise the earlier turn already contains it
-        self._num_turns += 1
-        return best if best is not None and best.num_tokens else None
-
-
-def _num_common(one: I32, other: I32) -> int:
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
-
-
-def _first_version(turn: Turn) -> Version | None:
-    return turn.completion.spans[0].version if turn.completion.spans else None
-
-
-def _turn_columns(turn: Turn, shared: _Shared | None) -> dict[str, Any]:
-    done, prompt_ids, routes = turn.completion, turn.prompt_ids, turn.completion.routes
-    found: dict[str, Any] = {}
-    if shared is not None:
-        other, num_routes = shared.turn.completion, 0
-        kinds = [(one.routes.dtype, one.routes.shape[1:], one.routes_start) for one in (done, other)]
-        if kinds[0] == kinds[1]:
-            num_routes = min(shared.num_tokens, len(routes), len(other.routes))
-        prompt_ids, routes = prompt_ids[shared.num_tokens :], _differences(routes, other.routes, num_routes)
-        found = {"shared_with": shared.number, "shared_tokens": shared.num_tokens, "shared_routes": num_routes}
-    versions = [{name: getattr(one.version, name) for name in ("step", "incarnation", "digest")} for one in done.spans]
-    counts = [{"num_tokens": one.num_tokens, "kv_epoch": one.kv_epoch} for one in done.spans]
-    return found | {
-        "parent": turn.parent,
-        "kind": str(turn.kind),
-        "start": None if turn.start is None else str(turn.start),
-        "sampling": _sampling_columns(turn.sampling),
-        "engine": done.engine,
-        "num_cached": done.num_cached,
-        "stop_reason": str(done.stop_reason),
-        "spans": [version | count for version, count in zip(versions, counts, strict=True)],
-        "prompt_ids": prompt_ids,
-        "token_ids": done.token_ids,
-        "logprobs": done.logprobs,
-        "routes": routes.tobytes(),
-        "routes_shape": list(routes.shape),
-        "routes_start": done.routes_start,
-    }
-
-
-def _sampling_columns(sampling: Sampling) -> dict[str, Any]:
-    """The struct of a turn's sampling: `others` is a JSON object of all further parameters that are not neutral, or
-    null."""
-    found = {name: getattr(sampling, name) for name in _SAMPLING_2}
-    if sampling.plain and not sampling.top_logprobs:
-        return found | {"others": None}
-    others = {name: value for name, value in json.loads(to_json(sampling)).items() if name not in _SAMPLING_2}
-    return found | {"others": json.dumps(others)}
-
-
 def _sampling(row: dict[str, Any]) -> Sampling:
-    """The inverse of `_sampling_columns`. Files of format 2 have no `others`."""
+    """The inverse of `trace_writer._sampling_columns`. Files of format 2 have no `others`."""
     others = json.loads(row.pop("others", None) or "{}")
     return msgspec.convert(others | row, Sampling)
 
 
-def _differences(routes: Routes, other: Routes, count: int) -> Routes:
+def xor_routes(routes: Routes, other: Routes, count: int) -> Routes:
     """Return the routes with the first `count` XOR those of another turn. Applied twice, it restores the routes."""
     return np.concatenate([routes[:count] ^ other[:count], routes[count:]]) if count else routes
-
-
-def _write(path: TraceFile, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
-    if isinstance(path, StoredTrace):
-        buffer = io.BytesIO()
-        _write_rows(buffer, rows, facts)
-        seal_parquet(buffer)
-        return path.replace(buffer.getvalue())
-    temporary = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w+b") as file:
-            _write_rows(file, rows, facts)
-            seal_parquet(file)
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StoreError(
-            f"{path} cannot be written", str(error), hint="free disk space, then etude run --resume"
-        ) from error
-    except EtudeError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
-    """Write rows as they come. `facts` is called after the last row."""
-    with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True, store_schema=False) as writer:
-        waiting, size = list[dict[str, Any]](), 0
-        for row in rows:
-            waiting.append(row)
-            held = [value for name in _ARRAYS if (value := row.get(name)) is not None]
-            size += sum(len(value) if isinstance(value, bytes) else value.nbytes for value in held)
-            if size >= ROW_GROUP_BYTES:
-                writer.write_table(pa.Table.from_pylist(waiting, SCHEMA))
-                waiting, size = [], 0
-        if waiting:
-            writer.write_table(pa.Table.from_pylist(waiting, SCHEMA))
-        writer.add_key_value_metadata({_KEY.decode(): json.dumps(facts()), PARQUET_KEY: "1"})
 
 
 def read_trace(path: TraceFile) -> RecordedBatch:
@@ -575,15 +327,46 @@ def read_rollout(path: TraceFile, rollout_id: str) -> RecordedTree | None:
     try:
         if facts["format"] == 1:
             return _read_rollout_1(table.select(old), rollout_id)
-        num_rows = 0
-        for row, trace, numbered in _rollouts(table):
-            if row["rollout_id"] == rollout_id:
-                samples = [(one["leaf"], _sample(one, table, i, trace)) for i, one in numbered]
-                return RecordedTree(_recorded_rollout(row), trace, tuple(samples), first_row=num_rows)
-            num_rows += len(numbered)
+        return next((tree for tree in _trees(table) if tree.rollout.rollout_id == rollout_id), None)
     except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
-    return None
+
+
+def read_step(path: TraceFile) -> RecordedStep:
+    """Read a step with all its turns. Raises `LedgerError` for a missing or damaged file, and for one of format 1."""
+    table, facts = _read(path)
+    try:
+        if facts["format"] == 1:
+            raise ValueError("format 1 has no turns")
+        trees, rewards, temperature = tuple(_trees(table)), facts.get("rewards", {}), facts.get("temperature", 1.0)
+        if not isinstance(rewards, dict) or not isinstance(temperature, float):
+            raise ValueError("its rewards or temperature are not as they are written")
+        names = ("batch_id", "step", "num_loss_tokens")
+        found = {name: facts[name] for name in names} | {"digest": str(facts.get("digest", ""))}
+        return RecordedStep(**found, trees=trees, rewards=rewards, temperature=temperature)
+    except _PARSE_ERRORS as error:
+        raise _damaged(path, error) from error
+
+
+def read_outcomes(path: TraceFile) -> tuple[Mapping[str, Any], list[RecordedRollout]]:
+    """Read the outcomes of a step without its tokens: (settings of its rewards, rollouts).
+
+    The settings are empty in old files. Raises `LedgerError` for a missing or damaged file."""
+    table, facts = _read(path, {key: [*_JUDGED, "row"] for key in _SCHEMAS} | {1: _JUDGED})
+    try:
+        rows = table.select([*_JUDGED, "row"] if "row" in table.column_names else _JUDGED).to_pylist()
+        found = {row["rollout_id"]: row for row in rows if row.get("row", ROLLOUT) == ROLLOUT}
+        return dict(facts.get("rewards", {})), [_recorded_rollout(row) for row in found.values()]
+    except _PARSE_ERRORS as error:
+        raise _damaged(path, error) from error
+
+
+def _trees(table: pa.Table) -> Iterator[RecordedTree]:
+    num_rows = 0
+    for row, trace, numbered in _rollouts(table):
+        samples = [(one["leaf"], _sample(one, table, i, trace)) for i, one in numbered]
+        yield RecordedTree(_recorded_rollout(row), trace, tuple(samples), first_row=num_rows)
+        num_rows += len(numbered)
 
 
 def read_index(path: TraceFile) -> Index:
@@ -598,7 +381,7 @@ def read_index(path: TraceFile) -> Index:
         batch_id=facts["batch_id"],
         step=facts["step"],
         rollout_ids=frozenset(row["rollout_id"] for row in rows),
-        trained=frozenset(row["rollout_id"] for row in rows if row.get("in_batch", row.get("row") == _SAMPLE)),
+        trained=frozenset(row["rollout_id"] for row in rows if row.get("in_batch", row.get("row") == SAMPLE)),
         graded=frozenset(row["rollout_id"] for row in rows if row["reward"] is not None),
     )
 
@@ -610,7 +393,9 @@ def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tu
             has_digest = verify_parquet(handle, path, kind=LedgerError)
             return _table(handle, columns if has_digest else None)  # without a digest, read all pages: they have CRCs
     except FileNotFoundError as error:
-        raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error
+        raise LedgerError(
+            f"no trace at {path}", hint="name a step that was trained, or copy its file back if it was removed"
+        ) from error
     except (*_PARSE_ERRORS, OSError, MemoryError) as error:
         raise _damaged(path, error) from error
 
@@ -618,7 +403,7 @@ def _read(path: TraceFile, columns: Mapping[int, list[str]] | None = None) -> tu
 def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[pa.Table, dict[str, Any]]:
     with pq.ParquetFile(handle, page_checksum_verification=True, pre_buffer=False) as file:
         schema = file.schema_arrow
-        facts = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
+        facts = json.loads((schema.metadata or {}).get(METADATA_KEY, b"{}"))
         kinds = {"format": int, "batch_id": str, "step": int, "num_loss_tokens": int}
         if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
             raise ValueError("its columns are not those of a trace, or its metadata is incomplete")
@@ -651,20 +436,20 @@ def _recorded_rollout(row: dict[str, Any], places: tuple[TurnPlace, ...] = ()) -
 
 def _rollouts(table: pa.Table) -> Iterator[tuple[dict[str, Any], Trace, list[tuple[int, dict[str, Any]]]]]:
     """Yield the row of each rollout, its trace, and the numbered rows of its samples."""
-    rows = enumerate(table.drop_columns([name for name in _ARRAYS if name in table.column_names]).to_pylist())
+    rows = enumerate(table.drop_columns([name for name in ARRAYS if name in table.column_names]).to_pylist())
     group_id, group = None, list[Turn]()
     for rollout_id, some in itertools.groupby(rows, key=lambda numbered: numbered[1]["rollout_id"]):
         (_, rollout), *others = some
-        if rollout["row"] != _ROLLOUT:
+        if rollout["row"] != ROLLOUT:
             raise ValueError(f"the rows of rollout {rollout_id} do not begin with its own")
         if rollout["group_id"] != group_id:
             group_id, group = rollout["group_id"], []
         turns = list[Turn]()
         for i, row in others:
-            if row["row"] == _TURN:
+            if row["row"] == TURN:
                 turns.append(_turn(row, table, i, turns, group))
                 group.append(turns[-1])
-        yield rollout, Trace(tuple(turns)), [(i, row) for i, row in others if row["row"] == _SAMPLE]
+        yield rollout, Trace(tuple(turns)), [(i, row) for i, row in others if row["row"] == SAMPLE]
 
 
 def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], group: Sequence[Turn]) -> Turn:
@@ -681,7 +466,7 @@ def _turn(row: dict[str, Any], table: pa.Table, i: int, turns: Sequence[Turn], g
     if row["shared_with"] is not None:
         other = group[row["shared_with"]]
         prompt_ids = np.concatenate([other.prompt_ids[: row["shared_tokens"]], prompt_ids])
-        routes = _differences(routes, other.completion.routes, min(len(routes), row["shared_routes"]))
+        routes = xor_routes(routes, other.completion.routes, min(len(routes), row["shared_routes"]))
     versions = [Version(one["step"], one["incarnation"], one["digest"]) for one in row["spans"]]
     counts = [(one["num_tokens"], one["kv_epoch"]) for one in row["spans"]]
     return Turn(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from etude.gateway.answers import Answer, num_sampled
+from etude.gateway.answers import Spent
 from etude.gateway.keys import KeyUse
 
 logger = logging.getLogger("etude.gateway")
@@ -27,6 +27,7 @@ class Metrics:
             self.registry: Any = None
             return
         self._library, self.registry = library, library.CollectorRegistry()
+        self._labelled: Any = lru_cache(maxsize=256)(lambda metric, *labels: metric.labels(*labels))
         self._requests = self._make(library.Counter, "requests", "Requests by dialect and status", "dialect", "status")
         self._tokens = self._make(library.Counter, "tokens", _TOKENS, "kind")
         self._seconds = self._make(
@@ -45,17 +46,17 @@ class Metrics:
         """Count a request that has ended with the HTTP status `status` after `wall_s` seconds."""
         if self.registry is None:
             return
-        self._requests.labels(record.dialect, str(status)).inc()
-        self._seconds.labels(record.dialect).observe(wall_s)
+        self._labelled(self._requests, record.dialect, str(status)).inc()
+        self._labelled(self._seconds, record.dialect).observe(wall_s)
         if record.first_s is not None:
-            self._first.labels(record.dialect).observe(record.first_s)
+            self._labelled(self._first, record.dialect).observe(record.first_s)
         for kind, number in (
-            ("prompt", record.num_prompt),
-            ("cached", record.num_cached),
-            ("answer", record.num_sampled),
-            ("summary", record.num_summary),
+            ("prompt", record.spent.prompt),
+            ("cached", record.spent.cached),
+            ("answer", record.spent.sampled),
+            ("summary", record.spent.summary),
         ):
-            self._tokens.labels(kind).inc(number)
+            self._labelled(self._tokens, kind).inc(number)
 
     def page(self, models: dict[str, tuple[int, int]]) -> tuple[bytes, str]:
         """Return the page that Prometheus reads, and its content type.
@@ -69,14 +70,13 @@ class Metrics:
 
 @dataclass(slots=True)
 class Record:
-    """What is logged and counted of one request.
+    """The facts of one request that are logged and counted.
 
     - `dialect`: the name of the API, such as "chat".
     - `began`: when the request arrived, by `time.perf_counter`.
     - `key`: the API key that was used; None without one.
     - `first_s`: seconds until the first event of a stream; None for other requests.
-    - `num_prompt`, `num_cached`, `num_sampled`: tokens of the prompt, those of it whose KV was reused, and sampled
-      tokens.
+    - `spent`: the tokens that it has taken so far.
     - `ended`: whether `end` was called."""
 
     method: str
@@ -85,28 +85,19 @@ class Record:
     model: str = "-"
     key: KeyUse | None = None
     first_s: float | None = None
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_sampled: int = 0
-    num_summary: int = 0
+    spent: Spent = field(default_factory=Spent)
     ended: bool = False
 
-    def add(self, answers: Sequence[Answer]) -> None:
-        """Add the token counts of some answers to the record."""
-        if self.num_prompt == 0:
-            self.num_prompt = len(answers[0].prompt_ids)
-            self.num_cached = answers[0].completion.num_cached
-        self.num_sampled += num_sampled(answers)
-        self.num_summary += sum(answer.summaries.num_prompt + answer.summaries.num_sampled for answer in answers)
-
     def end(self, status: int, metrics: Metrics) -> None:
-        """Log and count the request. `status` is the HTTP status of its response. Later calls have no effect."""
+        """Log and count the request, and add its tokens to those of its key. Later calls have no effect.
+
+        `status` is the HTTP status of the response, or 499 if the client left before its end."""
         if self.ended:
             return
         self.ended = True
         wall_s = time.perf_counter() - self.began
         if self.key is not None:
-            self.key.add_tokens(self.num_prompt + self.num_sampled + self.num_summary)
+            self.key.add_tokens(self.spent.prompt + self.spent.sampled + self.spent.summary)
         metrics.count(self, status, wall_s)
         logger.info(
             "%s dialect=%s model=%s key=%s status=%d prompt=%d cached=%d answer=%d summary=%d ms=%.1f",
@@ -115,9 +106,9 @@ class Record:
             self.model,
             "-" if self.key is None else self.key.name,
             status,
-            self.num_prompt,
-            self.num_cached,
-            self.num_sampled,
-            self.num_summary,
+            self.spent.prompt,
+            self.spent.cached,
+            self.spent.sampled,
+            self.spent.summary,
             1000 * wall_s,
         )

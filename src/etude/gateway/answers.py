@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from etude.capture import Chat, Cut, Message, ParsedReply, cut_at_stop
+from etude.capture.streams import split_unfinished
 from etude.capture.summaries import Shortened
-from etude.gateway.streams import split_unfinished
 from etude.records.completion import Completion, StopReason
 from etude.records.wire import I32
 
@@ -26,9 +26,10 @@ class ResponseHead:
 
 @dataclass(frozen=True, slots=True)
 class SummaryUse:
-    """The summaries in the model's context, and the tokens that were needed to write new ones for this answer.
+    """The summaries in the model's context, and the tokens that it took to write new ones for this answer.
 
-    `number`: how many summaries. `num_prompt`, `num_sampled`: prompt tokens and sampled tokens of the new ones."""
+    `number` counts all summaries in the context. `num_prompt` and `num_sampled` are the prompt tokens and sampled
+    tokens of the requests that wrote the new ones."""
 
     number: int = 0
     num_prompt: int = 0
@@ -39,6 +40,21 @@ class SummaryUse:
         """Return the summaries of a shortened conversation."""
         sampled = sum(len(node.completion.token_ids) for node in shortened.written)
         return cls(shortened.number, sum(node.num_tokens for node in shortened.written) - sampled, sampled)
+
+
+@dataclass(slots=True)
+class Spent:
+    """The tokens that a request has taken so far, also when it ends without a whole answer.
+
+    - `prompt`: tokens of the prompt.
+    - `cached`: tokens of the prompt whose KV was reused.
+    - `sampled`: sampled tokens of all answers to the request.
+    - `summary`: tokens read and sampled for summaries, also for those that were refused."""
+
+    prompt: int = 0
+    cached: int = 0
+    sampled: int = 0
+    summary: int = 0
 
 
 class TokenLogprob(NamedTuple):
@@ -58,9 +74,10 @@ class Answer:
     - `calls`: tool calls, each as ``{"name": str, "arguments": dict}``.
     - `finish`: "stop", "length" or "tool_calls".
     - `prompt_ids`: the token ids that the model read, [P] int32.
-    - `completion`: what the policy returned.
+    - `completion`: what the policy returned, up to the end of a stop text.
     - `summaries`: the summaries in the prompt (`SummaryUse`).
-    - `logprobs`: of the sampled tokens, up to a stop text or the stop token. None: the client did not ask for them.
+    - `logprobs`: log-probabilities of the sampled tokens up to a stop text or the stop token. None: the client did not
+      ask for them.
     - `cut`: how a stop text of the request cuts the completion off; None if none does."""
 
     text: str
@@ -124,7 +141,7 @@ def make_answer(
     - `cut`: how a stop text cuts the completion off, if known.
     - `logprobs`: whether the answer has log-probabilities.
 
-    A malformed tool call is returned as text."""
+    A malformed tool call is returned as text. One that was cut off is left out."""
     if reply is None and signatures is not None:
         reply = chat.parse(completion.token_ids, signatures, strict=False)
     calls: tuple[dict[str, Any], ...] = ()
@@ -134,11 +151,15 @@ def make_answer(
         text, reasoning = reply.text, reply.reasoning
     else:
         thinking = None if reply is None else chat.in_reasoning(prompt_ids)
-        reasoning, text = split_unfinished(chat.decode(completion.token_ids), thinking)
-    if cut is None:
-        cut = cut_at_stop(chat, completion, text, stop, num_prompt=len(prompt_ids))
+        ids = completion.token_ids
+        if reply is not None and completion.stop_reason is StopReason.LENGTH:  # a call that was cut off is no text
+            ids = ids[: chat.num_text_tokens(ids.tolist())]
+        reasoning, text = split_unfinished(chat.decode(ids), thinking)
+    if cut is None and stop:
+        thinking = None if signatures is None else chat.in_reasoning(prompt_ids)
+        cut = cut_at_stop(chat, completion, text, stop, num_prompt=len(prompt_ids), in_reasoning=thinking)
     if cut is not None:
-        text, calls = cut.text, ()
+        text, calls, completion = cut.text, (), cut.sampled
     length = completion.stop_reason is StopReason.LENGTH and cut is None
     return Answer(
         text=text,

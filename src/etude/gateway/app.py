@@ -35,12 +35,20 @@ from etude.errors import EtudeError
 from etude.gateway.access_log import Metrics, Record, logger
 from etude.gateway.config import GatewayConfig
 from etude.gateway.dialects import DIALECTS, Dialect, messages, new_head
-from etude.gateway.errors import RequestRefused, from_error, invalid_request
-from etude.gateway.http import BROKEN, HANDLERS, error_response, host, is_loopback, json_response, run_until_disconnect
+from etude.gateway.errors import RequestRefused, from_error, invalid_request, stopping
+from etude.gateway.http import (
+    BROKEN,
+    HANDLERS,
+    error_response,
+    is_local,
+    json_response,
+    read_body,
+    run_until_disconnect,
+)
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
-from etude.gateway.requests import ChatRequest
+from etude.gateway.requests import ChatRequest, check_names, check_results
 
 SUMMARIES = "x-etude-summaries"
 """The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
@@ -161,7 +169,7 @@ class Gateway:
         try:
             record.key = self._admit(request)
             if self._draining:
-                raise RequestRefused(503, "the gateway is stopping; try again", code="engine_unavailable", retry_s=5)
+                raise stopping()
             if record.key is not None:
                 record.key.add_request()
             if not request.headers.get("content-type", "").startswith("application/json"):
@@ -171,6 +179,10 @@ class Gateway:
                 response = await work(request, record)
         except TimeoutError:
             response = error_response(request, self._timeout())
+        except asyncio.CancelledError:  # by the server, which waits no longer for running requests
+            if not self._draining:
+                raise
+            response = error_response(request, stopping())
         except ClientDisconnect:
             response = Response(status_code=499)
         except RequestRefused as refused:
@@ -184,7 +196,7 @@ class Gateway:
             if response is not None:
                 status = response.status_code
             if isinstance(response, EventResponse):
-                response.at_end = partial(end, status)
+                response.at_end = end
             else:
                 end(status)
         return response
@@ -193,10 +205,9 @@ class Gateway:
         parsed, model = await self._parsed(request, record, dialect.read)
         head = new_head(parsed)
         if not parsed.stream:
-            answers = await run_until_disconnect(request, model.answer(parsed))
-            record.add(answers)
+            answers = await run_until_disconnect(request, model.answer(parsed, record.spent))
             return json_response(dialect.body(parsed, head, answers))
-        pump = EventPump(model.stream(parsed), dialect.stream(parsed, head, model.chat), record)
+        pump = EventPump(model.stream(parsed, record.spent), dialect.stream(parsed, head, model.chat), record)
         try:
             end = record.began + self.config.deadline_s
             first = await run_until_disconnect(request, pump.first(self.config.ping_s))  # an error here has a status
@@ -212,18 +223,21 @@ class Gateway:
     async def _parsed(
         self, request: Request, record: Record, read: Callable[[bytes], ChatRequest]
     ) -> tuple[ChatRequest, ServedModel]:
-        body = await self._body(request)
+        body = await read_body(request, self.config.max_body_bytes)
 
         def timed() -> tuple[ChatRequest, float]:
             began = time.thread_time()
             return read(body), time.thread_time() - began
 
-        if len(body) <= self._short_bytes:
-            parsed, cpu_s = timed()
+        if len(body) <= _SHORT_BYTES:
+            parsed = read(body)
         else:
-            parsed, cpu_s = await next(iter(self.models.values())).run_in_thread(timed)
-        quick = min(_LONG_BYTES, 5 * len(body) // 4)
-        self._short_bytes = max(self._short_bytes, quick) if cpu_s < _SHORT_S else _SHORT_BYTES
+            on_loop = len(body) <= self._short_bytes
+            parsed, cpu_s = timed() if on_loop else await next(iter(self.models.values())).run_in_thread(timed)
+            quick = min(_LONG_BYTES, 5 * len(body) // 4)
+            self._short_bytes = max(self._short_bytes, quick) if cpu_s < _SHORT_S else _SHORT_BYTES
+        check_names(parsed.tools)
+        check_results(parsed.messages, parsed.prompt_field)
         wish = request.headers.get(SUMMARIES, "on").lower()
         if wish not in ("on", "off"):
             raise invalid_request(f"the header {SUMMARIES} is {wish[:100]!r}\n  hint: send on or off")
@@ -241,7 +255,7 @@ class Gateway:
 
         The second check refuses a web page whose host name resolves to this machine."""
         if self._keys is None:
-            if not is_loopback(host(request)):
+            if not is_local(request):
                 raise RequestRefused(
                     403, "this gateway has no API key, so it answers only requests to localhost", code="forbidden"
                 )
@@ -254,17 +268,9 @@ class Gateway:
     def _model(self, name: str) -> ServedModel:
         if name not in self.models:
             served = ", ".join(repr(one) for one in list(self.models)[:8])
-            message = f"The model {name[:100]!r} does not exist; here is {served}."
+            message = f"The model {name[:100]!r} does not exist; served are {served}."
             raise RequestRefused(404, message, code="model_not_found", param="model")
         return self.models[name]
-
-    async def _body(self, request: Request) -> bytes:
-        limit, body = self.config.max_body_bytes, bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise RequestRefused(413, f"the body is larger than {limit} bytes", code="request_too_large")
-        return bytes(body)
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class GatewayConfig:
     - `drain_s`: the longest time that running requests have to end when the gateway stops, in seconds.
     - `cors_origins`: the origins of web pages that may send requests, such as "https://example.org".
     - `remembered_tokens`: the most tokens of conversations that are kept in memory.
-    - `summaries`: whether a model that was trained to summarise long conversations does so."""
+    - `summaries`: whether a model that was trained to summarise long conversations does so here."""
 
     host: str = "127.0.0.1"
     port: int = ranged(8000, low=0, high=65535)

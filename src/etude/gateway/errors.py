@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
-from etude.errors import ContextFull, EngineError, EtudeError, nearest
+from etude.errors import ContextFull, EngineError, EtudeError, MalformedRequest, nearest
 
 
 class RequestRefused(Exception):
@@ -36,6 +36,11 @@ class RequestRefused(Exception):
         if self.status in (429, 503):
             return {"retry-after": str(math.ceil(self.retry_s))}
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def stopping() -> RequestRefused:
+    """Return the error of a request that arrives, or runs, while the gateway stops (HTTP 503)."""
+    return RequestRefused(503, "the gateway is stopping; try again", code="engine_unavailable", retry_s=5)
 
 
 def openai_error(refused: RequestRefused) -> dict[str, object]:
@@ -68,31 +73,36 @@ def unknown_parameter(field: str, known: Iterable[str]) -> RequestRefused:
     return RequestRefused(400, message, code="unknown_parameter", param=field[:100])
 
 
-def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int, *, facts: str = "") -> RequestRefused:
+def context_exceeded(
+    context_tokens: int, prompt_tokens: int, answer_tokens: int, *, facts: str = "", field: str = "messages"
+) -> RequestRefused:
     """Return the error of a request that exceeds the context (HTTP 400), with OpenAI's message and code.
 
-    `context_tokens` is the model's limit, and `answer_tokens` the length of the answer that the client asked for. With
-    `facts`, which say why a text is certainly too long, `prompt_tokens` is only a lower bound."""
+    `context_tokens` is the model's limit, `answer_tokens` the length of the answer that the client asked for, and
+    `field` the field of the request that has the prompt. `facts` says why a text is certainly too long; `prompt_tokens`
+    is then only a lower bound."""
     total = prompt_tokens + answer_tokens
     message = (
         f"This model's maximum context length is {context_tokens} tokens. However, you requested {total} tokens "
-        f"({prompt_tokens} in the messages, {answer_tokens} in the completion). "
-        "Please reduce the length of the messages or completion."
+        f"({prompt_tokens} in the {field}, {answer_tokens} in the completion). "
+        f"Please reduce the length of the {field} or completion."
     )
     if facts:
         message = f"This model's maximum context length is {context_tokens} tokens. However, {facts}."
-    return RequestRefused(
-        400, message, code="context_length_exceeded", param="messages", context=(total, context_tokens)
-    )
+    return RequestRefused(400, message, code="context_length_exceeded", param=field, context=(total, context_tokens))
 
 
 def from_error(error: EtudeError) -> RequestRefused:
-    """Convert an error that was raised while a request was served to the refusal that the client gets.
+    """Convert an error that was raised while a request was served into the `RequestRefused` that the client gets.
 
-    `ContextFull` becomes HTTP 400, another `EngineError` (no engine could answer) 503, and any other error 400."""
+    `ContextFull` becomes HTTP 400, as does `MalformedRequest`, such as an invalid grammar. Another `EngineError` (no
+    engine could answer) becomes 503, and any other error 400. For `MalformedRequest` the client gets only the facts and
+    the hint, since `what` has the engine's internal id of the request."""
     message = f"{error.what}{': ' + error.facts if error.facts else ''}"
     if isinstance(error, ContextFull):
         return RequestRefused(400, message, code="context_length_exceeded", param="messages")
+    if isinstance(error, MalformedRequest):
+        return invalid_request(f"the engine refused the request: {error.facts}\n  hint: {error.hint}")
     if isinstance(error, EngineError):
         return RequestRefused(503, message, code="engine_unavailable")
     return invalid_request(str(error), "messages")

@@ -6,29 +6,23 @@ import asyncio
 import contextlib
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import URL
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from etude.errors import ConfigError, EtudeError
+from etude.errors import ConfigError, EtudeError, nearest
 from etude.gateway.config import GatewayConfig
-from etude.gateway.dialects import DIALECTS
+from etude.gateway.dialects import DIALECTS, messages
 from etude.gateway.errors import RequestRefused, from_error, openai_error
-from etude.http_server import bind, run_http_server
+from etude.http_server import bind, disconnected, run_http_server
 
 T = TypeVar("T")
 BROKEN = RequestRefused(500, "the gateway failed; its log says why", code="internal_error")
-
-
-def host(request: Request) -> str:
-    """Return the host name in the request's Host header, or "" when the header is invalid."""
-    try:
-        return request.url.hostname or ""
-    except ValueError:  # an invalid Host header
-        return ""
 
 
 def is_loopback(host: str) -> bool:
@@ -45,11 +39,45 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_local(request: Request) -> bool:
+    """Return whether the request's Host header has a loopback name. Without a valid one, the address of the server
+    counts."""
+    server = request.scope.get("server")
+    return _is_local(request.headers.get("host"), None if server is None else tuple(server))
+
+
+@lru_cache(maxsize=256)
+def _is_local(header: str | None, server: tuple[str, int | None] | None) -> bool:
+    headers = [] if header is None else [(b"host", header.encode("latin-1"))]
+    try:
+        url = URL(scope={"scheme": "http", "path": "/", "server": server, "headers": headers})
+        return is_loopback(url.hostname or "")
+    except ValueError:  # an invalid Host header
+        return False
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of a request. Raises `RequestRefused` (HTTP status 413) for one of more than `max_bytes`, and
+    `ClientDisconnect`."""
+    parts: list[bytes] = []
+    num_bytes, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        more = message.get("more_body", False)
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > max_bytes:
+            raise RequestRefused(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+    return b"".join(parts)
+
+
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Await `work` and return its result.
 
     When the client disconnects first, cancel `work` and raise `ClientDisconnect`."""
-    gone, ended = asyncio.create_task(_disconnected(request)), False
+    gone, ended = asyncio.create_task(disconnected(request)), False
     scope = asyncio.timeout(None)
     gone.add_done_callback(lambda _: None if ended else scope.reschedule(0.0))
     try:
@@ -64,11 +92,6 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
         raise
     finally:
         gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -94,9 +117,17 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    what = f"{request.method} {request.scope['path']} is not offered"
-    return error_response(request, RequestRefused(status, what, code="not_found"))
+    status, path = getattr(error, "status_code", 404), request.scope["path"]
+    what = f"{request.method} {path[:200]} is not offered"
+    offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", *(d.path for d in DIALECTS.values())]
+    if path in offered:
+        hint = "send GET" if request.method == "POST" else "send POST"
+    else:
+        urls = "clients of OpenAI's API need the base URL http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT"
+        hint = f"{nearest(path.replace('/v1/v1', '/v1'), offered)}; {urls}"
+    refused = RequestRefused(status, f"{what}\n  hint: {hint}", code="not_found")
+    of_anthropic = "anthropic-version" in request.headers or path.startswith(messages.DIALECT.path)
+    return json_response((messages.error if of_anthropic else openai_error)(refused), status, refused.headers)
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -55,7 +55,9 @@ class KeyUse:
             self._requests.popleft()
         if limits.requests_per_minute:
             if len(self._requests) >= limits.requests_per_minute:
-                message = f"the key {self.name!r} has {limits.requests_per_minute} requests per minute"
+                message = (
+                    f"the key {self.name!r} has reached its limit of {limits.requests_per_minute} requests per minute"
+                )
                 retry_s = self._requests[0] + _MINUTE_S - now
                 raise RequestRefused(429, message, code="rate_limit_exceeded", retry_s=retry_s)
             self._requests.append(now)
@@ -75,11 +77,11 @@ class Keys:
 
     def __init__(self, limits: Mapping[str, KeyLimits], *, clock: Callable[[], float] = time.time) -> None:
         if not limits:
-            raise ConfigError("there are no API keys", hint='add one: [me] and sha256 = "..." of the key')
+            raise ConfigError("there are no API keys", hint='add one: [me] and below it sha256 = "..."')
         for name, key in limits.items():
             if len(key.sha256) != 64 or not set(key.sha256.lower()) <= set(string.hexdigits):
                 hint = 'printf %s "$KEY" | sha256sum prints it'
-                raise ConfigError(f"{name}.sha256 is no SHA-256", f"{len(key.sha256)} characters", hint=hint)
+                raise ConfigError(f"{name}.sha256 is not a SHA-256", f"{len(key.sha256)} characters", hint=hint)
             if min(key.requests_per_minute, key.tokens_per_day) < 0:
                 raise ConfigError(
                     f"a limit of the key {name!r} is below 0", hint="give a positive number, or 0 for no limit"
@@ -90,17 +92,29 @@ class Keys:
 
     @staticmethod
     def of(key: str) -> Keys:
-        """Return the set of one key without limits. `key` is the key itself, not its digest."""
+        """Return a `Keys` that accepts one key, without limits. `key` is the key itself, not its digest."""
         return Keys({"key": KeyLimits(sha256=hashlib.sha256(key.encode()).hexdigest())})
 
     @staticmethod
     def read(path: Path) -> Keys:
         """Read a TOML file of keys. Raises `ConfigError` if it is invalid."""
-        try:
-            return Keys(msgspec.convert(read(path), dict[str, KeyLimits]))
-        except msgspec.ValidationError as error:
-            hint = nearest(str(error).rpartition("field `")[2].rstrip("`"), KeyLimits.__struct_fields__)
-            raise ConfigError(f"{path} is not a file of API keys", str(error), hint=hint) from None
+        if not path.is_file():
+            hint = 'write one: [me] and below it sha256 = "...", which printf %s "$KEY" | sha256sum prints'
+            raise ConfigError(f"no file of keys at {path}", hint=hint)
+        found: dict[str, KeyLimits] = {}
+        for name, fields in read(path).items():
+            try:
+                found[name] = msgspec.convert(fields, KeyLimits)
+            except msgspec.ValidationError as error:
+                known = KeyLimits.__struct_fields__
+                missing = "unknown field" not in str(error)
+                hint = (
+                    f'write [{name}] and below it sha256 = "..."'
+                    if missing
+                    else nearest(str(error).rpartition("field `")[2].rstrip("`"), known)
+                )
+                raise ConfigError(f"{path} is not a file of API keys", f"[{name}]: {error}", hint=hint) from None
+        return Keys(found)
 
     def find(self, given: bytes) -> KeyUse:
         """Return the key that a client sent. Raises `RequestRefused` (HTTP status 401) for an unknown one.

@@ -18,12 +18,15 @@ import numpy as np
 from etude import grammars
 from etude.capture import Chat, KeptTools, Prompt, Summaries, SummaryLimits, TurnTree
 from etude.capture.context import served_trigger
+from etude.capture.short_work import ShortWork
+from etude.capture.stops import complete_until_stop, stop_watch
 from etude.capture.summaries import Shortened
 from etude.errors import ContextFull
-from etude.gateway.answers import Answer, SummaryUse, make_answer
+from etude.gateway.answers import Answer, Spent, SummaryUse, make_answer
 from etude.gateway.config import GatewayConfig
 from etude.gateway.errors import RequestRefused, context_exceeded, invalid_request
 from etude.gateway.requests import ChatRequest
+from etude.gateway.schemas import check_schemas
 from etude.gateway.summary_writer import SummaryWriter
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic
 from etude.records.wire import I32
@@ -36,8 +39,7 @@ _MAX_QUEUED = 64
 MAX_CALLS = 16  # calls of an answer that must have one
 TOKENISER_THREADS = 2
 """Number of tokeniser threads. Work of a disconnected client is not interrupted; later work waits for it."""
-_SHORT_CHARS = 16_384  # new text that is rendered and tokenised without a thread, which would cost more than it saves
-_SHORT_S = 0.02  # after more CPU time than this for a short text, fewer are rendered without a thread
+_SHORT_CHARS = 16_384  # new text that is rendered and tokenised without a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class PendingRequest:
 
     - `parsed`: the client's request; `request`: the one for the policy.
     - `signatures`: the tools; None: the completion is not searched for tool calls.
-    - `prompt`: the node, in the tree of conversations, to which the completion is appended; None for a text request.
+    - `prompt`: the place in the tree of conversations at which the completion is recorded; None for a text request.
     - `summaries`: the summaries in the prompt."""
 
     parsed: ChatRequest
@@ -63,8 +65,8 @@ class ServedModel:
     - `chat`: converts messages to tokens and back.
     - `name`: the model name that clients send.
     - `context_tokens`: the most tokens of prompt and answer together.
-    - `summaries`: how the model was trained to summarise long conversations, which it then also does here; None: it was
-      not."""
+    - `summaries`: the limits with which the model was trained to summarise long conversations. It then summarises here
+      too. None: it was not trained to."""
 
     def __init__(
         self,
@@ -87,8 +89,9 @@ class ServedModel:
         self._running = asyncio.Semaphore(self.config.max_running)
         self._num_running = self._num_waiting = 0
         self._tokeniser_threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
-        self._short_chars = _SHORT_CHARS
+        self._short_work = ShortWork(_SHORT_CHARS, self.run_in_thread)
         self._signatures_of = lru_cache(maxsize=64)(self._read_signatures)
+        self._check_tools = lru_cache(maxsize=64)(lambda tools: check_schemas(ChatRequest(model=name, tools=tools)))
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in one of the model's tokeniser threads, and return its result."""
@@ -104,30 +107,53 @@ class ServedModel:
         """The number of answers that wait to be sampled."""
         return self._num_waiting
 
-    async def answer(self, parsed: ChatRequest) -> list[Answer]:
-        """Sample the answers to a request, as many as its `n`. Raises `RequestRefused`, and what the policy raises."""
+    async def answer(self, parsed: ChatRequest, spent: Spent | None = None) -> list[Answer]:
+        """Sample the answers to a request, as many as its `n`, and add the tokens that they take to `spent`.
+
+        Raises `RequestRefused`, and what the policy raises."""
+        spent = spent or Spent()
+        await self._check(parsed)
         if parsed.n == 1:
-            return [await self._answer(parsed, 0)]
+            return [await self._answer(parsed, 0, spent)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(parsed, index)) for index in range(parsed.n)]
+                tasks = [group.create_task(self._answer(parsed, index, spent)) for index in range(parsed.n)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _answer(self, parsed: ChatRequest, index: int) -> Answer:
-        async with self._running_slot():
-            pending = await self._prepare(parsed, index)
-            return self._record(pending, await self.policy.complete(pending.request))
+    async def _check(self, parsed: ChatRequest) -> None:
+        """Check the schemas of a request, those of known tools once, and in a thread if they are compiled."""
+        compiled = parsed.must_call or parsed.schema is not None
+        if isinstance(parsed.tools, KeptTools) and not compiled:
+            self._check_tools(parsed.tools)
+        elif compiled:
+            await self.run_in_thread(partial(check_schemas, parsed))
+        else:
+            check_schemas(parsed)
 
-    async def stream(self, parsed: ChatRequest) -> AsyncGenerator[StreamPart]:
-        """Sample the answers to a request, and yield their parts while they are sampled.
+    async def _answer(self, parsed: ChatRequest, index: int, spent: Spent) -> Answer:
+        async with self._running_slot():
+            pending = await self._prepare(parsed, index, spent)
+            try:
+                completion = await complete_until_stop(
+                    self.policy, pending.request, self.chat, parsed.stop, in_reasoning=self._in_reasoning(pending)
+                )
+            except asyncio.CancelledError:
+                spent.prompt = spent.prompt or len(pending.request.prompt_ids)
+                raise
+            return self._record(pending, completion, spent)
+
+    async def stream(self, parsed: ChatRequest, spent: Spent | None = None) -> AsyncGenerator[StreamPart]:
+        """Sample the answers to a request, and yield their parts while they are sampled. Adds the tokens to `spent`.
 
         The first part is the token ids of the prompt, [P] int32. Each other part is (number of the answer, X), where X
         is a list of newly sampled token ids or, at the end of an answer, the complete `Answer`. Raises
         `RequestRefused`, and what the policy raises."""
+        spent = spent or Spent()
+        await self._check(parsed)
         if parsed.n == 1:
-            async with aclosing(self._stream(parsed, 0)) as parts:
+            async with aclosing(self._stream(parsed, 0, spent)) as parts:
                 async for part in parts:
                     yield part
             return
@@ -135,7 +161,7 @@ class ServedModel:
 
         async def pump(index: int) -> None:
             try:
-                async with aclosing(self._stream(parsed, index)) as parts:
+                async with aclosing(self._stream(parsed, index, spent)) as parts:
                     async for part in parts:
                         await queue.put(part)
                 await queue.put(None)
@@ -158,15 +184,21 @@ class ServedModel:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, parsed: ChatRequest, index: int) -> AsyncGenerator[StreamPart]:
+    async def _stream(self, parsed: ChatRequest, index: int, spent: Spent) -> AsyncGenerator[StreamPart]:
+        num_streamed = 0
         async with self._running_slot():
-            pending = await self._prepare(parsed, index)
+            pending = await self._prepare(parsed, index, spent)
             yield pending.request.prompt_ids
-            async with aclosing(stream_or_complete(self.policy, self.policy.complete, pending.request)) as parts:
+            enough = stop_watch(self.chat, parsed.stop, in_reasoning=self._in_reasoning(pending))
+            sampled = stream_or_complete(self.policy, self.policy.complete, pending.request, enough=enough)
+            async with aclosing(sampled) as parts:
                 async for part in parts:
                     if isinstance(part, Completion):
-                        answer = self._record(pending, part)
+                        answer = self._record(pending, part, spent, num_streamed)
                         break
+                    spent.prompt = spent.prompt or len(pending.request.prompt_ids)
+                    spent.sampled += len(part)
+                    num_streamed += len(part)
                     yield index, part
         yield index, answer
 
@@ -182,11 +214,16 @@ class ServedModel:
         except ContextFull:
             return most
 
-    async def _prepare(self, parsed: ChatRequest, index: int) -> PendingRequest:
+    async def _prepare(self, parsed: ChatRequest, index: int, spent: Spent) -> PendingRequest:
         try:
-            return await (self._prepare_chat if parsed.prompt is None else self._prepare_text)(parsed, index)
+            if parsed.prompt is None:
+                return await self._prepare_chat(parsed, index, spent)
+            return await self._prepare_text(parsed, index)
         except ContextFull as full:  # certainly too long, so it was not tokenised
-            raise context_exceeded(self.context_tokens, self.context_tokens + 1, 0, facts=full.facts) from None
+            raise self._too_long(parsed, self.context_tokens + 1, 0, full.facts) from None
+
+    def _too_long(self, parsed: ChatRequest, num_prompt: int, num_answer: int, facts: str = "") -> RequestRefused:
+        return context_exceeded(self.context_tokens, num_prompt, num_answer, facts=facts, field=parsed.prompt_field)
 
     def _signatures(self, parsed: ChatRequest) -> Any:
         tools = parsed.tools
@@ -198,36 +235,27 @@ class ServedModel:
         except ValueError as error:
             raise invalid_request(str(error), "tools") from None
 
-    async def _prepare_chat(self, parsed: ChatRequest, index: int) -> PendingRequest:
+    async def _prepare_chat(self, parsed: ChatRequest, index: int, spent: Spent) -> PendingRequest:
         """Tokenise a conversation; turns that were sampled here keep their tokens."""
         signatures = self._signatures(parsed)
-        shortened = await self._shortened(parsed, signatures)
-        render = partial(
-            self._tree.prompt_if_short,
-            shortened.messages,
-            signatures,
-            tools=parsed.tools,
-            max_tokens=self.context_tokens,
-        )
-        began = time.thread_time()
-        prompt = render(max_chars=self._short_chars)
-        if prompt is None:
-            prompt = await self.run_in_thread(render)
-            assert prompt is not None, "without a limit"
-        elif time.thread_time() - began > _SHORT_S:
-            self._short_chars //= 2
-        else:
-            self._short_chars = min(_SHORT_CHARS, self._short_chars + 256)
+        shortened = await self._shortened(parsed, signatures, spent)
+        messages, tools = shortened.messages, parsed.tools
+        render = partial(self._tree.prompt, messages, signatures, tools=tools, max_tokens=self.context_tokens)
+        prompt = await self._short_work.run(render, self._tree.num_new_chars(messages, tools))
         num_tokens = len(prompt.token_ids)
         if shortened.fault is not None and num_tokens + _least_tokens(parsed) > self.context_tokens:
-            facts = f"the conversation has {num_tokens} tokens, and its summary was refused: {shortened.fault}"
-            raise context_exceeded(self.context_tokens, num_tokens, _least_tokens(parsed), facts=facts)
+            least = _least_tokens(parsed)
+            facts = f"the conversation has {num_tokens} tokens, {least} are requested for the answer, and its summary "
+            facts += f"was refused: {shortened.fault}"
+            if least > 1 and num_tokens < self.context_tokens:
+                facts += f"\n  hint: ask for an answer of at most {self.context_tokens - num_tokens} tokens"
+            raise self._too_long(parsed, num_tokens, least, facts)
         request = self._request(
             parsed, index, prompt.session_id, prompt.token_ids, fork_from=prompt.fork_from, keep=True
         )
         return PendingRequest(parsed, request, signatures, prompt, SummaryUse.of(shortened))
 
-    async def _shortened(self, parsed: ChatRequest, signatures: Any) -> Shortened:
+    async def _shortened(self, parsed: ChatRequest, signatures: Any, spent: Spent) -> Shortened:
         """Return the conversation as it goes on after its summaries. A further one is written if it is due."""
         if self._summaries is None or not parsed.summaries:
             return Shortened(parsed.messages)
@@ -240,6 +268,7 @@ class ServedModel:
             signatures,
             deadline_s=self.config.deadline_s,
             run=self.run_in_thread,
+            spent=spent,
         )
         room = _least_tokens(parsed)
         return await self._summaries.shorten(
@@ -250,7 +279,7 @@ class ServedModel:
         assert parsed.prompt is not None, "a text request"
         if isinstance(parsed.prompt, str):
             encode = partial(self.chat.encode, parsed.prompt, max_tokens=self.context_tokens)
-            prompt_ids = encode() if len(parsed.prompt) <= _SHORT_CHARS else await self.run_in_thread(encode)
+            prompt_ids = await self._short_work.run(encode, len(parsed.prompt))
         elif all(0 <= token < self.chat.vocab_size for token in parsed.prompt):
             prompt_ids = np.array(parsed.prompt, np.int32)
         else:
@@ -290,9 +319,20 @@ class ServedModel:
             traffic=Traffic.PRODUCTION,
         )
 
-    def _record(self, pending: PendingRequest, completion: Completion) -> Answer:
-        """Make the answer of a completion. The completion of a chat is recorded as a turn."""
+    def _in_reasoning(self, pending: PendingRequest) -> bool | None:
+        """Whether the answer begins with reasoning, for an answer that may have stop texts. None: it has none."""
+        if pending.signatures is None or not pending.parsed.stop:
+            return None
+        return self.chat.in_reasoning(pending.request.prompt_ids)
+
+    def _record(self, pending: PendingRequest, completion: Completion, spent: Spent, num_streamed: int = 0) -> Answer:
+        """Make the answer of a completion, and add its tokens to `spent`, of which `num_streamed` were added before.
+
+        The completion of a chat is recorded as a turn."""
+        spent.cached = spent.cached or completion.num_cached
+        spent.prompt = spent.prompt or len(pending.request.prompt_ids)
         if completion.stop_reason is StopReason.CANCELLED:
+            spent.sampled += len(completion.token_ids) - num_streamed
             raise RequestRefused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
         answer = make_answer(
             completion,
@@ -303,6 +343,7 @@ class ServedModel:
             logprobs=pending.parsed.top_logprobs is not None,
             summaries=pending.summaries,
         )
+        spent.sampled += len(answer.completion.token_ids) - num_streamed
         if pending.prompt is not None:
             sampling = pending.request.sampling
             self._tree.record(pending.prompt, completion, answer.message(), sampling=sampling, cut=answer.cut)
@@ -312,9 +353,9 @@ class ServedModel:
         """Return the grammar of an answer that must be a call, JSON, or either of them; "" for any text."""
         if not parsed.must_call and parsed.schema is None:
             return ""
-        name = "tool_choice" if parsed.must_call else "response_format"
+        name = "tool_choice" if parsed.must_call else parsed.schema_field
         if parsed.prompt is None and self.chat.in_reasoning(prompt_ids):
-            what = f"{name}: the chat template of this model begins with its reasoning, which a grammar does not allow"
+            what = f"{name}: answers of this model begin with reasoning, which a grammar does not allow"
             raise invalid_request(f"{what}\n  hint: leave {name} out", name)
         if parsed.must_call and not parsed.tools:
             raise invalid_request("tool_choice requires a call, and there are no tools", "tool_choice")
@@ -334,7 +375,7 @@ class ServedModel:
         """Return the token limit of the answer. Raises `RequestRefused` when the request does not fit the context."""
         remaining, least = self.context_tokens - num_prompt, _least_tokens(parsed)
         if remaining < least:
-            raise context_exceeded(self.context_tokens, num_prompt, least)
+            raise self._too_long(parsed, num_prompt, least)
         if parsed.clamp and parsed.max_tokens:
             return min(remaining, parsed.max_tokens)
         return parsed.max_tokens or min(remaining, self.config.answer_tokens)

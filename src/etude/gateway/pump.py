@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -15,14 +16,15 @@ from etude.errors import EtudeError
 from etude.gateway.access_log import Record, logger
 from etude.gateway.answers import Answer
 from etude.gateway.dialects.dialect import EventStream
-from etude.gateway.errors import RequestRefused, from_error
+from etude.gateway.errors import RequestRefused, from_error, stopping
+from etude.gateway.http import run_until_disconnect
 from etude.records.wire import I32
 
 _MAX_QUEUED = 64  # parts of a stream that wait for a client that reads slowly
 
 
 class EventPump:
-    """Samples the answers to one request in an asyncio task, which puts their events into a bounded queue.
+    """Samples the answers to one request in an asyncio task, which lets a bounded number of events wait.
 
     - `parts`: what `ServedModel.stream` returns.
     - `stream`: turns the parts into events.
@@ -33,24 +35,23 @@ class EventPump:
     ) -> None:
         self.stream = stream
         self._parts, self._record = parts, record
-        self._queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_MAX_QUEUED)
         self._begun = b""  # events before the first token
+        self._waiting: list[bytes] = []  # events from then on that were not taken
+        self._is_over = False  # whether no more events will come
+        self._error: Exception | None = None  # what the sampling raised
+        self._news, self._room = asyncio.Event(), asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     async def first(self, ping_s: float) -> bytes:
         """Wait for the first sampled token, at most `ping_s` seconds, and return the events up to it.
 
-        Without a token, return the events that come before one, or a keep-alive event. Raises what the sampling
-        raises."""
-        try:
-            async with asyncio.timeout(ping_s):
-                part = await self._queue.get()
-        except TimeoutError:
+        If none is sampled in this time, return the events that come before the first token, or a keep-alive event.
+        Raises what the sampling raises."""
+        events = await self._take(ping_s)
+        if events is None:
             return self._take_begun() or self.stream.ping
-        if isinstance(part, Exception):
-            raise part
         self._record.first_s = time.perf_counter() - self._record.began
-        return self._take_begun() + (part or b"")
+        return self._take_begun() + events
 
     async def events(self, end: float, ping_s: float, late: RequestRefused) -> AsyncIterator[bytes]:
         """Yield the events after those of `first`, until the response is complete or the time `end` (`perf_counter`) is
@@ -63,13 +64,7 @@ class EventPump:
             try:
                 if wait_s <= 0:
                     raise late
-                async with asyncio.timeout(wait_s):
-                    part = await self._queue.get()
-                if isinstance(part, Exception):
-                    raise part
-            except TimeoutError:
-                yield self._take_begun() or self.stream.ping
-                continue
+                events = await self._take(wait_s)
             except RequestRefused as refused:
                 yield self._take_begun() + self.stream.error(refused)
                 return
@@ -81,11 +76,14 @@ class EventPump:
                 failed = RequestRefused(500, "the gateway failed; its log says why", code="internal_error")
                 yield self._take_begun() + self.stream.error(failed)
                 return
+            if events is None:
+                yield self._take_begun() or self.stream.ping
+                continue
             if self._record.first_s is None:
                 self._record.first_s = time.perf_counter() - self._record.began
-            if part is None:
+            if not events:
                 return
-            yield self._take_begun() + part
+            yield self._take_begun() + events
 
     async def close(self) -> None:
         """Stop sampling, and wait until it has stopped. Idempotent."""
@@ -97,6 +95,23 @@ class EventPump:
         begun, self._begun = self._begun, b""
         return begun
 
+    async def _take(self, wait_s: float) -> bytes | None:
+        """Return all events that wait, or wait for some. Return b"" if none will follow, and None if none came in time.
+
+        Raises after the last events what the sampling raised."""
+        if not self._waiting and not self._is_over:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._news.wait()
+        if not self._waiting and not self._is_over:
+            return None
+        if not self._waiting and self._error is not None:
+            raise self._error
+        events, self._waiting = b"".join(self._waiting), []
+        self._room.set()
+        return events
+
     async def _run(self) -> None:
         try:
             async with aclosing(self._parts) as parts:
@@ -106,42 +121,59 @@ class EventPump:
                         continue
                     index, said = part
                     if isinstance(said, Answer):
-                        self._record.add([said])
                         events = b"".join(self.stream.finish(said, index))
                     else:
                         events = b"".join(self.stream.tokens(said, index))
                     if events:
-                        await self._queue.put(events)
-            await self._queue.put(b"".join(self.stream.end()))
-            await self._queue.put(None)
-        except Exception as error:  # noqa: BLE001  whoever reads the queue raises it
-            await self._queue.put(error)
+                        await self._put(events)
+            await self._put(b"".join(self.stream.end()))
+        except Exception as error:  # noqa: BLE001  whoever takes the events raises it
+            self._error = error
+        self._is_over = True
+        self._news.set()
+
+    async def _put(self, events: bytes) -> None:
+        while len(self._waiting) >= _MAX_QUEUED:
+            self._room.clear()
+            await self._room.wait()
+        self._waiting.append(events)
+        self._news.set()
 
 
 class EventResponse(StreamingResponse):
-    """The HTTP response that sends the events of a pump. It closes the pump however it ends, even before its first
-    byte.
+    """The HTTP response that sends the events of a pump. At its end it closes the pump, also if it fails at once.
 
     `first` are the events that `EventPump.first` has returned. `end`, `ping_s` and `late` are those of
-    `EventPump.events`. The attribute `at_end` is a function without arguments that is called when the response has
-    ended."""
+    `EventPump.events`. When the server cancels the response, it ends with an error. The attribute `at_end` is a
+    function that is called with the status to log when the response has ended and nothing is sampled any more: 499 if
+    the client left before the last event."""
 
     def __init__(self, pump: EventPump, first: bytes, *, end: float, ping_s: float, late: RequestRefused) -> None:
         self._pump = pump
-        self.at_end: Callable[[], None] = lambda: None
+        self.at_end: Callable[[int], None] = lambda status: None
+        self._is_whole = False
 
         async def body() -> AsyncIterator[bytes]:
             if first:
                 yield first
             async for part in pump.events(end, ping_s, late):
                 yield part
+            self._is_whole = True
 
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(body(), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await run_until_disconnect(Request(scope, receive), self.stream_response(send))
+        except ClientDisconnect:
+            pass
+        except asyncio.CancelledError:  # by the server, which waits no longer for running requests
+            error = self._pump.stream.error(stopping())
+            with contextlib.suppress(RuntimeError):  # it has not begun, or has just ended
+                await send({"type": "http.response.body", "body": error, "more_body": False})
         finally:
-            self.at_end()
-            await self._pump.close()
+            try:
+                await self._pump.close()
+            finally:
+                self.at_end(self.status_code if self._is_whole else 499)

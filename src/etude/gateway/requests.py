@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from etude.capture import KeptMessage, KeptTools, Message
-from etude.gateway.errors import invalid_request, unknown_parameter, unsupported_value
+from etude.capture import KeptMessage, KeptMessages, KeptTools, Message
+from etude.gateway.errors import RequestRefused, invalid_request, unknown_parameter, unsupported_value
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
 MAX_ANSWERS, MAX_TOP_LOGPROBS = 16, 20
+_MAX_SIMILAR = 64  # kept conversations with the same beginning
 NEUTRAL_SAMPLING = {"top_p": 1, "repetition_penalty": 1}  # of the others it is 0
 
 
@@ -40,6 +43,8 @@ class ChatRequest:
     - `include_usage`: a stream ends with the token counts.
     - `return_token_ids`: the response also has the token ids of prompt and answer.
     - `sampling`: further parameters of `records.Sampling` by name, without those whose value has no effect.
+    - `prompt_field`: the field of the body that has the conversation or the prompt, for errors.
+    - `schema_field`: the field of the body that has `schema`, for errors.
     - `schema`: the answer must be JSON that is valid under this JSON schema, or a call if there are `tools`; None: any
       text.
     - `top_logprobs`: how many of the likeliest tokens the response has at each position; None: no log-probabilities.
@@ -64,6 +69,8 @@ class ChatRequest:
     sampling: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | bool | None = None
     top_logprobs: int | None = None
+    prompt_field: str = "messages"
+    schema_field: str = "response_format"
     summaries: bool = True
     echo: dict[str, Any] = field(default_factory=dict)
 
@@ -78,14 +85,14 @@ ABSENT = msgspec.Raw()
 
 
 class BodyDecoder(Generic[B]):
-    """A decoder of the JSON bodies of a dialect, which reads them once.
+    """A decoder of a dialect's JSON bodies. It parses each body only once.
 
     - `kind`: the struct of a body.
     - `neutral`: known parameters that are not supported, each with the values that are accepted, as they have no
       effect.
     - `harmless`: parameters that are ignored.
 
-    Any other parameter that is no field of `kind` is refused."""
+    Any other parameter that is not a field of `kind` is refused."""
 
     def __init__(self, kind: type[B], *, neutral: Mapping[str, Collection[Any]], harmless: Collection[str]) -> None:
         self._neutral, self._known = neutral, {*kind.__struct_fields__, *harmless, *neutral}
@@ -101,13 +108,78 @@ class BodyDecoder(Generic[B]):
             if unknown := _unknown.fullmatch(str(error)):
                 raise unknown_parameter(unknown[1], self._known) from None
             place = _path.search(str(error))
-            raise invalid_request(str(error), place[1] if place else None) from None
+            raise invalid_request(described(error, self._decoder.type), place[1] if place else None) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid_request(f"the body is not JSON: {error}") from None
         for name, accepted in self._neutral.items():
             if (raw := getattr(body, name)) is not ABSENT and (value := _decode_value(raw)) not in accepted:
                 raise unsupported_value(name, value, list(accepted))
         return body
+
+
+def described(error: msgspec.ValidationError, kind: Any) -> str:
+    """Return the message of an error in decoding a `kind`, with the allowed values for a value that is not one of
+    them."""
+    message = str(error)
+    if not message.startswith("Invalid enum value"):
+        return message
+    place = _path.search(message)
+    kinds = _members(msgspec.inspect.type_info(kind))
+    for name in re.findall(r"[^.\[]+|\[[^\]]*\]", place[1] if place else ""):
+        inner = [_inside(one, name) for one in kinds]
+        kinds = [one for found in inner if found is not None for one in _members(found)]
+    allowed = [json.dumps(v) for one in kinds if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]
+    return f"{message}\n  hint: send {' or '.join(allowed)}"
+
+
+def _members(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
+    return list(kind.types) if isinstance(kind, msgspec.inspect.UnionType) else [kind]
+
+
+def _inside(kind: msgspec.inspect.Type, name: str) -> msgspec.inspect.Type | None:
+    """Return the type of a field of a struct, or of an item of a list ("[...]"); None if there is none."""
+    if isinstance(kind, msgspec.inspect.ListType) and name[0] == "[":
+        return kind.item_type
+    if isinstance(kind, msgspec.inspect.StructType):
+        return next((one.type for one in kind.fields if one.encode_name == name), None)
+    return None
+
+
+def check_names(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no two tools have one name. Raises `RequestRefused`."""
+    functions = [tool.get("function") for tool in tools]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    counts = Counter(name for name in names if isinstance(name, str))
+    if twice := next((name for name, num in counts.items() if num > 1), None):
+        raise invalid_request(f"two tools have the name {twice[:100]!r}\n  hint: rename one", "tools")
+
+
+def check_results(messages: Sequence[Message], where: str) -> None:
+    """Check that each tool call has one result, after it, and each result a call. Raises `RequestRefused`.
+
+    A call without an id matches any result, and a result without an id any call. `where`: the field of the body with
+    the messages."""
+    waiting: list[str] = []  # the ids of calls without a result
+    for message in messages[messages.known :] if isinstance(messages, KeptMessages) else messages:
+        for call in message.get("tool_calls") or ():
+            if (call_id := call.get("id", "")) and call_id in waiting:
+                what = f"two tool calls have the id {call_id[:100]!r}"
+                raise invalid_request(f"{what}\n  hint: give each call an id of its own", where)
+            waiting.append(call_id)
+        if message["role"] != "tool":
+            continue
+        result = message.get("tool_call_id", "")
+        match = result if result in waiting else next((one for one in waiting if not one or not result), None)
+        if match is None:
+            what = f"the tool result {result[:100]!r} belongs to no call before it"
+            raise invalid_request(
+                f"{what}\n  hint: send the model's message with this call first, and one result", where
+            )
+        waiting.remove(match)
+    if waiting:
+        named = ", ".join(repr(one[:100]) for one in waiting[:8])
+        what = f"these tool calls have no result: {named}"
+        raise invalid_request(f"{what}\n  hint: send one tool result for each call", where)
 
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -169,7 +241,7 @@ class ParseCache(Generic[P, V]):
     """A thread-safe cache of parsed values by their JSON text, since each request repeats all earlier messages.
 
     `decoder` parses one value, and `convert` turns it into what is kept. The second argument of `convert` is the place
-    in the body, for errors. What was not read lately is dropped, so that the JSON texts have at most `max_bytes`."""
+    in the body, for errors. When the JSON texts exceed `max_bytes`, the least recently read values are dropped."""
 
     def __init__(
         self, decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], V], *, max_bytes: int = 64 << 20
@@ -198,25 +270,98 @@ class ParseCache(Generic[P, V]):
             place = _path.search(str(error))
             inner = place[1] if place else ""
             dot = "." if inner and inner[0] != "[" else ""
-            raise invalid_request(f"{where}: {error}", where + dot + inner) from None
+            raise invalid_request(f"{where}: {described(error, self._decoder.type)}", where + dot + inner) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid_request(f"the body is not JSON: {error}") from None
 
 
-class MessageCache(Generic[P]):
-    """A cache of parsed messages (`ParseCache`).
+def message_reader(
+    decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], Sequence[Message]], where: str
+) -> Callable[[Sequence[msgspec.Raw], int], list[Message]]:
+    """Return the `read` of `Conversations` for a dialect whose parts are messages.
 
-    `convert` returns a message of the dialect in the format of `ChatRequest.messages`, as one or more messages."""
+    `convert` returns a message of the dialect, whose place is the second argument, as one or more messages."""
+    kept = ParseCache(decoder, lambda parsed, place: [KeptMessage(message) for message in convert(parsed, place)])
 
-    def __init__(self, decoder: msgspec.json.Decoder[P], convert: Callable[[P, str], Sequence[Message]]) -> None:
-        self._kept = ParseCache(decoder, lambda parsed, where: [KeptMessage(m) for m in convert(parsed, where)])
+    def read(parts: Sequence[msgspec.Raw], first: int) -> list[Message]:
+        return [m for i, part in enumerate(parts, first) for m in kept.read(bytes(part), f"{where}[{i}]")]
 
-    def read(self, parts: Sequence[msgspec.Raw], where: str) -> list[Message]:
-        """Parse the messages of a conversation. `where` is the name of the request field that has them."""
-        found: list[Message] = []
-        for i, part in enumerate(parts):
-            found += self._kept.read(bytes(part), f"{where}[{i}]")
-        return found
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """A conversation as a request sent it: its parts, which are views of the body, and its messages."""
+
+    parts: Sequence[msgspec.Raw]
+    messages: KeptMessages
+    num_bytes: int  # of the body
+
+    def begins(self, parts: Sequence[msgspec.Raw]) -> bool:
+        """Return whether `parts` begins with this conversation."""
+        num = len(self.parts)
+        return num <= len(parts) and self.parts[-1] == parts[num - 1] and self.parts == parts[:num]
+
+
+_Beginning = tuple[str | bytes, ...]
+"""The system message and the first two parts of a conversation."""
+
+
+class Conversations:
+    """Reads the messages of requests, each of which repeats all earlier messages of its conversation. Thread-safe.
+
+    Only new parts are read: those after the longest conversation that an earlier request had, found by comparing bytes.
+    `read` converts parts of a body, of which the first has the given number, to `ChatRequest.messages`. `where` is the
+    field of the body that has the parts. What was not repeated lately is dropped, so that the bodies of the
+    conversations have at most `max_bytes`."""
+
+    def __init__(
+        self, read: Callable[[Sequence[msgspec.Raw], int], list[Message]], where: str, *, max_bytes: int = 64 << 20
+    ) -> None:
+        self._read, self._where, self._max_bytes = read, where, max_bytes
+        # by their beginnings; each has at most half of the bytes
+        self._recent, self._older = dict[_Beginning, tuple[_Talk, ...]](), dict[_Beginning, tuple[_Talk, ...]]()
+        self._num_bytes, self._lock = 0, threading.Lock()  # of the recent ones
+
+    def read(self, parts: Sequence[msgspec.Raw], num_bytes: int, system: str = "") -> KeptMessages:
+        """Return the messages of a request, with the results of tools in the order of their calls.
+
+        `parts`: those of the body, which has `num_bytes`. `system`: the text of a system message that comes before
+        them; "": none. Raises `RequestRefused` for an invalid part, and unless the model's turn is next."""
+        beginning: _Beginning = (system, *map(bytes, parts[:2]))
+        talks = (*self._recent.get(beginning, ()), *self._older.get(beginning, ()))
+        earlier = max((one for one in talks if one.begins(parts)), key=lambda one: len(one.parts), default=None)
+        known = 0 if earlier is None else len(earlier.parts)
+        new = self._read(parts[known:], known)
+        if earlier is not None and new and new[0]["role"] == "tool":  # its place may be among the known messages
+            earlier, new = None, self._read(parts, 0)
+        if earlier is not None:
+            messages = KeptMessages([*earlier.messages, *new], earlier.messages)
+        else:
+            messages = KeptMessages([KeptMessage({"role": "system", "content": system}), *new] if system else new)
+        check_order(messages, self._where)
+        if parts and self._is_whole(parts, messages):
+            self._keep(beginning, _Talk(parts, messages, num_bytes), earlier)
+        return messages
+
+    def _is_whole(self, parts: Sequence[msgspec.Raw], messages: KeptMessages) -> bool:
+        """Return whether each call has its result, and the last part is no beginning of a turn of the model."""
+        try:
+            check_results(messages, self._where)
+        except RequestRefused:
+            return False
+        return bool(self._read(parts[-1:], len(parts) - 1))
+
+    def _keep(self, beginning: _Beginning, talk: _Talk, earlier: _Talk | None) -> None:
+        """Keep a conversation, in the place of an earlier part of it."""
+        with self._lock:
+            if self._num_bytes + talk.num_bytes > self._max_bytes // 2:
+                self._older, self._recent, self._num_bytes = self._recent, {}, 0
+            similar = self._recent.get(beginning, ())
+            others = [one for one in similar if one is not earlier][-_MAX_SIMILAR:]
+            self._recent[beginning] = (*others, talk)
+            self._num_bytes += talk.num_bytes + sum(one.num_bytes for one in others)
+            self._num_bytes -= sum(one.num_bytes for one in similar)
 
 
 class ToolsCache(Generic[P]):
@@ -291,17 +436,15 @@ def chosen_tools(
     return [known[name] for name in names]
 
 
-def checked_messages(messages: list[Message], where: str) -> list[Message]:
-    """Return the messages with the results of tools in the order of their calls.
+def check_order(messages: list[Message], where: str) -> None:
+    """Put the results of tools into the order of their calls. Raises `RequestRefused` unless the model's turn is next.
 
-    Raises `RequestRefused` unless the model's turn is next. `where` is the name of the request parameter with the
-    messages."""
+    `where` is the name of the request parameter with the messages."""
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid_request(f"{where} must end with a system, user or tool message", where)
-    for at, message in enumerate(messages):
-        if "tool_calls" in message and len(calls := message["tool_calls"] or ()) > 1:
+    for at in range(messages.known if isinstance(messages, KeptMessages) else 0, len(messages)):
+        if len(calls := messages[at].get("tool_calls") or ()) > 1:
             order = {call["id"]: i for i, call in enumerate(calls) if "id" in call}
             stop = next((i for i in range(at + 1, len(messages)) if messages[i]["role"] != "tool"), len(messages))
             results = messages[at + 1 : stop]
             messages[at + 1 : stop] = sorted(results, key=lambda m: order.get(m.get("tool_call_id", ""), len(order)))
-    return messages

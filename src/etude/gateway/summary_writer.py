@@ -12,6 +12,7 @@ from typing import Any
 from etude.capture import Chat, Message, ParsedReply, SummaryLimits, TurnTree
 from etude.capture.context import HISTORY, MAX_ATTEMPTS, Carried
 from etude.capture.tree import Node
+from etude.gateway.answers import Spent
 from etude.gateway.errors import RequestRefused
 from etude.records.completion import CompletionRequest, Sampling, StopReason, Traffic
 from etude.records.rollout import TurnKind
@@ -22,9 +23,9 @@ from etude.seams import Policy
 class SummaryWriter:
     """Counts tokens and samples summaries for one request with `tools`.
 
-    `signatures` are the tools as the chat format takes them, and `run` runs a function in a tokeniser thread. Summaries
-    are sampled as in training. The seed is a digest of the conversation, so a summary that must be written again is the
-    same."""
+    `signatures` are the tools as the chat format takes them, and `run` runs a function in a tokeniser thread. The
+    tokens of summaries are added to `spent`. Summaries are sampled as in training. The seed is a digest of the
+    conversation, so a summary that must be written again is the same."""
 
     policy: Policy
     chat: Chat
@@ -34,6 +35,7 @@ class SummaryWriter:
     signatures: Any
     deadline_s: float
     run: Callable[[Callable[[], Any]], Awaitable[Any]]
+    spent: Spent
     max_attempts: int = MAX_ATTEMPTS
 
     async def num_tokens(self, messages: list[Message]) -> int:
@@ -65,6 +67,7 @@ class SummaryWriter:
             traffic=Traffic.PRODUCTION,
         )
         completion = await self.policy.complete(request)
+        self.spent.summary += len(request.prompt_ids) + len(completion.token_ids)
         if completion.stop_reason is StopReason.CANCELLED:
             raise RequestRefused(503, f"{completion.engine} cancelled a summary", code="engine_unavailable")
         reply = self.chat.parse(completion.token_ids, self.signatures)

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import operator
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from etude.errors import ContextFull
 from etude.file_checksums import verify_files
 from etude.grammars import Tool, from_lark, from_tool_calls
 from etude.harness.call_formats import NONE, call_format_of
 from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
+from etude.harness.tokenizer import PLACEHOLDER, SafeTokenizer
 from etude.records.wire import I32
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -47,14 +45,12 @@ SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
 TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """The files that a chat format is loaded from. Some may be missing."""
 
-_MARK = "\ue000"  # private use: breaks up text that spells a special token while the template renders
-PLACEHOLDER = "\ue001"  # starts a placeholder for a text while a template renders; escaped in all other text
 _REPLY, _TOOL_OUTPUT = PLACEHOLDER + "reply", PLACEHOLDER + "output"
-_LONG_CHARS = 16_384  # tokenising a longer text takes tens of milliseconds
-_SHORT_CHARS = 256  # tokens of shorter texts are cached: tool outputs and instructions repeat
 _SYSTEM, _USER = {"role": "system", "content": "?"}, {"role": "user", "content": "?"}
+_SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "?"}}, "required": ["x"]}
+_FUNCTION = {"name": "f", "description": "?", "parameters": _SCHEMA}
+_TOOLS = {"f": Signature.from_openai({"type": "function", "function": _FUNCTION})}
 _MAX_KINDS = 256  # kinds of messages whose continuation is known; more are rendered with their whole history
-_marked = re.compile(f"{_MARK}({_MARK}?)")
 
 Message = dict[str, Any]
 """An OpenAI message: role, content, tool_calls, tool_call_id. Arguments may be a JSON string or a mapping."""
@@ -92,27 +88,17 @@ class ChatFormat:
     """The token that ends a message."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        self._load_tokens(tokenizer)
-        missing = [t for t in (CALL, END) if t not in self._special]
+        self._use_tokenizer(tokenizer)
+        missing = [t for t in (CALL, END) if t not in self.tokens.special]
         if missing:
             raise ChatError("the tokeniser has no chat format", f"no {' and '.join(missing)}", hint=_HINT_TOKENS)
-        self.end_id, self._call_id = self._special[END], self._special[CALL]
+        self.end_id, self._call_id = self.tokens.special[END], self.tokens.special[CALL]
         self.stop_token_ids: tuple[int, ...] = (self.end_id,)
         self._template = ChatTemplate(template, limited=template != chat_template())
 
-    def _load_tokens(self, tokenizer: Tokenizer) -> None:
-        tokenizer.encode_special_tokens = True  # the spelling of a special token in a text is ordinary text
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._added: dict[str, int] = {t.content: i for i, t in added.items() if t.content}
-        self._special: dict[str, int] = {t.content: i for i, t in added.items() if t.special and t.content}
-        self._special_ids = frozenset(self._special.values())
-        self._literal, self._literal_special = _match_any(self._added), _match_any(self._special)
-        self._unsaid = _match_any(
-            self._added.keys() - self._special.keys()
-        )  # the tokeniser would match these in any text
-        self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
-        self._short = lru_cache(maxsize=4096)(self._encode_plain)
+    def _use_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.tokens = SafeTokenizer(tokenizer)
+        self.vocab_size = self.tokens.vocab_size
         self._kept_tools: dict[int, tuple[Mapping[str, Signature], tuple[Signature, ...], list[dict[str, Any]]]] = {}
         self._num_continued: dict[tuple[Any, ...], int] = {}  # turns by their kinds of messages
 
@@ -147,18 +133,17 @@ class ChatFormat:
         Text that spells a special token is encoded as ordinary characters.
 
         Raises `ContextFull`, before it tokenises, for a text that certainly has more than `max_tokens` tokens."""
-        self._check_length(text, max_tokens)
-        return np.array(self._plain(text), np.int32)
+        self.tokens.check_length(text, max_tokens)
+        return np.array(self.tokens.encode(text), np.int32)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Decode token ids to text. Ids outside the vocabulary are skipped, and special tokens too unless `special`."""
-        known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-        return str(self._tokenizer.decode(known, skip_special_tokens=not special))
+        return self.tokens.decode(ids, special=special)
 
     def document(self, text: str) -> I32:
         """Encode a document for mid-training as token ids, [T] int32: the token ``<|doc|>``, the text, the token
         ``<|end|>``."""
-        return np.array([self._special[DOC], *self._plain(text), self.end_id], np.int32)
+        return np.array([self.tokens.special[DOC], *self.tokens.encode(text), self.end_id], np.int32)
 
     # messages to tokens
 
@@ -167,7 +152,7 @@ class ChatFormat:
     ) -> I32:
         """Encode a finished conversation as token ids, [T] int32, such as a demonstration for mid-training."""
         escaped = self._escape_messages(messages, signatures or {})
-        return self._encode_rendering(self._render(escaped, signatures or {}, generate=False))
+        return self.tokens.encode_rendering(self._render(escaped, signatures or {}, generate=False))
 
     def encode_prompt(
         self,
@@ -181,7 +166,8 @@ class ChatFormat:
         Raises `ContextFull`, before it tokenises, for a prompt that certainly has more than `max_tokens` tokens, and
         `ChatError` for messages that the template cannot render."""
         escaped = self._escape_messages(messages, signatures or {})
-        return self._encode_rendering(self._render(escaped, signatures or {}, generate=True), max_tokens=max_tokens)
+        rendering = self._render(escaped, signatures or {}, generate=True)
+        return self.tokens.encode_rendering(rendering, max_tokens=max_tokens)
 
     def continuation(
         self,
@@ -199,16 +185,16 @@ class ChatFormat:
         and the result starts with this token. Raises `ContextFull` as `encode_prompt` does. Raises `ChatError` for a
         template that renders `previous` differently when `new` follows, or does not render the end of the reply."""
         rendering = self._after_reply_of_any(previous, new, signatures or {}, ended)
-        return self._encode_rendering(rendering, max_tokens=max_tokens)
+        return self.tokens.encode_rendering(rendering, max_tokens=max_tokens)
 
     def _after_reply_of_any(
         self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
     ) -> str:
         """Return `_after_reply`, for a long history from a short one with the same last reply.
 
-        To render a whole history for each turn takes a time that grows with it. No template is known whose text after
-        a reply depends on more than the short history has. For each kind of messages this is checked in the 1st, 2nd,
-        4th, 8th, … turn; the whole history is rendered from the first difference on."""
+        To render a whole history, and all tools, for each turn takes a time that grows with them. No template is known
+        whose text after a reply depends on more than the short history has. For each kind of messages this is checked
+        in the 1st, 2nd, 4th, 8th, … turn; the whole history is rendered from the first difference on."""
         short = [*([_SYSTEM] if previous[0]["role"] == "system" else []), _USER, previous[-1]]
         if len(previous) <= len(short):
             return self._after_reply(previous, new, signatures, ended)
@@ -223,10 +209,10 @@ class ChatFormat:
         if count > 0 and len(self._num_continued) <= _MAX_KINDS:
             self._num_continued[kind] = count
             if count & (count - 1):
-                return self._after_reply(short, new, signatures, ended)
+                return self._after_reply(short, new, signatures, ended, _TOOLS if signatures else {})
         whole = self._after_reply(previous, new, signatures, ended)
         try:
-            same = self._after_reply(short, new, signatures, ended) == whole
+            same = self._after_reply(short, new, signatures, ended, _TOOLS if signatures else {}) == whole
         except ChatError:
             same = False
         if not same:
@@ -234,12 +220,19 @@ class ChatFormat:
         return whole
 
     def _after_reply(
-        self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        signatures: Mapping[str, Signature],
+        ended: bool,
+        tools: Mapping[str, Signature] | None = None,
     ) -> str:
-        """Return the rendering after the sampled reply, which is the last message of `previous`."""
-        escaped = self._escape_messages([*previous, *new], signatures)
-        before = self._render(escaped[: len(previous)], signatures, generate=False)
-        after = self._render(escaped, signatures, generate=True)
+        """Return the rendering after the sampled reply, which is the last message of `previous`.
+
+        `tools`: the tools that the template gets; None: those of `signatures`."""
+        escaped, tools = self._escape_messages([*previous, *new], signatures), signatures if tools is None else tools
+        before = self._render(escaped[: len(previous)], tools, generate=False)
+        after = self._render(escaped, tools, generate=True)
         end = before.rfind(END)
         if end < 0 or not after.startswith(before):
             raise ChatError(
@@ -254,7 +247,7 @@ class ChatFormat:
 
         Tests and scripted agents use it in place of sampling."""
         line = " ".join([call.name, *write_words(call.arguments).values()])
-        return np.array([self._call_id, *self._plain(line), self.end_id], np.int32)
+        return np.array([self._call_id, *self.tokens.encode(line), self.end_id], np.int32)
 
     # tokens to messages
 
@@ -269,7 +262,7 @@ class ChatFormat:
         if not body or body[-1] != self.end_id:
             return Reply(self.decode(body, special=True), error="too long")
         del body[-1]
-        opened = [at for at, i in enumerate(body) if i in self._special_ids]
+        opened = [at for at, i in enumerate(body) if i in self.tokens.special_ids]
         if not opened:
             return Reply(self.decode(body))
         if any(body[at] != self._call_id for at in opened):
@@ -301,19 +294,19 @@ class ChatFormat:
         """Return how many leading tokens of a completion come before its first tool call.
 
         These tokens are text, whatever is sampled later. `ids` may be only the beginning of a completion."""
-        return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))
+        return next((n for n, i in enumerate(ids) if int(i) in self.tokens.special_ids), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
         """Return the text of the last complete message of a prompt, such as a tool output."""
         ids = [int(i) for i in prompt_ids]
         end = max((i for i, t in enumerate(ids) if t == self.end_id), default=0)
-        start = max((i for i in range(end) if ids[i] in self._special_ids), default=-1)
+        start = max((i for i in range(end) if ids[i] in self.tokens.special_ids), default=-1)
         return self.decode(ids[start + 1 : end])
 
     def readable(self, ids: Iterable[int]) -> str:
         """Return a context as text for display: one message a line, with its role."""
         text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(self.end, "")
-        return self._literal.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
+        return self.tokens.spellings.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
 
     def _escape_messages(self, messages: Sequence[Message], signatures: Mapping[str, Signature]) -> list[Message]:
         """Escape the messages for the template, so that no text in them spells a special token."""
@@ -333,12 +326,12 @@ class ChatFormat:
         if kept is None or len(kept[1]) != len(tools) or not all(map(operator.is_, kept[1], tools)):
             if len(self._kept_tools) >= _MAX_KINDS:
                 self._kept_tools.clear()
-            kept = signatures, tools, [self._escape_all(tool.to_openai()) for tool in tools]
+            kept = signatures, tools, [self.tokens.escape_all(tool.to_openai()) for tool in tools]
             self._kept_tools[id(signatures)] = kept  # with the dict, so that no other gets its id
         return kept[2]
 
     def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
-        escaped = {k: self._escape(v) if isinstance(v, str) else v for k, v in message.items()}
+        escaped = {k: self.tokens.escape(v) if isinstance(v, str) else v for k, v in message.items()}
         if message.get("tool_calls"):
             escaped["tool_calls"] = [self._escape_call(c, signatures) for c in message["tool_calls"]]
         return escaped
@@ -351,64 +344,8 @@ class ChatFormat:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
             raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
-        return {"function": {"name": self._escape(name), "arguments": {k: self._escape(w) for k, w in words.items()}}}
-
-    def _escape_all(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {self._escape(str(k)): self._escape_all(v) for k, v in value.items()}
-        if isinstance(value, list):
-            return [self._escape_all(v) for v in value]
-        return self._escape(value) if isinstance(value, str) else value
-
-    def _escape(self, text: str) -> str:
-        """Break the spelling of added tokens in a text, so that only the template writes such tokens."""
-        return self._escape_matches(text, self._literal)
-
-    def _escape_matches(self, text: str, literal: re.Pattern[str]) -> str:
-        if _MARK in text:
-            text = text.replace(_MARK, _MARK + _MARK)
-        if PLACEHOLDER in text:
-            text = text.replace(PLACEHOLDER, PLACEHOLDER + _MARK)
-        return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
-
-    def _encode_rendering(self, rendering: str, *, max_tokens: int | None = None) -> I32:
-        self._check_length(rendering, max_tokens)
-        ids: list[int] = []
-        for i, piece in enumerate(self._literal.split(rendering)):
-            if i % 2:
-                ids.append(self._added[piece])
-            elif piece:
-                ids.extend(self._plain(_marked.sub(r"\1", piece) if _MARK in piece else piece))
-        return np.array(ids, np.int32)
-
-    def _plain(self, text: str) -> tuple[int, ...]:
-        return self._short(text) if len(text) <= _SHORT_CHARS else self._encode_plain(text)
-
-    def _encode_plain(self, text: str) -> tuple[int, ...]:
-        """Tokenise in pieces: cut inside each text that the tokeniser would match as an added token."""
-        cuts = [0, *(m.start() + 1 for m in self._unsaid.finditer(text)), len(text)]
-        pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
-        return tuple(i for piece in pieces for i in self._ids(piece))
-
-    def _ids(self, text: str) -> Sequence[int]:
-        """Tokenise. For a long text the batch call is used, which releases the GIL."""
-        if len(text) > _LONG_CHARS:
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    @cached_property
-    def _chars_per_token(self) -> float:
-        return chars_per_token(self._tokenizer)
-
-    def _check_length(self, text: str, max_tokens: int | None) -> None:
-        """Raise `ContextFull` for a text or a rendering that certainly has more than `max_tokens` tokens."""
-        if max_tokens is None or len(text) <= max_tokens:
-            return
-        num_chars = len(text) / (2 if _MARK in text else 1)  # each mark is beside a character of the text
-        least = math.ceil(num_chars / self._chars_per_token)
-        if least > max_tokens:
-            facts = f"{len(text):,} characters are at least {least:,} tokens"
-            raise ContextFull(f"the text does not fit a context of {max_tokens} tokens", facts, hint="send less text")
+        escaped = {k: self.tokens.escape(word) for k, word in words.items()}
+        return {"function": {"name": self.tokens.escape(name), "arguments": escaped}}
 
 
 class CheckpointChatFormat(ChatFormat):
@@ -439,25 +376,30 @@ class CheckpointChatFormat(ChatFormat):
         special: Mapping[str, str],
         stops: Iterable[int] = (),
     ) -> None:
-        self._load_tokens(tokenizer)
+        self._use_tokenizer(tokenizer)
         self.end = special.get("eos_token", "")
-        if self.end not in self._added:
-            facts = f"eos_token is {self.end!r}, which is none of its {len(self._added)} added tokens"
+        if self.end not in self.tokens.added:
+            facts = f"eos_token is {self.end!r}, which is none of its {len(self.tokens.added)} added tokens"
             raise ChatError("the tokeniser has no chat format", facts, hint=_HINT_OWN)
-        self.end_id = self._added[self.end]
+        self.end_id = self.tokens.added[self.end]
         self.stop_token_ids = tuple(dict.fromkeys([self.end_id, *(i for i in stops if i < self.vocab_size)]))
-        self.calls = call_format_of(self._added)
-        self._openers = frozenset(self._added[t] for t in self.calls.opening_tokens if t in self._added)
+        self.calls = call_format_of(self.tokens.added)
+        self._openers = frozenset(self.tokens.added[t] for t in self.calls.opening_tokens if t in self.tokens.added)
         self._template = ChatTemplate(template, special=special)
         self._with_tools = self._template if with_tools is None else ChatTemplate(with_tools, special=special)
         self._arguments_as_text = False
 
     def document(self, text: str) -> I32:
         """Encode a document for mid-training as token ids, [T] int32: the text, then the end token."""
-        return np.array([*self._plain(text), self.end_id], np.int32)
+        return np.array([*self.tokens.encode(text), self.end_id], np.int32)
 
     def _after_reply(
-        self, previous: Sequence[Message], new: Sequence[Message], signatures: Mapping[str, Signature], ended: bool
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        signatures: Mapping[str, Signature],
+        ended: bool,
+        tools: Mapping[str, Signature] | None = None,
     ) -> str:
         """Return the rendering after the stop token of the reply, which is the last message of `previous`.
 
@@ -466,7 +408,7 @@ class CheckpointChatFormat(ChatFormat):
         escaped = self._escape_messages([*previous, *new], signatures)
         last = len(previous) - 1
         escaped[last] = {**escaped[last], "content": _REPLY}
-        rendering = self._render(escaped, signatures, generate=True)
+        rendering = self._render(escaped, signatures if tools is None else tools, generate=True)
         at = rendering.rfind(_REPLY)
         end = rendering.find(self.end, at)
         if at < 0 or end < 0:
@@ -480,8 +422,8 @@ class CheckpointChatFormat(ChatFormat):
         Raises `ChatError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:
             raise ChatError("the checkpoint has no tool-call format", "no added token opens a call", hint=_HINT_OWN)
-        arguments = self._escape(json.dumps(call.arguments, ensure_ascii=False))
-        return self._encode_rendering(self.calls.write(self._escape(call.name), arguments) + self.end)
+        arguments = self.tokens.escape(json.dumps(call.arguments, ensure_ascii=False))
+        return self.tokens.encode_rendering(self.calls.write(self.tokens.escape(call.name), arguments) + self.end)
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
         """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
@@ -512,15 +454,13 @@ class CheckpointChatFormat(ChatFormat):
         schemas = {s.name: s.to_openai()["function"].get("parameters") or {} for s in signatures.values()}
         tools = [Tool(name, {"additionalProperties": False, **schema}) for name, schema in schemas.items()]
         opening, call, closing = self.calls.parts()
-        between = "" if opening else "\n"
-        return from_tool_calls(
-            tools, call, tokens=self._added, opening=opening, closing=closing, between=between, max_calls=max_calls
-        )
+        around = {"opening": opening, "closing": closing, "between": "" if opening else "\n"}
+        return from_tool_calls(tools, call, tokens=self.tokens.added, max_calls=max_calls, **around)
 
     def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
         """Return how many leading tokens of a completion come before the first one that opens a tool call or is
         special."""
-        ends = self._openers | self._special_ids
+        ends = self._openers | self.tokens.special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
@@ -561,15 +501,11 @@ class CheckpointChatFormat(ChatFormat):
         return self._escaped_tools(signatures) if lists else []
 
     def _escape_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
-        escape = self._escape_special if message.get("role") == "assistant" else self._escape_all
+        escape = self.tokens.escape_special if message.get("role") == "assistant" else self.tokens.escape_all
         escaped = {key: escape(value) for key, value in message.items() if key != "tool_calls"}
         if message.get("tool_calls"):
             escaped["tool_calls"] = [self._escape_call(call, signatures) for call in message["tool_calls"]]
         return escaped
-
-    def _escape_special(self, value: Any) -> Any:
-        """Escape the text of an assistant message: added tokens that are not special stay tokens."""
-        return self._escape_matches(value, self._literal_special) if isinstance(value, str) else self._escape_all(value)
 
     def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
         try:
@@ -578,8 +514,8 @@ class CheckpointChatFormat(ChatFormat):
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
             raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
-        function = {"name": self._escape(name), "arguments": self._escape_all(plain)}
-        kept = {key: self._escape(str(call[key])) for key in ("id",) if call.get(key) is not None}
+        function = {"name": self.tokens.escape(name), "arguments": self.tokens.escape_all(plain)}
+        kept = {key: self.tokens.escape(str(call[key])) for key in ("id",) if call.get(key) is not None}
         return {**kept, "type": "function", "function": function}
 
 
@@ -600,42 +536,6 @@ def stop_ids(folder: Path) -> list[int]:
             continue
         found += [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0]
     return list(dict.fromkeys(found))
-
-
-def _match_any(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches each of the texts, longest first. Without texts it matches nothing."""
-    pattern = "|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t)))
-    return re.compile(f"({pattern})" if pattern else r"((?!))")
-
-
-COMPOSED = 4
-"""The most characters that NFC composes into one."""
-_KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Split"}
-
-
-def chars_per_token(tokenizer: Tokenizer) -> float:
-    """Return an upper bound of the characters per token. It bounds the tokens of a text without tokenising the text.
-
-    The bound is infinite for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE,
-    and in BPE with byte fallback, a token covers no more characters than it is written with."""
-    parts = [*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer)]
-    names = {str(part.get("type")) for part in parts}
-    by_bytes = "ByteLevel" in names or bool(getattr(tokenizer.model, "byte_fallback", False))
-    drops = any(part.get("behavior") == "Removed" for part in parts)
-    strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
-    if type(tokenizer.model).__name__ != "BPE" or not by_bytes or drops or strips or names - _KEEP_ALL - {"NFC"}:
-        return math.inf
-    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
-    return float(longest * (COMPOSED if "NFC" in names else 1))
-
-
-def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the serialised form of a tokeniser's component, and of the components inside it."""
-    waiting = [] if component is None else [json.loads(component.__getstate__())]
-    while waiting:
-        part = waiting.pop()
-        yield part
-        waiting += [*part.get("pretokenizers", ()), *part.get("normalizers", ())]
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

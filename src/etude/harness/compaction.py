@@ -127,8 +127,8 @@ class Compactor:
 async def write_history(episode: Episode, messages: Sequence[Message], path: str = HISTORY) -> str:
     """Write messages into a file in the machine, hidden from git. `remove_history` removes the file.
 
-    Returns its path, or "" if the file cannot be written (a full disk, or a link of the agent's in its place). Raises
-    `MachineError`, and then sets it as the episode's failure."""
+    Returns its path, or "" if the file cannot be written: the disk is full, or the agent made a link in its place.
+    Raises `MachineError`, after it has set `episode.failure` to it."""
     try:
         if not episode.has_history:
             await episode.machine.write(_IGNORE, b"*\n")

@@ -33,6 +33,7 @@ class HarnessConfig:
       and CPU time that other processes took from the commands, where it is measured (`ExecResult.lost_s`).
     - `export_bytes`: the largest file that is taken from the machine for grading.
     - `require_submit`: give reward 0 to a rollout whose agent never called `submit`.
+    - `prompt`: the system message before the task's instruction. A program that is a command has its own. "": none.
     - `program`: the agent program: "loop", the built-in one; "command", a program that asks the model over HTTP, with
       the settings of `etude.rollouts.command.CommandProgram`; or a plug-in."""
 
@@ -47,6 +48,7 @@ class HarnessConfig:
     rollout_deadline_s: float = ranged(30.0, low=0.01)
     export_bytes: int = ranged(1_048_576, low=1)
     require_submit: bool = True
+    prompt: str = ""
     program: Annotated[str | Plugin, BuiltIn(tuple(PROGRAMS))] = LOOP
 
     def __post_init__(self) -> None:

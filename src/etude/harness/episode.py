@@ -12,11 +12,12 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from etude.capture import Cut, Prompt, TurnTree, cut_at_stop
+from etude.capture import Cut, Prompt, TurnTree, complete_until_stop, cut_at_stop
+from etude.capture.short_work import ShortWork
 from etude.capture.tree import Node
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.harness.chat import ChatFormat, Message, Reply
@@ -95,7 +96,9 @@ class ModelTurn:
     - `number`: how many turns of the episode came before.
     - `node`: the recorded turn with its tokens.
     - `completion`: what the policy returned, with all sampled tokens.
-    - `cut`: how a stop text cut the completion off; None if none did."""
+    - `cut`: how a stop text cut the completion off; None if none did.
+    - `num_resampled`: replies of the model before it that were tokenised again, since the text before them has
+      changed."""
 
     reply: Reply
     messages: list[Message]
@@ -104,6 +107,19 @@ class ModelTurn:
     node: Node
     completion: Completion
     cut: Cut | None = None
+    num_resampled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An HTTP request of an agent program that was refused.
+
+    `request` is method and path, such as "POST /v1/messages". `status`, `code` and `message` are those of the error."""
+
+    request: str
+    status: int
+    code: str
+    message: str
 
 
 class Episode:
@@ -116,8 +132,9 @@ class Episode:
             await episode.act(await episode.ask())
 
     Every turn is recorded with its tokens, and is trained on. `messages` is a list of OpenAI messages that begins with
-    the task's instruction. A program may change it before it asks, or ask with another list of messages (a sub-agent, a
-    shortened context). Turns with the same history are recorded as branches of a tree.
+    `harness.prompt`, if it is set, and the task's instruction. A program may change it before it asks, or ask with
+    another list of messages (a sub-agent, a shortened context). Turns with the same history are recorded as branches of
+    a tree.
 
     `policy` samples the completions; a program may replace it by an object that wraps it. `clock` returns seconds."""
 
@@ -135,12 +152,15 @@ class Episode:
     ) -> None:
         self.task, self.machine, self.policy, self.chat = task, machine, policy, chat
         self.tools, self.limits, self.options = tools, limits, options
-        self.messages: list[Message] = [{"role": "user", "content": task.instruction}]
+        self.messages: list[Message] = [{"role": "system", "content": limits.prompt}] if limits.prompt else []
+        self.messages.append({"role": "user", "content": task.instruction})
         self.ending: Ending | None = None  # the reason why the episode is over
         self.failure: EngineError | MachineError | None = None  # the first one that `ask` or `act` raised
         self.num_turns = 0  # turns that were requested
         self.num_resampled = 0  # sampled replies that were tokenised again, since the text before them has changed
         self.log = b""  # see `AgentRun.log`
+        self.exit_code: int | None = None  # of an agent program that is a process; None: killed, or no process
+        self.refused = Counter[Refusal]()  # requests of an agent program, at most 64 kinds
         self.tool_s = 0.0  # seconds of tool calls, less what other work on the host took from them
         self.bench = Workbench.of(
             task,
@@ -153,6 +173,7 @@ class Episode:
         self.tree = TurnTree(chat, session_id=options.session_id)
         self._num_asked: Counter[bytes] = Counter()  # requests by the key of their prompt
         self._clock = clock
+        self._short_work = ShortWork(_SHORT_CHARS)
 
     async def ask(
         self,
@@ -170,8 +191,7 @@ class Episode:
         are those of the turn in OpenAI's format, by default the episode's. `kind` is the purpose of the turn.
         `max_tokens` is the most tokens of the turn, by default `harness.turn_tokens`. Without `strict` a call need not
         fit its tool's signature, and a completion whose calls cannot be parsed is a plain text, as clients of the
-        gateway get it. The message ends before the first of the texts `stops` in it, and tokens after that text are
-        dropped.
+        gateway get it. The message ends before the first of the texts `stops` in it, and so does the sampling.
 
         The seed of a turn depends only on its conversation and on how often it was sent before. So the order in which
         sub-agents ask changes no token. The policy limits the time of a turn (`harness.turn_deadline_s`).
@@ -186,7 +206,7 @@ class Episode:
         await self._require_open()
         messages = self.messages if messages is None else messages
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
-        prompt = await _tokenised(partial(self.tree.prompt, messages, signatures, tools=tools or ()), messages)
+        prompt = await self._tokenised(partial(self.tree.prompt, messages, signatures, tools=tools or ()), messages)
         await self._require_open()  # other requests of the program may have been faster
         max_tokens = self.limits.turn_tokens if max_tokens is None else max_tokens
         if (num_tokens := len(prompt.token_ids) + max_tokens) > self.limits.context_tokens:
@@ -197,15 +217,19 @@ class Episode:
         number, self.num_turns = self.num_turns, self.num_turns + 1
         self.num_resampled += prompt.num_resampled
         request = self._request(prompt, number, max_tokens, last=kind is TurnKind.SUMMARY)
-        completion = await self._complete(request)
+        thinking = self.chat.in_reasoning(prompt.token_ids) if stops else None
+        listed = self.tools.to_openai() if tools is None else tools
+        completion = await self._complete(request, messages, listed, stops=stops, in_reasoning=thinking)
         reply = self._parse(completion, signatures, strict=strict)
-        cut = cut_at_stop(self.chat, completion, reply.text, stops, num_prompt=len(prompt.token_ids))
+        cut = cut_at_stop(
+            self.chat, completion, reply.text, stops, num_prompt=len(prompt.token_ids), in_reasoning=thinking
+        )
         if cut is not None:
-            reply = replace(reply, text=cut.text, calls=())
+            reply = Reply(cut.text, reasoning=cut.reasoning)
         message = assistant_message(reply, turn=number)
         node = self.tree.record(prompt, completion, message, sampling=request.sampling, kind=kind, cut=cut)
         messages.append(assistant_message(reply, turn=node.number))
-        return ModelTurn(reply, messages, node.num_tokens, node.number, node, completion, cut)
+        return ModelTurn(reply, messages, node.num_tokens, node.number, node, completion, cut, prompt.num_resampled)
 
     async def _require_open(self) -> None:
         if self.ending is None and self.num_turns >= self.limits.max_turns:
@@ -219,7 +243,11 @@ class Episode:
 
         Raises `ChatError` for a chat template that the user must fix."""
         signatures = self.tools.signatures if tools is None else self.chat.signatures(tools)
-        return await _tokenised(partial(self.tree.prompt_tokens, messages, signatures, tools=tools or ()), messages)
+        count = partial(self.tree.prompt_tokens, messages, signatures, tools=tools or ())
+        return await self._tokenised(count, messages)
+
+    async def _tokenised(self, work: Callable[[], T], messages: Sequence[Message]) -> T:
+        return await self._short_work.run(work, sum(len(message.get("content") or "") for message in messages))
 
     def _parse(self, completion: Completion, signatures: Mapping[str, Signature], *, strict: bool) -> Reply:
         reply = self.chat.parse(completion.token_ids, signatures, strict=strict)
@@ -278,9 +306,20 @@ class Episode:
         finally:
             self.tool_s += max(0.0, self._clock() - began - (self.bench.lost_s - lost_s))
 
-    async def _complete(self, request: CompletionRequest) -> Completion:
+    async def _complete(
+        self,
+        request: CompletionRequest,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        stops: Sequence[str],
+        in_reasoning: bool | None,
+    ) -> Completion:
+        """Have the policy sample, up to the first of the texts `stops`. `messages` and `tools` are what the prompt was
+        made of, in OpenAI's form; `in_reasoning`: what `Chat.in_reasoning`
+        returns for the prompt; None without `stops`."""
         try:
-            completion = await self.policy.complete(request)
+            completion = await complete_until_stop(self.policy, request, self.chat, stops, in_reasoning=in_reasoning)
             if completion.stop_reason is StopReason.CANCELLED:
                 raise EngineError(f"{completion.engine} cancelled {request.request_id}", hint="see the engine's log")
             return completion
@@ -312,13 +351,6 @@ class Episode:
             deadline_s=limits.turn_deadline_s,
             keep_session=turn + 1 < limits.max_turns and not last,
         )
-
-
-async def _tokenised(work: Callable[[], T], messages: Sequence[Message]) -> T:
-    """Run a function that tokenises a conversation; in a thread if the conversation is long."""
-    if sum(len(message.get("content") or "") for message in messages) <= _SHORT_CHARS:
-        return work()
-    return await asyncio.to_thread(work)
 
 
 def turn_seed(seed: int, key: bytes, num_before: int = 0) -> int:

@@ -118,7 +118,9 @@ class ToolSet:
         if len(self._tools) < len(tools):
             names = [t.signature.name for t in tools]
             twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"two tools are named {twice!r}", "a call names one tool", hint="leave one of them out")
+            raise ConfigError(
+                f"two tools are named {twice!r}", "a call finds its tool by the name", hint="leave one of them out"
+            )
         self.signatures: Mapping[str, Signature] = {n: t.signature for n, t in self._tools.items()}
 
     @property

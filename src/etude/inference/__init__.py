@@ -9,9 +9,10 @@ here needs no torch; the engine itself is `etude.inference.engine.ReferenceEngin
 ['engine-0', 'engine-1']
 """
 
+from etude.errors import MalformedRequest
 from etude.inference.client import HttpEngine
 from etude.inference.config import EngineConfig
-from etude.inference.errors import EngineBusy, EngineGone, MalformedRequest, Unauthorised
+from etude.inference.errors import EngineBusy, EngineGone, Unauthorised
 from etude.inference.fleet import Assignment, Fleet
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Checks of requests before they start, and the sessions that hold back a change of weights.
+"""Checks of requests before they start, and a record of the sessions that delay a change of the weights.
 
 All kinds of engines use this. Imports no torch."""
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from etude.errors import ContextFull, EngineBehind
+from etude.errors import ContextFull, EngineBehind, MalformedRequest
 from etude.grammars import GrammarError, kind_of
-from etude.inference.errors import InvalidGrammar, MalformedRequest
+from etude.inference.errors import InvalidGrammar
 from etude.records.completion import CompletionRequest, Version
 
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API and vLLM's default
@@ -29,7 +29,7 @@ class RequestChecks:
 
     >>> RequestChecks("engine-0", vocab_size=8, context_tokens=4).text([1, 9])
     Traceback (most recent call last):
-    etude.inference.errors.MalformedRequest: the token ids are invalid: int64 [2]
+    etude.errors.MalformedRequest: the token ids are invalid: int64 [2]
       hint: send 2 to 4 ids in [0, 8), one row
     """
 
@@ -51,7 +51,7 @@ class RequestChecks:
             self._sampling(request)
         if not 0 <= (request.routes_from or 0) <= num_prompt or not 0.0 < request.deadline_s < 1e6:
             raise MalformedRequest(
-                f"request {request.request_id} is out of range",
+                f"request {request.request_id} has an invalid routes_from or deadline_s",
                 f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
                 hint="routes_from lies within the prompt; deadline_s is positive",
             )
@@ -98,7 +98,8 @@ class RequestChecks:
             )
 
     def text(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the token ids of a text to score as a list. Raises `MalformedRequest` when they are invalid."""
+        """Check the token ids of a text to score, and return them as a list. Raises `MalformedRequest` for invalid
+        ones."""
         ids = [t if 0 <= t < self.vocab_size else -1 for t in map(int, token_ids)]  # an invalid id may not fit an int64
         self.ids(np.array(ids, np.int64), min_tokens=2, max_tokens=self.context_tokens)
         return ids

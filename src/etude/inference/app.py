@@ -22,17 +22,20 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from etude.errors import EtudeError
+from etude.errors import EtudeError, MalformedRequest
 from etude.grammars import MAX_BYTES
+from etude.http_server import disconnected
 from etude.inference.config import EngineConfig
-from etude.inference.errors import MalformedRequest, Unauthorised, to_http
+from etude.inference.errors import Unauthorised, to_http
 from etude.inference.wire import (
+    END,
     GENERATE,
     JSON,
     MEDIA_TYPE,
     MSGPACK,
     STREAM,
     AdoptRequest,
+    EndRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
@@ -42,14 +45,15 @@ from etude.inference.wire import (
 )
 from etude.records.completion import Completion, CompletionRequest
 from etude.records.wire import from_json, pack, to_json, unpack
-from etude.seams import Engine, Streaming
+from etude.seams import Ending, Engine, Streaming
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class ServedEngine(Engine, Streaming, Protocol):
-    """The interface of an engine that `build_app` can serve: `seams.Engine`, `seams.Streaming`, and its health.
+class ServedEngine(Engine, Streaming, Ending, Protocol):
+    """The interface of an engine that `build_app` can serve: `seams.Engine`, `seams.Streaming`, `seams.Ending`, and its
+    health.
 
     `trouble` says why loading the newest weights failed last, or is ""."""
 
@@ -96,6 +100,7 @@ def build_app(
         routes=[
             Route(GENERATE, generate, methods=["POST"]),  # only reached by other methods, to refuse them
             Route(STREAM, endpoints.authenticated(endpoints.stream), methods=["POST"]),
+            Route(END, endpoints.authenticated(endpoints.end), methods=["POST"]),
             Route("/pause", endpoints.authenticated(endpoints.pause), methods=["POST"]),
             Route("/resume", endpoints.authenticated(endpoints.resume), methods=["POST"]),
             Route("/adopt", endpoints.authenticated(endpoints.adopt), methods=["POST"]),
@@ -149,6 +154,11 @@ class _Endpoints:
         first = await _cancel_on_disconnect(request, anext(parts))
         return StreamingResponse(_frames(first, parts), media_type=MEDIA_TYPE)
 
+    async def end(self, request: Request) -> Response:
+        """End a streamed request with the tokens sampled so far."""
+        await self.engine.end((await self._read(request, EndRequest)).request_id)
+        return Response(b"{}", media_type=JSON)
+
     async def pause(self, request: Request) -> Response:
         await self.engine.pause()
         return Response(b"{}", media_type=JSON)
@@ -198,7 +208,7 @@ class _Endpoints:
             return
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-            raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN as the engine has it")
+            raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN to the engine's token")
 
     async def _read(self, request: Request, kind: type[T]) -> T:
         """Decode the record in the body. Raises `MalformedRequest`, also for a body that is too large."""
@@ -240,7 +250,7 @@ async def _cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Await `work`. When the client disconnects first, cancel it and raise `ClientDisconnect`."""
     me = asyncio.current_task()
     assert me is not None, "requests are served in tasks"
-    gone = asyncio.create_task(_disconnected(request))
+    gone = asyncio.create_task(disconnected(request))
     gone.add_done_callback(lambda listener: listener.cancelled() or me.cancel())
     try:
         return await work
@@ -251,8 +261,3 @@ async def _cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
         raise ClientDisconnect from None
     finally:
         gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -13,10 +13,12 @@ import aiohttp
 from etude.errors import EngineError
 from etude.inference.errors import EngineGone, EngineLate, from_http
 from etude.inference.wire import (
+    END,
     GENERATE,
     MSGPACK,
     STREAM,
     AdoptRequest,
+    EndRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
@@ -31,12 +33,12 @@ from etude.seams import EngineInfo
 T = TypeVar("T")
 
 CONTROL_DEADLINE_S = 35.0  # longer than the engine's own deadline, whose error says more
-GRACE_S = 2.0
+GRACE_S, END_S = 2.0, 5.0
 _IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # TCP keep-alive: a completion may take hours
 
 
 class HttpEngine:
-    """A client of one engine server. It implements `seams.Engine` and `seams.Streaming`.
+    """A client of one engine server. It implements `seams.Engine`, `seams.Streaming` and `seams.Ending`.
 
     `token` is the bearer token of the requests. Connections belong to the event loop of the first call.
 
@@ -66,8 +68,9 @@ class HttpEngine:
     async def generate(self, request: CompletionRequest) -> Completion:
         """Sample a completion, as `seams.Engine.generate` does.
 
-        The engine enforces `deadline_s`, since it sees its own progress. While it does not respond, this checks that it
-        is alive. Also raises `EngineGone` when no server responds, and `EngineLate` for one that hangs."""
+        The engine enforces `deadline_s`, since it sees its own progress. While the engine does not respond, this client
+        checks that it is alive. Also raises `EngineGone` when no server responds, and `EngineLate` for one that
+        hangs."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
         try:
@@ -90,9 +93,13 @@ class HttpEngine:
 
         Closing the generator early closes the connection, and the engine drops the request."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
-        async with self._answer("POST", STREAM, pack(request), what=what, deadline_s=deadline_s) as answer:
+        async with self._answer("POST", STREAM, pack(request), what=what, silence_s=deadline_s) as answer:
             async for part in read_frames(answer.content.readexactly, engine=self.url):
                 yield part
+
+    async def end(self, request_id: str) -> None:
+        with contextlib.suppress(EngineError):
+            await self._call("POST", END, pack(EndRequest(request_id=request_id)), what="end", deadline_s=END_S)
 
     async def pause(self) -> None:
         await self._call("POST", "/pause", b"", what="pause", deadline_s=CONTROL_DEADLINE_S)
@@ -145,21 +152,28 @@ class HttpEngine:
 
     @contextlib.asynccontextmanager
     async def _answer(
-        self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        what: str,
+        deadline_s: float | None = None,
+        silence_s: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield the response, whose status is 200 and whose body is not read yet.
 
-        Raises `EngineError`."""
-        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s or 5.0, 5.0))
+        Raises `EngineError`, also when it takes more than `deadline_s` in all, or sends nothing for `silence_s`."""
+        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s or 5.0, 5.0), sock_read=silence_s)
         try:
             async with self._connected().request(method, self.url + path, data=body, timeout=timeout) as answer:
                 if answer.status != 200:
                     raise from_http(answer.status, await answer.read(), engine=self.url)
                 yield answer
-        except aiohttp.ServerTimeoutError as error:
+        except aiohttp.ConnectionTimeoutError as error:
             raise self._gone(what, error) from None
         except TimeoutError:
-            raise self._late(what, deadline_s or 0.0) from None
+            raise self._late(what, deadline_s or silence_s or 0.0) from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._gone(what, error) from None
 

@@ -35,12 +35,12 @@ class EngineConfig:
 
     - `max_sequences`: the most sequences that are decoded together; also the number of KV cache slots.
     - `context_tokens`: the most tokens of prompt and completion together.
-    - `chunk_tokens`: reference engines cut prompts at multiples of this position.
+    - `chunk_tokens`: reference engines compute long prompts in chunks that end at multiples of this number.
     - `step_tokens`: the most prompt tokens of a step, beside one decoded token per sequence.
     - `max_waiting`: the most requests that wait for a slot. Further ones are refused.
     - `pin_lease_s`: how many seconds a session that pins a version keeps it between two calls.
     - `stall_s`: a step that takes longer, in seconds, counts as a hang.
-    - `dtype`: of the computation. In exact mode it must be the learner's.
+    - `dtype`: the dtype of the computation. In exact mode it must be the learner's.
     - `device`: "auto", "cpu", "cuda" or "cuda:N", for reference engines only. In exact mode it must be the learner's.
 
     >>> EngineConfig(max_sequences=8).context_tokens

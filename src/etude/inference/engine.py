@@ -23,12 +23,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from etude.errors import EngineError, WeightsError
+from etude.errors import EngineError, MalformedRequest, WeightsError
 from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.compiled_grammars import CompiledGrammars
 from etude.inference.config import EngineConfig
 from etude.inference.device_runner import runner_for
-from etude.inference.errors import MalformedRequest
 from etude.inference.metrics import Counters, exposition
 from etude.inference.operator_trace import as_wire, engine_results
 from etude.inference.scheduler import Plan, Scheduler
@@ -60,7 +59,8 @@ class SwapResult:
 
 
 class ReferenceEngine:
-    """etude's own inference engine: serves a model in this process. It implements `seams.Engine` and `seams.Streaming`.
+    """etude's own inference engine: serves a model in this process. It implements `seams.Engine`, `seams.Streaming`
+    and `seams.Ending`.
 
     Use it as an async context manager, or call `start` and `close`. From `start` on, nothing else may use the model.
     Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. `tokenizer` is
@@ -166,6 +166,10 @@ class ReferenceEngine:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
+    async def end(self, request_id: str) -> None:
+        with contextlib.suppress(EngineError):
+            await self._thread.call(lambda: self._end(request_id), "end")
+
     async def _running(self, request: CompletionRequest) -> Running:
         """Check a request and compile its grammar."""
         self._checks.request(request)
@@ -208,7 +212,7 @@ class ReferenceEngine:
             raise EngineError(
                 f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
                 f"it holds {self.version}{held}{'; ' + self.trouble if self.trouble else ''}",
-                hint="see whether the learner published that step, and the engine's log",
+                hint="check that the learner published this step; if it did, see the engine's log",
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
@@ -244,7 +248,9 @@ class ReferenceEngine:
         self._checks.ids(np.array(token_ids), min_tokens=2, max_tokens=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
-                f"{prompt_tokens} of {len(token_ids)} tokens are the prompt", hint="give 1 to all of the tokens"
+                f"prompt_tokens = {prompt_tokens} is invalid",
+                f"the text has {len(token_ids)} tokens",
+                hint=f"give a number from 1 to {len(token_ids)}",
             )
         return await self._thread.call(
             lambda: as_wire(engine_results(self._runner.model, token_ids, prompt_tokens=prompt_tokens)),
@@ -317,6 +323,13 @@ class ReferenceEngine:
             return
         if request.pin_step is not None:
             self._pins.enter(request.session_id)
+
+    def _end(self, request_id: str) -> None:
+        """Complete a streamed request with the tokens that it has."""
+        for running in list(self._scheduler.running):
+            streamed = running.on_tokens is not None and not running.future.cancelled()
+            if streamed and running.token_ids and running.request.request_id == request_id:
+                self._finish(running)
 
     def _finish(self, running: Running) -> None:
         running.close_span(self.version)

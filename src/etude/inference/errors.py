@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from etude.errors import ContextFull, EngineBehind, EngineError, EtudeError
-
-
-class MalformedRequest(EngineError):
-    """Raised for a request that every engine would refuse (HTTP 400). It must not be sent to another one."""
+from etude.errors import ContextFull, EngineBehind, EngineError, EtudeError, MalformedRequest
 
 
 class InvalidGrammar(MalformedRequest):

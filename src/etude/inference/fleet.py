@@ -7,16 +7,16 @@ background tasks; engines may join and leave at any time.
 
 Three limits end a request:
 
-- An engine ends it when it makes no progress for its `deadline_s`. Time lost to other refusals counts against the same
-  seconds.
+- An engine ends it when it makes no progress for its `deadline_s`. Time that earlier engines took before they refused
+  it counts too.
 - Waiting for an engine that restarts, has capacity, or adopts (loads) the demanded version takes minutes with large
   weights. It does not count against `deadline_s`; it has its own limit, `patience_s`.
 - At most `MAX_LOST` engines may be lost while they serve the request, since it may be the cause.
 
-What the registry knows of an engine (`update`) limits its work. A draining or standby engine gets no new sessions. No
-new rollout goes to an engine without free KV tokens. No request goes to an engine that would first have to adopt a
-version that another engine has; when none has it, all are asked to adopt it, and the first that does gets the request.
-The fleet never holds production back, and engines serve it first.
+What the registry reports about an engine (`update`) limits the requests that it gets. A draining or standby engine gets
+no new sessions. No new rollout goes to an engine without free KV tokens. No request goes to an engine that would first
+have to adopt a version that another engine has; when none has it, all are asked to adopt it, and the first that does
+gets the request. The fleet never holds production requests back, and engines serve them first.
 
 Between regions, a rollout's next call goes to the engine where it is expected to end first (`Pace`). A session prefers
 its engine, for its KV cache, and a group prefers its region, so that a lost region loses complete groups. Both move
@@ -35,11 +35,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from etude.errors import ContextFull, EngineBehind, EngineError
-from etude.inference.errors import EngineBusy, EngineGone, EngineLate, MalformedRequest, Unauthorised
+from etude.errors import ContextFull, EngineBehind, EngineError, MalformedRequest
+from etude.inference.errors import EngineBusy, EngineGone, EngineLate, Unauthorised
 from etude.inference.registry_messages import ListedEngine, State
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version
-from etude.seams import Engine, stream_or_complete
+from etude.seams import Ending, Engine, stream_or_complete
 
 REST_S = 2.0  # an engine that was gone is skipped for so long
 RETRY_S, MAX_RETRY_S = 0.05, 1.0  # pause between two rounds: at first, and at most
@@ -233,7 +233,8 @@ class _Attempt:
 
 
 class Fleet:
-    """Many engines, used as one policy. It implements `seams.Policy` and `seams.Streaming`.
+    """Many engines, used as one policy. It implements `seams.Policy`, `seams.Streaming` and
+    `seams.Ending`.
 
     - `engines`: the engines by name; `add` and `remove` change them later.
     - `assignment`: how a new session is assigned to an engine.
@@ -256,6 +257,7 @@ class Fleet:
         self._members = {name: _Member(name, engine) for name, engine in engines.items()}
         self._sessions: dict[str, str] = {}  # session -> engine name, least recently used first
         self._regions: dict[str, str] = {}  # group -> region of its newest session, least recently used first
+        self._streaming: dict[str, object] = {}  # the engine of each streamed request, by its id
         self._changed = asyncio.Event()
 
     @property
@@ -318,6 +320,7 @@ class Fleet:
         while True:
             member, sent_at = await self._next(attempt), _now()
             try:
+                self._streaming[request.request_id] = member.engine
                 async with contextlib.aclosing(_stream_parts(member, attempt)) as parts:
                     async for part in parts:
                         begun = True
@@ -329,6 +332,13 @@ class Fleet:
                 if begun:
                     raise
                 self._after_refusal(member, attempt, error, _now() - sent_at)
+            finally:
+                self._streaming.pop(request.request_id, None)
+
+    async def end(self, request_id: str) -> None:
+        engine = self._streaming.get(request_id)
+        if isinstance(engine, Ending):
+            await engine.end(request_id)
 
     async def _next(self, attempt: _Attempt) -> _Member:
         """Wait for an engine that can serve the request.

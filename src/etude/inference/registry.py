@@ -20,7 +20,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from etude.inference.errors import MalformedRequest, NotRegistered
+from etude.errors import MalformedRequest
+from etude.inference.errors import NotRegistered
 from etude.inference.registry_messages import ALIVE, NO_VERSION, JoinRequest, ListedEngine, Roster, State
 from etude.records.completion import Version
 from etude.seams import EngineInfo
@@ -102,9 +103,7 @@ class Registry:
         Raises `NotRegistered` when there is no such engine, or it has left."""
         if name not in self.members:
             known = ", ".join(sorted(self.members)) or "none so far"
-            raise NotRegistered(
-                f"no engine {name!r} has joined", f"those that have: {known}", hint="see etude fleet list"
-            )
+            raise NotRegistered(f"no engine {name!r} has joined", f"the fleet has {known}", hint="see etude fleet list")
         if self.members[name].left:
             raise NotRegistered(f"{name} has left", "it gets no requests", hint="see etude fleet list")
         self.members[name].draining = True
@@ -178,10 +177,13 @@ class Registry:
 
     def _holder(self, name: str, lease: str) -> Member:
         member = self.members.get(name)
-        if member is None or not secrets.compare_digest(member.lease.encode(), lease.encode()):
-            raise NotRegistered(
-                f"{name} has another lease", "an engine joined again under this name", hint="join again"
-            )
+        if member is None:
+            facts = "it was removed after a silence, or the registry was started again"
+            raise NotRegistered(f"the registry does not know {name}", facts, hint="join again")
+        if not secrets.compare_digest(member.lease.encode(), lease.encode()):
+            facts = "an engine joined again under this name"
+            hint = "if two engines have this name, rename one; otherwise join again"
+            raise NotRegistered(f"{name} has another lease", facts, hint=hint)
         return member
 
     def _evict_one(self, now: float) -> None:

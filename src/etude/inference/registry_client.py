@@ -23,17 +23,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from etude.errors import DeadlineExceeded, EngineError, EtudeError, InputError
+from etude.errors import DeadlineExceeded, EngineError, EtudeError, InputError, MalformedRequest
 from etude.inference.client import HttpEngine
-from etude.inference.errors import (
-    EngineGone,
-    EngineUnreachable,
-    ErrorBody,
-    MalformedRequest,
-    NotRegistered,
-    Unauthorised,
-    from_http,
-)
+from etude.inference.errors import EngineGone, EngineUnreachable, ErrorBody, NotRegistered, Unauthorised, from_http
 from etude.inference.fleet import Fleet
 from etude.inference.registry_messages import (
     ALIVE,
@@ -67,7 +59,8 @@ def print_to_stderr(text: str) -> None:
 
 
 class RegistryWait:
-    """The wait for a registry that fails. It is reported once, and limited to `wait_s` seconds since the last success.
+    """The wait for a registry that does not respond. It is reported once, and lasts at most `wait_s` seconds from the
+    last success.
 
     `registry` is the URL. `report` is called with a text when a wait begins."""
 
@@ -96,7 +89,7 @@ class RegistryWait:
             if unreached is not None:
                 raise unreached
             facts = f"{cause}; waited {self._wait_s:g} s"
-            hint = "start the run, or resume it; the URL is its fleet.listen"
+            hint = "start or resume the run; the URL must be the address of its fleet.listen"
             hint += "; --wait-s sets the longest wait" if self._wait_s > 0 else ""
             raise DeadlineExceeded(f"no registry at {self._registry}", facts, hint=hint)
 
@@ -185,8 +178,8 @@ class Registration:
     - `registry`, `token`: the URL of the registry, and the bearer token.
     - `wait_s`: the longest time in which the registry does not respond, in seconds.
     - `report`: called with texts about the progress.
-    - `must_answer`: the engine is running already. A registry that cannot reach it at the first join was then given a
-      wrong URL, which is an error. Otherwise the registration waits for the engine."""
+    - `must_answer`: whether the engine is running already. If it is, and the registry cannot reach it at the first
+      join, its URL is wrong, which is an error. If it is not, the registration waits for the engine."""
 
     def __init__(
         self,

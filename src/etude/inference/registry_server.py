@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etude.errors import EngineError, EtudeError
+from etude.errors import EngineError, EtudeError, MalformedRequest
 from etude.inference.client import HttpEngine
-from etude.inference.errors import EngineGone, EngineUnreachable, MalformedRequest, Unauthorised, to_http
+from etude.inference.errors import EngineGone, EngineUnreachable, Unauthorised, to_http
 from etude.inference.registry import Registry
 from etude.inference.registry_messages import (
     ALIVE,
@@ -184,7 +184,9 @@ class RegistryServer:
             try:
                 given = request.headers.get("authorization", "").encode()
                 if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                    raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN as the run has it")
+                    raise Unauthorised(
+                        "the bearer token is missing or wrong", hint="set ETUDE_TOKEN to the run's token"
+                    )
                 return Response(msgspec.json.encode(await handler(request)), media_type=JSON)
             except EtudeError as error:
                 status, body = to_http(error)
@@ -202,9 +204,9 @@ class RegistryServer:
         join = await _read(request, JoinRequest)
         if not join.name or len(join.name) > 100 or not join.url.startswith(("http://", "https://")):
             raise MalformedRequest(
-                "an engine joins with a name and a URL",
+                "an engine asked to join without a valid name and URL",
                 repr(join),
-                hint="give a name, and a URL such as http://host:port",
+                hint="give a name of at most 100 characters, and a URL such as http://host:port",
             )
         await self._refuse_if_taken(join)
         engine = HttpEngine(join.url, token=self._token)
@@ -262,7 +264,11 @@ def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) 
     needed = {"adopt", "spans", "verify"} | ({"routes"} if requirements.routes else set())
     if missing := needed - set(info.capabilities):
         facts = f"the run needs {', '.join(sorted(missing))}, it has {', '.join(sorted(info.capabilities))}"
-        raise MalformedRequest(f"{name} cannot serve this run", facts, hint="see docs/guides/regions.md")
+        raise MalformedRequest(
+            f"{name} cannot serve this run",
+            facts,
+            hint="join with an engine that has these capabilities: see docs/guides/regions.md",
+        )
     if info.context_tokens < requirements.context_tokens:
         raise MalformedRequest(
             f"{name} has a context of {info.context_tokens} tokens",

@@ -1,7 +1,8 @@
-"""Samples the rows of a step whose requests are not sampled plainly, and finds the likeliest tokens of rows.
+"""Samples the rows of a step with penalties, grammars or truncation, and finds the likeliest tokens of rows.
 
-Both runners sample all rows plainly first; this replaces the tokens of some. So a step of plain requests does the same
-work, and gives the same bits, as if this did not exist.
+Both runners first sample all rows plainly, that is from the model's own logits (`Sampling.plain`). This module replaces
+the tokens of the other requests. So a step with plain requests only does the same work, and gives the same bits, as
+without this module.
 
 Shapes: R rows that sample, in the order of their sequences; V vocabulary size.
 """

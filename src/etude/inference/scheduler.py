@@ -12,9 +12,9 @@ Everything is bounded: slots, prompt tokens per step, and the waiting queue of e
 refused.
 
 A request begins with the longest prefix of its prompt whose KV any slot holds (`slots`), so that a next turn computes
-only its new tokens, and siblings compute their common prompt once. A request whose prompt another one is computing
-waits for it in its own slot, until that one has computed what both share, ends or is swapped under. So nobody waits for
-one that waits. Production does not wait for rollouts.
+only its new tokens, and siblings compute their common prompt once. If another request is computing the same beginning
+of a prompt, a request waits in its own slot until that beginning is computed, the other request ends, or the weights
+change. No request waits for one that waits itself, and production does not wait for rollouts.
 
 KV is only valid for one version: a swap of the weights empties all slots. Running sequences continue over keys of both
 versions, which no other request gets."""
@@ -42,10 +42,10 @@ class Sequence:
     - `begun`: whether its first chunk was planned. Before, its slot still holds what another request left.
     - `awaited`: another sequence, and how many tokens of it this one waits for before it begins.
     - `num_cached`: prompt tokens whose KV was reused; `num_computed`: positions whose KV is in the slot.
-    - `token_ids`, `logprobs`: of the tokens sampled so far.
+    - `token_ids`, `logprobs`: the tokens sampled so far, and their log-probabilities.
     - `spans`: which version sampled which tokens, for the versions before the current one; `num_spanned`: their tokens.
     - `kv_epoch`: how often the weights changed since its oldest KV was computed.
-    - `shaping`: the state of a request that is not sampled plainly, or None.
+    - `shaping`: the state of its penalties and grammar; None if it has none (`Sampling.plain`).
     - `likeliest`: for each token the likeliest ones, as pairs (log-probability, id), if the request wants them.
     - `on_tokens`: called on the engine's thread after each step that sampled for it, or None."""
 
@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def production(self) -> bool:
-        """Whether the request is of production."""
+        """Whether it is a production request."""
         return self.request.traffic is Traffic.PRODUCTION
 
     def restart(self) -> None:
@@ -175,7 +175,7 @@ class Scheduler:
     """Admits requests to KV slots and plans steps. An engine has one.
 
     - `num_slots`, `context_tokens`: the number of slots of the KV cache, and the positions of each.
-    - `chunk_tokens`: prompts are cut at multiples of this position.
+    - `chunk_tokens`: prompts are computed in chunks that end at multiples of this number.
     - `step_tokens`: the most prompt tokens of a step.
     - `max_waiting`: the most requests of a class (rollouts, production) that wait for a slot.
     - `share`: False to compute every prompt whole; for comparisons."""
@@ -204,7 +204,7 @@ class Scheduler:
         if num_waiting >= self.max_waiting + self.slots.num_available:
             raise EngineBusy(
                 f"request {sequence.request.request_id} was refused",
-                f"{num_waiting} requests of its class wait for {len(self.running)} running ones",
+                f"{num_waiting} requests of its class ({sequence.request.traffic}) wait, and {len(self.running)} run",
                 hint="send it to another engine or a little later; or raise max_waiting",
             )
         self.waiting.append(sequence)

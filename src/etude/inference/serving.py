@@ -90,7 +90,7 @@ def apply_public_key(args: argparse.Namespace, requirements: EngineRequirements)
 
 
 def apply_sizes(args: argparse.Namespace, requirements: EngineRequirements) -> None:
-    """Set the sizes and the store in `args` from the run's requirements, if not given, and always the dtype."""
+    """Set the dtype in `args` from the run's requirements, and also the sizes and the store unless they were given."""
     args.dtype = requirements.dtype
     args.context_tokens = args.context_tokens or requirements.context_tokens
     args.max_sequences = args.max_sequences or requirements.max_sequences

@@ -1,4 +1,4 @@
-"""The state of a request whose tokens are not sampled plainly: counts of its tokens, and its place in its grammar.
+"""The state of a request with penalties or a grammar: counts of its tokens, and its place in the grammar.
 
 It belongs to the request and depends only on its tokens. So it survives a swap of weights, a copied KV cache and a step
 in any batch. Imports no torch: `sampler` makes tensors from it.
@@ -86,8 +86,10 @@ class Shaping:
         return Changes(self._tokens[:n], self._bias[:n], repetition, penalty.astype(np.float32))
 
     def forbidden(self) -> npt.NDArray[np.bool_] | None:
-        """Return which tokens may not be sampled next, [V] bool; None when all may. A stop token may be sampled when
-        the grammar's text may end. When nothing else may be sampled, it may be sooner than `min_tokens`."""
+        """Return which tokens may not be sampled next, [V] bool; None when all may.
+
+        A stop token is allowed where the text may end by the grammar, but not before `min_tokens` unless no other token
+        is allowed."""
         early = self._num_sampled < self.request.sampling.min_tokens
         if self._matcher is None or self.failure is not None:
             if not early or not len(self._stops):

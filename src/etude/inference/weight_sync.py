@@ -162,7 +162,7 @@ class WeightSync:
             raise WeightsError(
                 f"{bad[0]} of {version} is not finite",
                 f"NaN or Inf in {len(bad)} tensors; {self.engine.name} keeps {self.engine.version}",
-                hint="the training that published it has diverged: publish a version from before that",
+                hint="the training has diverged: publish a version from before that",
             )
 
     def _run(self) -> None:

@@ -32,6 +32,12 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"deadline_s is {self.deadline_s}")
 
 
+class EndRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /inference/v1/end: the id of the streamed request to end with the tokens sampled so far."""
+
+    request_id: str
+
+
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /verify: the token ids of a text to score."""
 
@@ -71,7 +77,7 @@ class OperatorResults(msgspec.Struct, frozen=True, kw_only=True):
     results: list[OperatorResult]
 
 
-STREAM = "/inference/v1/generate/stream"
+STREAM, END = "/inference/v1/generate/stream", "/inference/v1/end"
 MEDIA_TYPE = "application/vnd.etude.frames"
 MAX_FRAME_BYTES = 1 << 28
 _HEAD, _STATUS = struct.Struct("<cI"), struct.Struct("<H")

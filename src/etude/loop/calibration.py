@@ -6,7 +6,7 @@ seconds:
 - the learner's step on random tokens, at two sizes;
 - the reference engine in this process: prompts only, few sequences, and many;
 - by the processes of a scratch run: scripted rollouts (worker, grader, machines), and rollouts of the untrained model.
-  The part of the latter that the other constants do not explain is the cost of a request to an engine.
+  The time of these that the other constants do not explain is the cost of a request to an engine.
 
 No number comes from a run that a plan is compared with. The time of an engine to load a version of the weights is
 assumed to be that of the learner to publish it: one decodes and verifies what the other encodes."""
@@ -247,7 +247,7 @@ def _derive_constants(
 
 
 def measured(config: RunConfig) -> Measured:
-    """Measure all constants for a config, but with one learner rank. Raises `EtudeError`."""
+    """Measure all constants for a config, always with one learner rank. Raises `EtudeError`."""
     learner = replace(config.learner, ranks=1, expert_parallel=1, context_parallel=1)
     config = replace(config, learner=learner)
     torch.set_num_threads(1)

@@ -1,15 +1,16 @@
 """The conductor: runs the training loop of a run. The loop itself is `_train`, which fits on one screen.
 
 `_train` takes batches in order of admission, trains the learner on them, and publishes each new version of the weights
-to the engines. Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts)
-and the parity probes of each new version. All are in one task group: an error in one of them ends the loop with that
-error. Synchronous RL is the same code with `max_lag = 0`.
+to the engines. Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts),
+`GroupScorer.run` (ended → scored groups) and the parity probes of each new version. All are in one task group: an error
+in one of them ends the loop with that error. Synchronous RL is the same code with `max_lag = 0`.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
 | `_admit` | task cursor | admitted groups, within the window | a free place in the window | a version, a batch |
 | `RolloutScheduler.run` | admitted rollouts | graded rollouts in the ledger | a free engine slot | a finished rollout |
-| `_batches` | ready groups, strictly in order | one batch | its slowest group | `RolloutScheduler` |
+| `GroupScorer.run` | ended groups | groups with all reward terms | a grader, an unknown term | the term |
+| `_batches` | scored groups, strictly in order | one batch | its slowest group | `GroupScorer` |
 | `_train` | a batch | new live weights, handed to the publisher | the learner, the previous commit | `_commit` |
 | `_commit` | the weights being published | a version | the move of the pointer | the learner |
 
@@ -47,11 +48,14 @@ from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
 from etude.loop.config import RunConfig
-from etude.loop.evaluation import evaluate, file_name
+from etude.loop.drift_monitor import DriftMonitor
+from etude.loop.evaluation import evaluate, file_name, run_price, tasks_of
+from etude.loop.group_scoring import GroupScorer
 from etude.loop.locations import ledger_location, traces_folder, weights_store
 from etude.loop.parity import Defence, ParityMonitor
 from etude.loop.parity_probe import ParityProbe, Unreachable
 from etude.loop.retention import delete_oldest, oldest_restart_step, replayable_after
+from etude.loop.reward_settings import RewardSettings
 from etude.loop.rollout_scheduler import RolloutScheduler, keyed_seed, siblings
 from etude.loop.rpc import Caller, ProcessLost
 from etude.loop.run_in_thread import SerialExecutor, run_in_thread
@@ -80,7 +84,7 @@ RECOVERABLE = (ProcessLost, Unreachable)
 
 
 class Conductor:
-    """Runs reinforcement learning with the processes of a run, its ledger of rollouts, and a task source."""
+    """Runs reinforcement learning, with the processes of a run, its database of rollouts, and a task source."""
 
     def __init__(
         self,
@@ -104,6 +108,9 @@ class Conductor:
         )
         self.ledger_thread = SerialExecutor("ledger")  # its own thread: a server may be unreachable for seconds
         self.scheduler = RolloutScheduler(self.ledger, self.ledger_thread, processes, telemetry)
+        self.rewards = RewardSettings(run, config)
+        self.drift = DriftMonitor(self.ledger, telemetry)
+        self.scorer = GroupScorer(self.ledger, self.ledger_thread, processes, telemetry, self.rewards)
         self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0  # of the last committed version
         self.trained = 0  # of the live weights: one ahead of `step` while their version is being published
@@ -170,6 +177,7 @@ class Conductor:
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = self._batched = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         self._size = 0
+        self.scorer.begin(self.step + 1)
         self.probe.learner_class = await self._call("parity", str)
         if self.config.numerics.mode is Mode.EXACT:
             self.processes.require_parity(self.probe.learner_class)
@@ -181,6 +189,7 @@ class Conductor:
         reconciled = functools.partial(
             self.ledger.reconcile, steps, believed=steps.unread_up_to, head=published.version
         )
+        await self.ledger_thread(self.rewards.recall, self.ledger, self.step + 1)
         mended = await self.ledger_thread(reconciled)  # no lineage continues from a step that it lacks
         self._taken = await self.ledger_thread(lambda: self.ledger.num_groups() - len(self.ledger.open_groups()))
         if steps.damaged is not None:
@@ -220,6 +229,7 @@ class Conductor:
             background = [
                 tasks.create_task(self._admit(), name="admit"),
                 tasks.create_task(self.scheduler.run(self._admitted), name="rolling"),
+                tasks.create_task(self.scorer.run(self.scheduler), name="scoring"),
             ]
             await self._train(tasks)
             for task in background:
@@ -242,6 +252,8 @@ class Conductor:
             learner_logprobs, read_s = await self._offer(batch.rollout_ids)
             facts = {
                 **step_metrics(plan, batch),
+                **({"audits": audits} if (audits := self.drift.facts) else {}),
+                **({"reward_weights": weights} if (weights := plan.rewards["weights"]) else {}),
                 **{name: getattr(report, name) for name in report.__struct_fields__},
                 **optim,
                 "wait_s": round(wait_s, 4),
@@ -294,14 +306,19 @@ class Conductor:
         return time.perf_counter() - began
 
     async def _batches(self) -> AsyncIterator[tuple[BatchRef, BatchPlan, float]]:
-        while self.trained < self.config.rl.steps:
+        while self.trained < self.config.rl.steps and not await self._ended_by_drift():
             began = time.perf_counter()
             taken = await self._next_groups()
             if self._defence_due is not None:
                 await self._call("defend", type(None), str(self._defence_due))
                 self._defence_due = None
             while True:
+                await self.scorer.complete(taken, self.trained + 1)
                 groups = await self.ledger_thread(self.ledger.groups, taken)
+                audits = self.rewards.at(self.trained + 1).audits
+                await self.ledger_thread(self.drift.observe, audits, self.trained + 1, groups)
+                if self.drift.ended(audits):
+                    break
                 try:
                     plan = await self._plan(groups)
                     batch = await self._call("record", BatchRef, plan)
@@ -309,11 +326,23 @@ class Conductor:
                 except LedgerError:
                     if not await self._quarantine_unreadable(groups):
                         raise
+            if self.drift.ended(audits):
+                continue
             self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
+            self.scorer.taken(taken, batch.step)
             await self.ledger_thread(self.ledger.transaction, functools.partial(self._take_batch, batch, plan))
             self._window_changed.set()
             self._admitted.set()  # waiting groups have moved up
             yield batch, plan, time.perf_counter() - began
+
+    async def _ended_by_drift(self) -> bool:
+        """Whether an alarm has ended training. Then the weights of the last step are saved first."""
+        if not self.drift.ended(self.rewards.at(self.trained + 1).audits):
+            return False
+        await self._wait_for_commit()
+        if self._newest_checkpoint().name != f"step-{self.step:06d}":
+            await self._checkpoint()
+        return True
 
     async def _plan(self, groups: list[Group]) -> BatchPlan:
         experience, k1 = self.config.experience, None
@@ -325,7 +354,7 @@ class Conductor:
             batch_id=f"b{self.trained + 1:06d}",
             step=self.trained + 1,
             max_lag=experience.max_lag,
-            composition=self.config.composition,
+            composition=self.rewards.composition(self.trained + 1),
             scheme=self._scheme,
             straggler=experience.straggler,
             k1=k1,
@@ -355,13 +384,14 @@ class Conductor:
             signals.count(plan, self.ledger.batched_groups(plan.judged))
         self.ledger.batch(batch)
         self.ledger.remember("signals", signals.counts)
-        self.signals = signals
+        tuned = self.rewards.remember(self.ledger, plan)
+        self.signals, self.rewards.tuned = signals, tuned
 
     async def _next_groups(self) -> list[str]:
-        """Wait for the groups of the next step. Has no deadline: every rollout has its own."""
+        """Wait for the groups of the next step. Has no deadline: every rollout and every term has its own."""
         self._size, seen = 0, dict[str, bool]()
-        ready = await self.ledger_thread(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
         while True:
+            ready = set(self.scorer.scored)
             order = await self.ledger_thread(self.ledger.open_groups)
             signal = (
                 await self.ledger_thread(self._with_signal, ready, seen) if self.window.signal_groups else set[str]()
@@ -372,7 +402,7 @@ class Conductor:
                 self._size = size
                 self._window_changed.set()
                 self._admitted.set()
-            ready |= await self.scheduler.progress()
+            await self.scorer.progress()
 
     def _with_signal(self, ready: Collection[str], seen: dict[str, bool]) -> set[str]:
         """The groups of `ready` from which the next step has a sample. `seen` caches the result per group for this
@@ -385,7 +415,7 @@ class Conductor:
             has_fresh_signal,
             learner_step=self.trained,
             max_lag=experience.max_lag,
-            composition=self.config.composition,
+            composition=self.rewards.composition(self.trained + 1),
             scheme=self._scheme,
         )
         new = sorted(set(ready) - seen.keys())
@@ -439,15 +469,15 @@ class Conductor:
         `name` names the result, such as "before". No version is published meanwhile."""
         return await evaluate(
             self.processes,
-            self.source,
+            tasks_of(self.source, [split], num_tasks),
             name=name,
             split=split,
             step=self.step,
-            num_tasks=num_tasks,
             tries=tries,
             seed=self.config.seed,
             temperature=self.config.evals.temperature,
-            out=self.run_folder / "evals",
+            out=self.run_folder / "evals" / file_name(name, split, self.step),
+            price=run_price(self.config),
             telemetry=self.telemetry,
         )
 

@@ -45,7 +45,8 @@ class EvalsConfig:
 
     Evaluations during RL use validation tasks, one every `every` steps (0: none); held-out tasks are used before and
     after RL. `heldout_tries` is the number of rollouts per held-out task. `transfer_tasks` are tasks of families that
-    are never trained on. `baseline_tasks` are held-out tasks for the scripted agents "oracle" and "random"."""
+    are never trained on. `baseline_tasks` are held-out tasks for the scripted agents "oracle" and "random".
+    `prices` is a table of prices (`etude.prices`), by which evaluations tell dollars per solved task."""
 
     heldout_tasks: int = ranged(512, low=1)
     heldout_tries: int = ranged(1, low=1, high=64)  # rollouts per task; best-of-k is reported for k = tries
@@ -67,6 +68,7 @@ class EvalsConfig:
 
     baseline_tasks: int = ranged(64, low=1)  # held-out tasks for the oracle and the random agent
     temperature: float = ranged(1.0, low=0.0, high=4.0)
+    prices: Path | None = None  # a table of prices (etude.prices): evaluations then tell dollars per solved task
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class StoresConfig:
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """The `[retention]` section: the disk space for checkpoints and traces, in GB.
+    """The `[retention]` section: the disk space in GB for checkpoints and traces (the recorded batches of steps).
 
     When they exceed it the oldest are deleted, except the last two checkpoints. Steps can be replayed only from those
     left."""
@@ -276,13 +278,10 @@ class RunConfig:
 
     @property
     def composition(self) -> Composition:
-        """How the grade and the reward terms of a rollout are combined into its reward."""
+        """How a reward is composed, but for the run's own terms: `RewardSettings.composition` adds those of a step."""
         experience = self.experience
         return Composition(
-            require_submit=self.harness.require_submit,
-            quarantine=experience.quarantine,
-            kl=experience.kl,
-            weights=self.rewards.weights,
+            require_submit=self.harness.require_submit, quarantine=experience.quarantine, kl=experience.kl
         )
 
     @property
@@ -345,8 +344,9 @@ def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, complete: bool
     """Return the config of a run to resume, after a check that the settings `given` now (nested dicts) are the same.
 
     With `complete`, `given` is a full config file, so a setting that is missing from it counts as changed; otherwise
-    only the settings in `given` are compared. Changed defaults of etude do not count. Raises `RunRefused`, which names
-    each differing setting, also when config.toml was edited; `ConfigError` for settings that are not valid."""
+    only the settings in `given` are compared. Changed defaults of etude do not count, nor does `[rewards]`, which may
+    change in a run (`loop.reward_settings`). Raises `RunRefused`, which names each differing setting, also when
+    config.toml was edited; `ConfigError` for settings that are not valid."""
     had = read_config(run)
     check_config_unchanged(run)
     now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
@@ -355,6 +355,7 @@ def config_to_resume(run: RunFolder, given: Mapping[str, Any], *, complete: bool
         f"{name} is {_shown(now_plain, name)}, the run has {_shown(had_plain, name)}"
         for name in sorted({*now_plain, *had_plain})
         if now_plain.get(name) != had_plain.get(name)
+        and not name.startswith("rewards.")
         and any(_overlap(name, one) for one in (now | then if complete and given else now))
     ]
     if other:

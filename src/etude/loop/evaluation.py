@@ -5,68 +5,88 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from etude.config import to_toml
 from etude.evals import EvalResult, EvalRow, make_row, write_rows
 from etude.evals import evaluate as sum_up
+from etude.evals.costs import NO_PRICE, Price, price_of
+from etude.harness import ChatFormat
 from etude.inference.config import EngineKind
 from etude.loop.adjustable_semaphore import AdjustableSemaphore
 from etude.loop.checkpoints import checkpoint_version, copy_start_checkpoint
-from etude.loop.config import RunConfig, open_tasks
+from etude.loop.config import RunConfig
 from etude.loop.processes import Supervisor
 from etude.loop.rollout_result import RolloutResult
 from etude.loop.rollout_scheduler import composed_reward, counted_signs, grade_and_drop, run_once, siblings
 from etude.loop.run_in_thread import run_in_thread
 from etude.loop.run_processes import RunProcesses, open_processes
+from etude.prices import read_prices
 from etude.records import Outcome, RolloutSpec
-from etude.records.task import Split
+from etude.records.task import Split, Task
 from etude.rewards import Composition
+from etude.rollouts.model_url import Endpoint, write_endpoint
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
 
 PROGRESS_EVERY_S = 1.0
+POLICY = "policy"
+"""The name of a run's model in tables of prices."""
 Done = tuple[RolloutResult, Outcome]
 Each = Callable[[], None]
 
 
 async def evaluate(
     processes: RunProcesses,
-    source: TaskSource,
+    tasks: Sequence[Task],
     *,
     name: str,
-    split: Split,
+    split: str,
     step: int,
-    num_tasks: int,
     tries: int,
     seed: int,
     temperature: float,
     out: Path,
     telemetry: Telemetry,
+    price: Price = NO_PRICE,
     each: Each = lambda: None,
 ) -> EvalResult:
-    """Evaluate the weights of training step `step` on the first `num_tasks` tasks of a split, `tries` rollouts each.
+    """Evaluate the weights of training step `step` on tasks, `tries` rollouts each. `split` is told in the result.
 
     Returns the solve rate and related numbers, and writes them as an `eval.result` event. Every rollout is written with
-    its turns as text to the folder `out`: in ``<name>-<step>.parquet`` for validation tasks, ``<name>.parquet`` for
-    others. A repeated evaluation replaces the file. A rollout with signs of cheating counts as not solved. `each` is
-    called after every rollout."""
+    its turns as text to the Parquet file `out`, which a repeated evaluation replaces. A rollout with signs of cheating
+    counts as not solved. `price` is what the rollouts cost. `each` is called after every rollout."""
     began = time.perf_counter()
 
     async def one(spec: RolloutSpec) -> Done:
         return await run_once(processes, spec)
 
-    specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
+    specs = _specs(tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await run_all(processes, specs, one, name=name, telemetry=telemetry, each=each)
     rows = [_row(*one, processes.config.composition) for one in done]
-    write_rows(out / file_name(name, split, step), rows)
-    result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
+    write_rows(out, rows)
+    wall_s = round(time.perf_counter() - began, 3)
+    result = sum_up(rows, name=name, split=split, step=step, wall_s=wall_s, price=price)
     telemetry.event("eval.result", **result.facts())
     return result
+
+
+def run_price(config: RunConfig) -> Price:
+    """Return what the rollouts of a run's evaluations cost, by the table `evals.prices`; unknown without one.
+
+    The tokens are those of the model "policy" in the table. If it has no such model, engines are paid by the hour: the
+    GPUs of the table's only kind. Raises `ConfigError` for an unreadable table."""
+    if config.evals.prices is None:
+        return NO_PRICE
+    prices = read_prices(config.evals.prices)
+    kinds, num_gpus = list(prices.gpu_hours), sum(map(config.devices_of, config.fleet.engines))
+    return price_of(prices, POLICY, gpu=kinds[0] if len(kinds) == 1 else "", num_gpus=num_gpus)
 
 
 def _row(played: RolloutResult, outcome: Outcome, composition: Composition) -> EvalRow:
@@ -76,7 +96,9 @@ def _row(played: RolloutResult, outcome: Outcome, composition: Composition) -> E
 
 
 def file_name(name: str, split: Split, step: int) -> str:
-    """Return the name of the file with the rollouts of an evaluation, in the run's folder evals."""
+    """Return the name of the file with the rollouts of an evaluation, in the run's folder evals.
+
+    It is ``<name>-<step>.parquet`` for validation tasks, ``<name>.parquet`` for others."""
     return f"{name}-{step:06d}.parquet" if split is Split.VALIDATION else f"{name}.parquet"
 
 
@@ -120,27 +142,30 @@ async def baseline(
         rollout = await processes.baseline(spec, kind)
         return rollout, await grade_and_drop(processes, rollout)
 
-    specs = _specs(source, Split.HELDOUT, num_tasks, 1, seed=seed, temperature=1.0, pin_step=None)
+    tasks = tasks_of(source, [Split.HELDOUT], num_tasks)
+    specs = _specs(tasks, 1, seed=seed, temperature=1.0, pin_step=None)
     done = await run_all(processes, specs, one, name=kind, telemetry=telemetry)
     rows = [_row(*one, processes.config.composition) for one in done]
     return sum_up(rows, name=kind, split=Split.HELDOUT, step=0, wall_s=0.0).rate
 
 
+def tasks_of(source: TaskSource, splits: Sequence[Split], num_tasks: int) -> list[Task]:
+    """Return the first `num_tasks` tasks of the splits, one split after the other; fewer if they have fewer."""
+    tasks = list[Task]()
+    for split in splits:
+        size, left = source.size(split), num_tasks - len(tasks)
+        tasks += [source.task(split, index) for index in range(left if size is None else min(left, size))]
+    return tasks
+
+
 def _specs(
-    source: TaskSource, split: Split, num_tasks: int, tries: int, *, seed: int, temperature: float, pin_step: int | None
+    tasks: Sequence[Task], tries: int, *, seed: int, temperature: float, pin_step: int | None
 ) -> list[RolloutSpec]:
-    size = source.size(split)
-    count = num_tasks if size is None else min(num_tasks, size)
     return [
         spec
-        for index in range(count)
+        for task in tasks
         for spec in siblings(
-            f"{split}{index:06d}",
-            source.task(split, index),
-            tries,
-            seed=seed,
-            temperature=temperature,
-            pin_step=pin_step,
+            f"{task.split}{task.index:06d}", task, tries, seed=seed, temperature=temperature, pin_step=pin_step
         )
     ]
 
@@ -151,32 +176,77 @@ def without_remote_engines(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, engines=engines, listen=""))
 
 
-async def evaluate_checkpoint(
-    checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None, each: Each
-) -> EvalResult:
-    """Evaluate a checkpoint on the first `num_tasks` tasks of a split, without a run and its learner.
+class Evaluated(NamedTuple):
+    """The result of `evaluate_model`. `general_bits_per_byte` is the loss on the general text; None: not measured."""
 
-    There are `tries` rollouts per task. Returns what `evaluate` returns. `out` is the folder for the rollouts; None:
-    they are not kept. `each` is called after every rollout."""
-    version, config = checkpoint_version(checkpoint), without_remote_engines(config)
+    result: EvalResult
+    general_bits_per_byte: float | None
+
+
+async def evaluate_model(
+    model: Path | Endpoint,
+    config: RunConfig,
+    tasks: Sequence[Task],
+    *,
+    name: str,
+    split: str,
+    tries: int,
+    temperature: float,
+    out: Path,
+    price: Price,
+    general_text: str = "",
+    each: Each,
+) -> Evaluated:
+    """Evaluate a checkpoint, or a model at a URL, on tasks of the config's source, without a run and its learner.
+
+    There are `tries` rollouts per task. The other arguments are those of `evaluate`. The loss of a checkpoint on
+    `general_text` is measured, too; "": on none. Raises `EngineError`, `CheckpointError` and `MachineError`."""
+    version = checkpoint_version(model) if isinstance(model, Path) else None
+    config, general = without_remote_engines(config), None
     with ScratchDirectory("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-        await run_in_thread(functools.partial(copy_start_checkpoint, checkpoint, run, telemetry))
+        if isinstance(model, Path):
+            await run_in_thread(functools.partial(copy_start_checkpoint, model, run, telemetry))
+        else:
+            write_endpoint(run.path, model)
         async with open_processes(run, config, telemetry, Supervisor(telemetry, hung_s=config.fleet.hung_s)) as members:
-            await members.start_sampling()
+            if isinstance(model, Path):
+                await members.start_sampling()
+            else:
+                await members.start_workers_and_graders()
+                members.max_running.set(model.parallel * config.fleet.num_workers)
             result = await evaluate(
                 members,
-                open_tasks(config, canaries=False),
-                name=checkpoint.name,
+                tasks,
+                name=name,
                 split=split,
                 step=0,  # the engines start with these weights as step 0
-                num_tasks=num_tasks,
                 tries=tries,
                 seed=config.seed,
-                temperature=config.evals.temperature,
-                out=out or run / "evals",
+                temperature=temperature,
+                out=out,
                 telemetry=telemetry,
+                price=price,
                 each=each,
             )
-    return dataclasses.replace(result, step=version.step if version else 0)
+            if general_text and isinstance(model, Path):
+                general = await general_loss(members, ChatFormat.load(run / "tokenizer"), general_text)
+    return Evaluated(dataclasses.replace(result, step=version.step if version else 0), general)
+
+
+async def general_loss(processes: RunProcesses, chat: ChatFormat, text: str) -> float:
+    """Measure the loss of the run's weights on a text, in bits per byte of its UTF-8 form. Raises `EngineError`.
+
+    The text is read in windows of the engines' context, so models with different tokenisers can be compared; those with
+    other contexts only roughly."""
+    engines, window = list(processes.engines.values()), processes.config.engine.context_tokens
+    token_ids = chat.encode(text)
+    windows = [token_ids[i : i + window] for i in range(0, len(token_ids), window)]
+    nats, num_bytes = 0.0, 0
+    for i, piece in enumerate(windows):
+        if len(piece) > 1:
+            _, logprobs = await engines[i % len(engines)].verify(piece.tolist())
+            nats -= math.fsum(logprobs)
+            num_bytes += len(chat.decode(piece[1:]).encode())
+    return nats / math.log(2) / num_bytes

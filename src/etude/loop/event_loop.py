@@ -13,8 +13,10 @@ YOUNG_OBJECTS = 10_000  # between two garbage collections; Python's 700 are allo
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a program's work in a new event loop and return its result. From now on the garbage collector ignores the
-    objects that exist already, and looks for garbage less often: almost none of it is in cycles."""
+    """Run a program's work in a new event loop and return its result.
+
+    From now on the garbage collector ignores the objects that exist already, and runs less often, since almost no
+    garbage of these programs is in reference cycles."""
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
     return uvloop.run(work)

@@ -82,7 +82,7 @@ class FsckReport:
     """The result of comparing the files of a run with their checksums, which checks fill in.
 
     The run is undamaged if `problems` is empty. `notices` are files without a checksum and files of killed processes.
-    `plain` names files that are never read back. `num_files` and `num_bytes` count what was verified."""
+    `plain` names files that no program reads. `num_files` and `num_bytes` count what was verified."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -96,7 +96,8 @@ class FsckReport:
         self.num_bytes += path.stat().st_size
 
     def add(self, place: str, what: str, hint: str = "") -> None:
-        """Add a problem: the file at `place` is damaged as `what` says. Without `hint` it gets that of `hint_for`."""
+        """Add a problem: the file at `place` is damaged as `what` says. Without `hint` it gets the hint of
+        `hint_for`."""
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:

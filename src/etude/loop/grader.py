@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 from collections.abc import AsyncIterator, Mapping
 
 from etude import progress
 from etude.environments import MachineGrader
 from etude.environments.backends import runtime_from_config
+from etude.harness import ChatFormat
 from etude.loop import child
 from etude.loop.blocked import interrupt_blocking
 from etude.loop.config import open_tasks, read_config
 from etude.loop.locations import rollout_files
 from etude.plugins import Kind, make
 from etude.records import Answer, Graded, Invalid, Outcome, Task
+from etude.records.reward import Measured
 from etude.records.summary import RolloutSummary
 from etude.records.task import Trust
 from etude.records.wire import pack
-from etude.rewards import NamedTerm, measure
+from etude.rewards import NamedTerm, measure_group
 from etude.rewards.config import TermConfig
 from etude.run import RunFolder
-from etude.seams import Grader
+from etude.seams import Grader, GroupRewardTerm, InRun, RewardTerm
 from etude.tasks.verifiers import grader_for
 from etude.telemetry import Telemetry
 
@@ -85,7 +88,6 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     source, answering = open_tasks(config), asyncio.Lock()
     runtime = runtime_from_config(config.machines)
     grader = CachingGrader(grader_for(source, MachineGrader(runtime)))
-    terms = [_named(i, one) for i, one in enumerate(config.rewards.terms)]
     grading, measuring, files = GradeSlots(GRADES_AT_ONCE), GradeSlots(GRADES_AT_ONCE), rollout_files(run)
 
     async def grade(task: Task, summary: RolloutSummary) -> Outcome:
@@ -96,27 +98,38 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
                 answer = await asyncio.to_thread(source.answer, task)
             return await grader.grade(task, answer, exports)
 
-    async def measured(summary: RolloutSummary, graded: Graded) -> Graded:
-        """Measure the run's own reward terms. Returns the verdict with these terms."""
+    async def measured(
+        terms: list[TermConfig], summaries: list[RolloutSummary], graded: list[Graded]
+    ) -> list[list[Measured]]:
+        """Measure what the graded rollouts of a group lack of these reward terms."""
         async with measuring.slot():
-            return await measure(terms, await asyncio.to_thread(files.read, summary), graded)
+            rollouts = await asyncio.gather(*(asyncio.to_thread(files.read, one) for one in summaries))
+            return await measure_group([named_term(one, run) for one in terms], rollouts, graded)
 
     async def ready() -> bool:
         return True
 
     return {
         "grade": ((Task, RolloutSummary), grade),
-        "measure": ((RolloutSummary, Graded), measured),
+        "measure": ((list[TermConfig], list[RolloutSummary], list[Graded]), measured),
         "ready": ((), ready),
     }
 
 
-def _named(i: int, config: TermConfig) -> NamedTerm:
-    """The plug-in of `[[rewards.terms]]` number `i`, with the digest of its code and settings."""
+def named_term(config: TermConfig, run: RunFolder) -> NamedTerm:
+    """The reward term of a `[[rewards.terms]]` table of a run, with the digest of its code and settings."""
     plugin = config.kind
-    term = make(Kind.REWARD, plugin, where=f"rewards.terms[{i}].kind")
-    code = hashlib.sha256(pack((plugin.digest, sorted(plugin.settings.items())))).hexdigest()
-    return NamedTerm(config.name, term, code)
+    key = pack((plugin.path, plugin.digest, sorted(plugin.settings.items())))
+    if key not in _MADE:
+        _MADE[key] = term = make(Kind.REWARD, plugin, where=f"rewards.terms: {config.name}")
+        if isinstance(term, InRun):
+            term.enter(run.path, lambda ids: _chat(run / "tokenizer").readable(ids))
+    return NamedTerm(config.name, _MADE[key], hashlib.sha256(key).hexdigest(), config.when)
+
+
+_chat = functools.cache(ChatFormat.load)
+_MADE: dict[bytes, RewardTerm | GroupRewardTerm] = {}
+"""The reward terms that were constructed, by packed path, digest and settings."""
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class History:
         if self.damaged is not None and step <= self.damaged.step:
             raise WeightsError(
                 f"the version of step {step} is no longer known",
-                f"the lineage can be read back to {self.damaged}, whose manifest is missing or damaged",
+                f"the history of the weights can be read back to {self.damaged}, whose manifest is missing or damaged",
                 hint="copy that manifest back, or replay a later step",
             )
         facts = (
@@ -111,8 +111,8 @@ class History:
         known = self.rollout_ids.get(step)
         if known and known != frozenset(recorded.batch.rollout_ids):
             raise LedgerError(
-                f"the trace of step {step} is not from the lineage of the current weights",
-                f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are only in one of the two",
-                hint="restore its trace from a copy; no other step needs it",
+                f"the trace of step {step} is not that of the current weights",
+                f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are in only one of trace and manifest",
+                hint="restore the trace from a copy; other steps can be replayed without it",
             )
         return recorded

@@ -111,7 +111,7 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
 
 
 class LearnerProcess:
-    """The methods that the conductor calls in the learner process, or in one rank of it (`group`).
+    """The methods that the run's main process calls in the learner process, or in one rank of it (`group`).
 
     Call `begin` first. All methods except `published` run in the torch thread."""
 
@@ -185,7 +185,7 @@ class LearnerProcess:
         return ref
 
     def forward_backward(self, step: int, digest: str) -> StepReport:
-        """Accumulate the gradient on the recorded batch of `step`. `digest` is that of the batch, to check it.
+        """Accumulate the gradient on the recorded batch of `step`. `digest` is the digest of the batch, to check it.
 
         The rank that recorded the batch has it in memory; the others read the trace."""
         held, batch = self._batch

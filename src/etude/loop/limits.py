@@ -102,7 +102,8 @@ def check_limits(
     if not limits.is_command:
         signatures = standard_tools(limits.tools).signatures
         _check_turns(limits, chat, signatures, log)
-    first = ([{"role": "user", "content": task.instruction}] for task in tasks)
+    system = [{"role": "system", "content": limits.prompt}] if limits.prompt else []
+    first = ([*system, {"role": "user", "content": task.instruction}] for task in tasks)
     prompts = sorted(len(chat.encode_prompt(messages, signatures)) for messages in first)
     past = [tokens for tokens in prompts if tokens + limits.turn_tokens > limits.context_tokens]
     if not past:

@@ -33,9 +33,9 @@ def ledger_location(run: RunFolder) -> Path | str:
 
 
 def read_ledger(run: RunFolder, *, immutable: bool = False) -> Ledger:
-    """Open a run's ledger for reading, also while it is written. Raises `NoLedger`, `LedgerError`, `StoreError`.
+    """Open a run's ledger (its database of rollouts) for reading. Raises `NoLedger`, `LedgerError`, `StoreError`.
 
-    With `immutable` the caller knows that nothing writes it now."""
+    The run may write it meanwhile; with `immutable` the caller knows that nothing does."""
     from etude.experience.ledger import Ledger  # not needed when only weights are read
 
     return Ledger.open_readonly(ledger_location(run), immutable=immutable)

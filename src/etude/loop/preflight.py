@@ -35,6 +35,7 @@ from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_rank, check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
+from etude.prices import read_prices
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -76,6 +77,8 @@ def preflight(
         if config.learner.device.startswith("cuda"):
             log(f"mid-training runs on the CPU; learner.device = {config.learner.device!r} is used by RL only")
     read_signer(config.stores.signing_key)
+    if config.evals.prices is not None:
+        read_prices(config.evals.prices)
     for url in filter(None, (config.stores.weights, config.stores.traces)):
         check_store(url, log)
     if config.experience.ledger:

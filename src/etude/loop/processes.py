@@ -244,7 +244,11 @@ class Supervisor:
         self._joining.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             hint = "see the logs of the run"
-            self._fail(error if isinstance(error, EtudeError) else EtudeError("a child failed", repr(error), hint=hint))
+            self._fail(
+                error
+                if isinstance(error, EtudeError)
+                else EtudeError("a child process could not be started", repr(error), hint=hint)
+            )
 
     async def _start(self, child: Child, role: Role) -> None:
         await child.start(with_socket=role.with_socket, on_wait=role.on_wait)

@@ -6,11 +6,11 @@ Rank 0 broadcasts the calls that concern all ranks (`Leader.broadcast`), and eac
 collective must not. They are signed with a secret that ranks get when they start, so that a stranger who reaches the
 store can do nothing.
 
-A rank that ends takes rank 0 with it, with an error that names the rank. For ranks that hang, every rank reports its
-progress to the store (`RankProgress`): when no rank has made progress for too long, all end with an error that names
-the silent one. Collectives themselves time out after a day, since another rank's share of a batch or a publish may take
-many minutes. In both cases the conductor sees a learner that died; its successor starts new ranks from the last
-checkpoint. Rank 0 takes no call after a loss, so no part of a group continues to train."""
+A rank that ends takes rank 0 with it, with an error that names the rank. To find ranks that hang, every rank reports
+its progress to the store (`RankProgress`). When no rank has made progress for too long, all end with an error that
+names the silent one. Collectives themselves time out after a day, since another rank's share of a batch or a publish
+may take many minutes. In both cases the conductor sees a learner that died; its successor starts new ranks from the
+last checkpoint. Rank 0 takes no call after a loss, so no part of a group continues to train."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RayHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def offer(self, *folders: str) -> tuple[str, str, int, str]:
-        """Open a port for the conductor. Returns (id of the node, address, port, problem).
+        """Open a port for the conductor, the run's main process. Returns (id of the node, address, port, problem).
 
         `folders` must exist on this node; the last becomes the program's working directory. If one does not exist, no
         port is opened and `problem` names it; otherwise it is ""."""
@@ -82,7 +82,7 @@ class RayHost:
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the conductor of {name} did not connect to {self._address}",
-                f"within {LINK_S:g} s",
+                f"waited {LINK_S:g} s",
                 hint="the machine that runs `etude run` must reach the nodes by TCP: check firewalls",
             ) from None
         finally:

@@ -242,10 +242,13 @@ async def _result(reference: Any) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, EtudeError):
             raise error.cause from None
-        raise CallFailed("a host failed", str(error), hint="this is a defect of etude: report it") from None
+        raise CallFailed(
+            "the Ray actor of a program failed", str(error), hint="this is a defect of etude: report it"
+        ) from None
     except RayError as error:
         first = str(error).strip().partition("\n")[0]
-        raise ProcessLost("the actor is gone", first, hint="its node was lost, or its process killed") from None
+        hint = "its node was lost, or its process was killed: see the node's Ray logs"
+        raise ProcessLost("the Ray actor of a program is gone", first, hint=hint) from None
 
 
 def _kill(actor: Any) -> None:

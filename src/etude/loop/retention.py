@@ -35,8 +35,9 @@ def replayable_after(ledger: Ledger) -> int:
 def delete_oldest(run: RunFolder, ledger: Ledger, traces: TraceFolder, *, disk_gb: float) -> int:
     """Delete the oldest checkpoints and traces until the rest fits into `disk_gb`. Returns the number of bytes deleted.
 
-    Traces in a bucket use no disk, and are deleted with the checkpoint before them. Call it when no checkpoint is being
-    written. A kill at any moment leaves only files that the next call deletes."""
+    A trace is the recorded batch of a step. Traces in a bucket use no disk, and are deleted with the checkpoint before
+    them. Call it when no checkpoint is being written. A kill at any moment leaves only files that the next call
+    deletes."""
     for left in (run / "checkpoints").glob(".*"):  # partly deleted, or partly written by a killed learner
         shutil.rmtree(left)
     checkpoints = dict(sorted(steps_in(run / "checkpoints", "step-*")))

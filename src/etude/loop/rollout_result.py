@@ -16,7 +16,7 @@ from etude.rollouts.view import view_turns
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout as the conductor sees it.
+    """A finished rollout as the conductor, the main process of a run, sees it.
 
     `signs` are signs of cheating. `turns` are its turns as text; empty unless they were requested."""
 
@@ -48,9 +48,9 @@ def store_rollout(
 ) -> RolloutReply:
     """Store a rollout in a file, and return the reply for the conductor. Raises `StoreError`.
 
-    With `kept` the ledger will refer to the file, so it is synced to disk. With `find_signs` the rollout is searched
-    for signs of cheating, unless it is invalid. `chat` is the chat format that turns tokens into text for the reply's
-    `turns`; None: the reply has no turns."""
+    With `kept` the file is synced to disk, since the ledger (the database of rollouts) will refer to it. With
+    `find_signs` the rollout is searched for signs of cheating, unless it is invalid. `chat` is the chat format that
+    turns tokens into text for the reply's `turns`; None: the reply has no turns."""
     stored, signs = files.write(rollout, durable=kept), CheatIndicators()
     if find_signs and rollout.invalid is None:
         calls = [turn.calls for turn in rollout.trace.turns]

@@ -1,8 +1,8 @@
 """Runs admitted rollouts, has them graded, and stores the results in the ledger.
 
 Rollouts start in order of admission, as many at a time as the engines can decode. None starts before the version of the
-weights that it requires is published, which may be several steps away after a restart from a checkpoint. Groups of the
-next steps require no later version than these steps, whatever they were admitted with.
+weights that it requires is published, which may be several steps away after a restart from a checkpoint. A group of one
+of the next steps requires at most the version that this step needs, even if it was admitted with a later one.
 
 A rollout whose worker dies is requeued. A grade whose grader dies is repeated. After `max_attempts` the rollout is
 invalid. A rollout that no engine could serve because all had older weights is requeued without a limit, since it has
@@ -86,23 +86,20 @@ def siblings(
     ]
 
 
-async def grade_rollout(processes: RunProcesses, rollout: RolloutResult, *, own_terms: bool = False) -> Outcome:
-    """Have a grader process grade a finished rollout, and return the outcome with all reward terms.
+async def grade_rollout(processes: RunProcesses, rollout: RolloutResult) -> Outcome:
+    """Have a grader process grade a finished rollout, and return the outcome with the terms that the host measures.
 
-    With `own_terms` it also has the run's own reward terms. A grade is repeated when its grader dies. The outcome is
-    invalid when graders cannot read the rollout's file or too many graders die."""
+    A grade is repeated when its grader dies. The outcome is invalid when graders cannot read the rollout's file or too
+    many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None
     attempts = processes.config.experience.max_attempts
     for _ in range(attempts):
         try:
-            outcome = with_host_terms(
+            return with_host_terms(
                 rollout, await processes.grade(rollout), signs_checked=processes.config.experience.quarantine
             )
-            if own_terms and processes.config.rewards.terms and isinstance(outcome, Graded):
-                return await processes.measure(rollout, outcome)
-            return outcome
         except (ProcessLost, DeadlineExceeded) as lost:
             error = lost
         except LedgerError as unread:
@@ -173,7 +170,9 @@ class _Ended(NamedTuple):
 
 
 class RolloutScheduler:
-    """Runs the rollouts that the ledger has admitted. All calls of the ledger are made in `ledger_thread`."""
+    """Runs the rollouts that the ledger, the database of rollouts, has admitted.
+
+    The ledger is only called in `ledger_thread`."""
 
     def __init__(
         self, ledger: Ledger, ledger_thread: SerialExecutor, processes: RunProcesses, telemetry: Telemetry
@@ -222,7 +221,7 @@ class RolloutScheduler:
         try:
             try:
                 rollout = await self.processes.rollout(spec)
-                outcome = await grade_rollout(self.processes, rollout, own_terms=True)
+                outcome = await grade_rollout(self.processes, rollout)
             except (ProcessLost, DeadlineExceeded, EngineBehind) as error:
                 await self._requeue(spec, error)
                 more.set()

@@ -27,10 +27,11 @@ REPORTED_STEPS, REPORTED_BYTES = 8, 256 << 20
 
 
 def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Mapping[str, Any]] = ()) -> RolloutView:
-    """Return a rollout of training as text, from the trace of its step or, if there is none, from its file.
+    """Return a rollout of training as text, from the recorded batch (trace) of its step, or else from its file.
 
-    `row` is its row in the ledger, and `history` its transitions there. The result has no turns if nothing was stored.
-    Raises `LedgerError` for damaged files, and `ChatError` if the run's tokeniser is missing."""
+    `row` is its row in the ledger (the database of rollouts), and `history` its changes of state there. The result has
+    no turns if nothing was stored. Raises `LedgerError` for damaged files, and `ChatError` if the run's tokeniser is
+    missing."""
     found = _recorded(run, ledger, row)
     finished = ledger.finished(row.rollout_id)
     outcome: Outcome | None = None
@@ -50,8 +51,8 @@ def training_view(run: RunFolder, ledger: Ledger, row: Row, history: Sequence[Ma
     sign = ledger.quarantined().get(row.rollout_id)
     if isinstance(outcome, Graded):
         reward = read_config(run).composition.of(outcome)
-        recorded = None if found is None else found.rollout.reward
-        facts |= {"reward": reward.value if recorded is None else recorded, "reason": reward.reason}
+        composed = row.reward if found is None else found.rollout.reward
+        facts |= {"reward": reward.value if composed is None else composed, "reason": reward.reason}
         facts |= {"trust": str(outcome.trust), "terms": outcome.terms}
     elif outcome is not None:
         facts["invalid"] = f"{outcome.boundary}: {outcome.reason}"

@@ -71,7 +71,7 @@ class _Waiting(NamedTuple):
 
 
 class Caller(asyncio.Protocol):
-    """The conductor's end of a child's socket: calls methods of the child `name`.
+    """The end of a child's socket in the conductor (the main process of a run): calls methods of the child `name`.
 
     `max_frame_bytes` limits messages in both directions."""
 
@@ -136,7 +136,7 @@ class Caller(asyncio.Protocol):
                 self._watch(due)
                 continue
             self._write(number, CANCEL, b"")
-            facts = f"within {deadline_s:g} s"
+            facts = f"waited {deadline_s:g} s"
             if self._progressed > began:
                 facts = f"silent for {deadline_s:g} s, after it made progress for {self._progressed - began:.0f} s"
             hint = f"see logs/{self.name}.log"

@@ -11,13 +11,13 @@ import contextlib
 import functools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from etude.errors import DeadlineExceeded
+from etude.errors import DeadlineExceeded, EtudeError
 from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
@@ -34,6 +34,9 @@ from etude.loop.processes import KEEP_MEMORY_ENV, READY_S, Child, Role, Supervis
 from etude.loop.rollout_result import RolloutReply, RolloutResult
 from etude.loop.rpc import Caller, ProcessLost
 from etude.records import Graded, Outcome, RolloutSpec, Version
+from etude.records.reward import Measured
+from etude.records.summary import RolloutSummary
+from etude.rewards.config import TermConfig
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.weights.chain.signing import read_signer
@@ -184,9 +187,9 @@ class RunProcesses:
     async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
         """Have a worker run a rollout and store it in a file.
 
-        With `kept` the ledger refers to the rollout. Otherwise the result has its turns as text, and the caller must
-        delete the file (`files.drop`). Worker and engines watch the rollout's progress and end it long before the
-        deadline of this call, which allows every turn the longest wait for an engine and for each token."""
+        With `kept` the ledger (database of rollouts) refers to it. Otherwise the result has its turns as text, and the
+        caller must delete the file (`files.drop`). Worker and engines watch the rollout's progress and end it long
+        before the deadline of this call, which allows every turn the longest wait for an engine and for each token."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
@@ -208,10 +211,24 @@ class RunProcesses:
         )
         return graded
 
-    async def measure(self, rollout: RolloutResult, graded: Graded) -> Graded:
-        """Have a grader process measure the run's own reward terms of a graded rollout, and return the grade with
-        them."""
-        return await self.graders.call("measure", Graded, rollout.summary, graded, deadline_s=GRADE_S)
+    async def measure(
+        self, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
+    ) -> list[list[Measured]]:
+        """Have a grader process measure what the graded rollouts of a group lack of these reward terms.
+
+        Returns the new values of each rollout. It is repeated when the grader dies. Raises `PluginError`, `LedgerError`
+        for a rollout that cannot be read, and `EtudeError` when too many graders died."""
+        attempts, error = self.config.experience.max_attempts, ""
+        for _ in range(attempts):
+            try:
+                return await self.graders.call(
+                    "measure", list[list[Measured]], terms, summaries, graded, deadline_s=GRADE_S
+                )
+            except (ProcessLost, DeadlineExceeded) as lost:
+                error = str(lost)
+        names = ", ".join(one.name for one in terms)
+        hint = "see logs/grader-0.log; then resume the run: graded rollouts are not lost"
+        raise EtudeError(f"{attempts} graders were lost while they measured {names}", error, hint=hint)
 
     def _child(
         self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NO_ENV, devices: int = 0

@@ -83,7 +83,9 @@ async def model_of_checkpoint(
     checkpoint, store = source.checkpoint, source.store
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(
-            f"{checkpoint} is not a checkpoint", "no config.json", hint="give a Hugging Face directory or a run"
+            f"{checkpoint} is not a checkpoint",
+            "it has no config.json",
+            hint="give a Hugging Face directory, or a run",
         )
     model_config, chat = _read_model(checkpoint, log), ChatFormat.load(checkpoint)
     with ScratchDirectory("serve") as folder:
@@ -158,9 +160,9 @@ def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
 def parts_of(model: Path, name: str) -> ModelSource:
     """Return what to serve for a path, under a name.
 
-    For a run, the store is that of its weights, and settings are those of its engines; a checkpoint has no store
-    (None). Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not
-    served instead."""
+    For a run, the result has the store of its weights and the settings of its engines. For a checkpoint the store is
+    None. Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not served
+    instead."""
     if not (model / "run.json").is_file():
         return ModelSource(name, model, None, summaries_of_checkpoint(model), NumericsConfig(), EngineConfig())
     run = RunFolder.open(model)

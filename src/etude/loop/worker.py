@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import msgspec
+
 from etude.environments.backends import runtime_from_config
 from etude.harness import ChatFormat
 from etude.harness.config import LOOP
@@ -23,6 +25,7 @@ from etude.loop.rollout_result import RolloutReply, store_rollout
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
 from etude.rollouts.logs import FOLDER as LOGS
+from etude.rollouts.model_url import UrlPolicy, read_endpoint
 from etude.rollouts.rollout import session_of
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -50,6 +53,8 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         heartbeat_s=FAR_HEARTBEAT_S if config.fleet.listen else HEARTBEAT_S,
     )
     following, files = FleetUpdater(fleet), rollout_files(run)
+    endpoint = read_endpoint(run.path)  # of an evaluation of a model at a URL
+    outside = UrlPolicy(endpoint, chat) if endpoint else None
 
     async def engines(roster: Roster) -> dict[str, int]:
         """Replace the list of engines. Returns the number of sessions by engine."""
@@ -66,15 +71,22 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         """Run a rollout: of training (`kept`), or of an evaluation, which returns its turns as text."""
         try:
             played = await run_rollout(
-                spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness, logs=run / LOGS
+                spec, runtime=runtime, policy=outside or fleet, chat=chat, harness=config.harness, logs=run / LOGS
             )
         finally:
             fleet.forget(session_of(spec))
-        return await stored(played, kept=kept, find_signs=config.experience.quarantine)
+        reply = await stored(played, kept=kept, find_signs=config.experience.quarantine)
+        if outside is not None:
+            summary, turns = outside.counted(played.trace, reply.summary, reply.turns)
+            return msgspec.structs.replace(reply, summary=summary, turns=turns)
+        return reply
 
     async def baseline(spec: RolloutSpec, kind: str) -> RolloutReply:
-        """Run a scripted agent that needs no model: "oracle" or "random"."""
-        policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
+        """Run a scripted agent that needs no model: "oracle" or "random".
+
+        The task source is asked in threads: if it is a plug-in, a call may block until its deadline."""
+        script = await asyncio.to_thread(lambda: _script(kind, open_tasks(config, canaries=False), spec))
+        policy = ScriptedPolicy(script, chat, in_thread=True)
         played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=scripted)
         return await stored(played, kept=False, find_signs=False)
 

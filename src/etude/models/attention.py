@@ -53,7 +53,7 @@ class Packed:
     """A `Cache` for several full sequences, packed one after another. Each sequence attends only to itself.
 
     Nothing is stored, and a sequence's results do not depend on its neighbours or on padding. `lengths`: tokens of each
-    sequence. `operators`: those of the model. `device`: that of the tokens.
+    sequence. `operators`: the operators of the model. `device`: the device of the tokens.
 
     >>> from etude.numerics import Native
     >>> Packed([2, 3], Native()).positions.tolist()
@@ -82,10 +82,10 @@ tree, they are not stored for the backward pass but made again, with the attenti
 
 @dataclass(frozen=True)
 class Branch:
-    """The tokens of a path in a tree of token sequences that no earlier path has.
+    """The tokens that one path adds to a tree of token sequences.
 
-    They are `length` tokens after a common beginning of `start` tokens. `seen`: the numbers of the pieces of the tree
-    that form the path, in order; the last pieces are the new tokens."""
+    They are `length` tokens, after `start` tokens that the path shares with an earlier one. `seen`: the numbers of the
+    pieces of the tree that form the path, in order; the last pieces are the new tokens."""
 
     start: int
     length: int

@@ -25,7 +25,7 @@ from etude.models.adapter_files import merge_adapter, read_adapter
 from etude.models.checkpoint_files import ASSETS, atomic_directory, read_json, save_tensors
 from etude.models.config import ModelConfig
 from etude.models.finite import find_non_finite
-from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
+from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, check_weights, shard_names
 from etude.models.packed_weights import pack_weights, read_stored
 from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
 from etude.models.tensor_parallel import full_shape, shard_tensor
@@ -36,6 +36,7 @@ from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
+from etude.weights.files.checkpoint import INDEX, WEIGHTS
 
 SHARD_BYTES = 5_000_000_000
 """More bytes of weights than this are written as shards."""
@@ -59,7 +60,7 @@ def save_model(
     - `quantise`: the format of the large matrices.
     - `assets`: a directory whose tokeniser files, and special tokens in config.json, are copied.
     - `files`: further files, as name → content.
-    - `shard_bytes`: more weights than this become shards with an index.
+    - `shard_bytes`: weights of more bytes than this are split into several files, with an index.
 
     Raises `CheckpointError` for disk errors, and `ConfigError` for widths that are not multiples of the format's block
     size."""
@@ -263,7 +264,7 @@ class Tensors:
         return tensor
 
     def full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read a tensor's values, dequantised if it is quantised. `shape`: that of the dequantised tensor."""
+        """Read a tensor's values, dequantised if it is quantised. `shape`: the shape of the dequantised tensor."""
         tensor = read_stored(name, shape, self._found, self.stored)
         return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 

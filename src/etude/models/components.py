@@ -121,9 +121,10 @@ class Scores(enum.StrEnum):
 class Routing:
     """How router logits become experts and gates (the weights of the chosen experts).
 
-    `scores`: the activation of the logits. `normalise`: gates of a token sum to `scaling`, a factor of all gates. With
-    groups (arXiv 2412.19437, §2.1.2) only experts of the `top_groups` best of `num_groups` groups can be chosen. A
-    group's score is the sum of its two best experts' scores."""
+    `scores`: the activation of the logits. `scaling`: a factor of all gates. `normalise`: whether the gates of a token
+    are divided by their sum first, so that they sum to `scaling`. With groups (arXiv 2412.19437, §2.1.2) only experts
+    of the `top_groups` best of `num_groups` groups can be chosen. A group's score is the sum of its two best experts'
+    scores."""
 
     scores: Scores = Scores.SOFTMAX
     normalise: bool = True
@@ -204,9 +205,9 @@ class Yarn:
     """YaRN: RoPE for longer contexts than in pre-training (arXiv 2309.00071), as transformers computes it.
 
     The fields are those of config.json's `rope_scaling`; `original_tokens` is its `original_max_position_embeddings`.
-    YaRN's sharper softmax is `attention_factor`, applied to cosine and sine; None: computed from `factor`, `mscale` and
-    `mscale_all_dim`. DeepSeek applies it to the softmax scale instead (`mscale_all_dim`), so its `attention_factor` is
-    1."""
+    YaRN makes the softmax sharper by a factor of cosine and sine, `attention_factor`; None: it is computed from
+    `factor`, `mscale` and `mscale_all_dim`. DeepSeek's models change the softmax scale instead (`mscale_all_dim`), so
+    their `attention_factor` is 1."""
 
     factor: float = ranged(4.0, low=1.0)
     original_tokens: int = ranged(4096, low=1)

@@ -59,14 +59,14 @@ FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_
 class ModelConfig:
     """Sizes of a decoder model. The defaults are those of the laptop example, a Qwen3-MoE.
 
-    - `num_kv_heads`, `head_dim`: with latent attention `num_heads`, and nope_dim + rope_dim.
+    - `num_kv_heads`, `head_dim`: with latent attention they must be `num_heads` and nope_dim + rope_dim.
     - `expert_size`: the intermediate width of an expert. `num_experts`: 0 in a family without routers; then `top_k` is
       0.
     - `family`: one of `FAMILY_NAMES`, or the import path of a user's family.
     - `dense_layers`: indices of layers without a router. `dense_size`: their intermediate width; 0: `expert_size`.
     - `num_shared`: shared experts, which every token uses.
     - `latent`: sizes of latent attention; None: grouped-query attention.
-    - `yarn`: None: plain RoPE.
+    - `yarn`: RoPE's extension to longer contexts; None: plain RoPE.
 
     >>> ModelConfig().num_parameters
     1527872

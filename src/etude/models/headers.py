@@ -1,19 +1,16 @@
 """Check a checkpoint directory against its config.json, from the headers of its files alone. Torch-free.
 
-A safetensors file begins with the length of its header (u64, little endian) and the header in JSON: name → dtype,
-shape, [start, stop) in the data behind it. So truncated files, missing tensors and wrong shapes are found in
-milliseconds, whatever the model's size. Damaged data is found when loading."""
+A safetensors file begins with a header (`weights.files.safetensors_file`): dtype, shape and place of each tensor. So
+truncated files, missing tensors and wrong shapes are found in milliseconds, whatever the size of the model. Damaged
+data is found when loading."""
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import base_of
@@ -30,15 +27,11 @@ from etude.models.quantised_storage import (
 )
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
+from etude.weights.files import safetensors_file
+from etude.weights.files.checkpoint import INDEX, WEIGHTS, read_index
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MAX_HEADER_BYTES = 100 << 20
-"""The limit of the format itself."""
-
 READABLE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-_BYTES = READABLE_BYTES | {FP8_DTYPE: 1, "U8": 1}
 HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume uses the one before"
 
 
@@ -172,7 +165,7 @@ def _described(tensor: StoredTensor | None) -> str:
 def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Yield etude's name (`weight_views.views`) and shape of every weight of a model.
 
-    It is an iterator, since an invalid config may have very many."""
+    It is an iterator, since an invalid config may describe very many weights."""
     d, moe = config.hidden_size, set(config.moe_layers)
     attention = config.attention.shapes(config)
     yield EMBEDDING, (config.vocab_size, d)
@@ -213,7 +206,8 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of all tensors of a directory, in one file or in shards with an index.
 
-    For an adapter directory, read those of its base. Raises `CheckpointError` for a missing or damaged file."""
+    For an adapter directory, the headers of its base are read. Raises `CheckpointError` for a missing or damaged
+    file."""
     folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)
@@ -227,20 +221,7 @@ def shard_names(index: Path) -> list[str]:
     """Return the names of the files that an index file lists, sorted.
 
     Raises `CheckpointError` when the index is missing or damaged."""
-    try:
-        content = json.loads(index.read_bytes())
-        shards = content["weight_map"].values()
-        plain = all(isinstance(shard, str) and Path(shard).name == shard for shard in shards)
-    except OSError as error:
-        raise CheckpointError(f"{index} cannot be read", str(error.strerror), hint=HINT_DAMAGED) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not JSON", str(error), hint=HINT_DAMAGED) from None
-    except (KeyError, TypeError, AttributeError):
-        facts = 'it has no "weight_map" from tensor names to file names'
-        raise CheckpointError(f"{index} names no shards", facts, hint=HINT_DAMAGED) from None
-    if not plain:
-        raise CheckpointError(f"{index} names no shards", "a name in it is not a file name", hint=HINT_DAMAGED)
-    return sorted(set(shards))
+    return sorted(set(read_index(index, hint=HINT_DAMAGED)[1].values()))
 
 
 def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, StoredTensor]:
@@ -248,50 +229,11 @@ def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Store
 
     `listed_in`: the index that lists the file, for a shard. Raises `CheckpointError` for a missing, truncated or
     damaged file."""
-    try:
-        with path.open("rb") as file:
-            num_bytes = path.stat().st_size
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 2 <= length <= min(MAX_HEADER_BYTES, num_bytes - 8):
-                raise ValueError(f"it has {num_bytes} bytes, its header would have {length}")
-            raw = json.loads(file.read(length))
-        if not isinstance(raw, dict):
-            raise ValueError("its header is not a JSON object")
-        return {
-            str(name): _stored(path, name, entry, num_bytes - 8 - length)
-            for name, entry in raw.items()
-            if name != "__metadata__"
-        }
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    if not path.is_file():
         hint = "a checkpoint directory has config.json and model.safetensors, or its shards with their index"
         if listed_in is not None:
             facts, hint = f"{listed_in} lists it", "copy or download that shard again"
-            raise CheckpointError(f"no shard at {path}", facts, hint=hint) from None
-        raise CheckpointError(f"no weights at {path}", hint=hint) from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read", str(error.strerror), hint="check the file's permissions"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
-
-
-def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> StoredTensor:
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{name!r} is not a tensor")
-    dtype, shape, offsets = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
-    if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
-        raise ValueError(f"{name!r} has no dtype, shape and offsets")
-    start, stop = offsets
-    if not start <= stop <= data_bytes:
-        raise ValueError(f"{name!r} is at bytes {start} to {stop} of {data_bytes}: the file was cut off")
-    if dtype in _BYTES and stop - start != math.prod(shape) * _BYTES[dtype]:
-        raise ValueError(f"{name!r} has {stop - start} bytes, but {list(shape)} in {dtype} needs another number")
-    return StoredTensor(path, dtype, shape)
-
-
-def _counts(values: Any) -> tuple[int, ...] | None:
-    """Return at most 64 integers from 0 to 2^62; None for anything else, whose product could take very long."""
-    good = isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
-    return tuple(values) if good else None
+            raise CheckpointError(f"no shard at {path}", facts, hint=hint)
+        raise CheckpointError(f"no weights at {path}", hint=hint)
+    _, places = safetensors_file.read_header(path, hint_damaged=HINT_DAMAGED)
+    return {name: StoredTensor(path, place.dtype, place.shape) for name, place in places.items()}

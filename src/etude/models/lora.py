@@ -141,7 +141,7 @@ class Adapters(nn.Module):
 
     @property
     def base(self) -> dict[str, torch.Tensor]:
-        """Every weight of the base by Hugging Face name. Weights without an adapter are the model's own."""
+        """Every weight of the base by Hugging Face name. Weights without an adapter share memory with the model."""
         found = hf_views(*self._model)
         for one in self._adapters:
             rows = [found[name].shape[0] for name in one.names]
@@ -160,7 +160,9 @@ class Adapters(nn.Module):
 
 
 def base_digest(model: Transformer, dtype: torch.dtype) -> str:
-    """Return the `weights_digest` of a model whose matrices are not adapted yet."""
+    """Return the SHA-256 by which adapters name their base model: the `weights_digest` of a model without adapters.
+
+    `dtype`: the one in which the weights are hashed."""
     return weights_digest(sorted(hf_views(model).items()), dtype)
 
 

@@ -1,8 +1,8 @@
 """A model's large matrices as packed bytes in a quantised format, in files and in the memory of learner and engines.
 
 The learner has unrounded weights and publishes `pack_weights`. An engine keeps the published bytes in memory, under the
-same names, and the model beside it has the decoded values: decoded again, during the pause of a weight update, for each
-matrix that changed (`PackedWeights.decoders`). So a digest of an engine's memory is a digest of the published bytes.
+same names. The model beside them has the decoded values. During the pause of a weight update, each matrix that changed
+is decoded again (`PackedWeights.decoders`). So a digest of an engine's memory is a digest of the published bytes.
 
 Matrices that the model stores fused (query, key and value; gate and up; all experts) are packed together, and named
 part by part."""

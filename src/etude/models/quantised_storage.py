@@ -127,7 +127,9 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
         return
     if not isinstance(found, Mapping):
         raise CheckpointError(
-            "config.json is damaged", f"quantization_config = {found!r:.80}", hint="expected a section, or none"
+            "config.json is damaged",
+            f"quantization_config = {found!r:.80} is not an object",
+            hint="copy or download the checkpoint again, or remove this key if the weights are not quantised",
         )
     method, blocks = found.get("quant_method"), found.get("weight_block_size")
     deepseek = method == "fp8" and found.get("fmt", "e4m3") == "e4m3" and blocks == [FP8_BLOCK, FP8_BLOCK]

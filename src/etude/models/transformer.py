@@ -273,8 +273,8 @@ class Transformer(nn.Module):
     def parity(self) -> str:
         """The parity class of the model on this machine with this number of threads (`numerics.parity`).
 
-        Processes of the same parity class compute the same bits. It is that of the full model, even if this rank has
-        only a part."""
+        Processes of the same parity class compute the same bits. A rank that has only a part of the model has the class
+        of the full model."""
         kept = self.config.cache_layout
         sizes = {"heads": kept.heads, "key_width": kept.key_width}
         return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)

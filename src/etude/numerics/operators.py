@@ -250,7 +250,7 @@ class Operators:
 
 
 def delegate_to_inner(kind: type[Operators]) -> None:
-    """Make a class that wraps operators forward everything that it does not define to its attribute `inner`.
+    """Let a class that wraps operators delegate to its attribute `inner` what it does not define itself.
 
     This covers methods and properties."""
     for name in vars(Operators).keys() - vars(kind).keys():

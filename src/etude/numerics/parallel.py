@@ -140,7 +140,7 @@ class Parallel:
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.rank} of {self.degree} timed out waiting for the other ranks: {what}",
-                f"within {self.deadline_s:g} s; {error}",
+                f"the deadline is {self.deadline_s:g} s; {error}",
                 hint="see the other ranks' output: one has died, hangs, or computes something else",
             ) from None
 

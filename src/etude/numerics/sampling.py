@@ -50,8 +50,8 @@ def sample(
     """Sample a token from each row of logits; return the tokens (int64 [R]) and their log-probabilities (float32 [R]).
 
     `temperatures` [R]: 0.0 is greedy; then the log-probability is at temperature 1. `seeds` and `positions` [R]
-    determine the random numbers; a position is that of the sampled token in its context. `operators`: those of the
-    model (None: exact)."""
+    determine the random numbers; a position is that of the sampled token in its context. `operators`: the operators of
+    the model (None: exact)."""
     temperature = np.asarray(temperatures, np.float32)
     divisor: torch.Tensor | float = 1.0
     if (temperature != 1.0).any():

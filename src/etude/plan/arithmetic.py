@@ -107,7 +107,8 @@ def expert_parameters(model: ModelConfig) -> int:
 
 
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
-    """Return the shapes of the attention and MLP matrices, one for each expert: those that Muon trains and LoRA adapts.
+    """Return the shapes of the matrices that Muon trains and LoRA adapts: of attention and MLPs, each expert's
+    separately.
 
     `on` selects them: "all", "attention" or "mlp"."""
     found = ((".mlp." in name, shape) for name, shape in weight_shapes(model) if is_quantised(name))

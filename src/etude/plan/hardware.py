@@ -51,9 +51,9 @@ DEVICES = {
 class Measured:
     """Measurements of this machine for one model, by `etude.loop.calibration`. Times are CPU seconds in one thread.
 
-    - `training_s`: a learner step, plus `training_s_token` for each of its tokens.
+    - `training_s`, `training_s_token`: a learner step takes the first, plus the second for each of its tokens.
     - `prefill_s_token`: an engine, for each token of a prompt.
-    - `decode_s`: a decoding step, plus `decode_s_sequence` for each sequence in its batch.
+    - `decode_s`, `decode_s_sequence`: a decoding step takes the first, plus the second for each sequence in its batch.
     - `publish_s`, `follow_s`: publishing a version of the weights (learner), and loading it (each engine).
     - `request_s`: an engine, for each turn of an agent, besides the computation.
     - `turn_s`: worker and machines, for each turn: the request and the tool.

@@ -62,10 +62,10 @@ class Training:
     """What the learner trains, and with which optimiser and memory settings.
 
     - `lora_rank`: the rank of the LoRA adapters; 0: all weights are trained. `lora_on`: "all", "attention" or "mlp".
-    - `muon`: one moment per matrix; AdamW has two for all weights.
+    - `muon`: whether matrices are trained with Muon, which has one moment per weight; AdamW has two.
     - `masters`: whether there are float32 copies of rounded weights.
     - `recompute`: whether the backward pass recomputes the activations of a layer.
-    - `dtype_bytes`: per activation; `gathered_bytes`: per weight when ranks exchange weights.
+    - `dtype_bytes`: bytes of an activation; `gathered_bytes`: bytes of a weight when ranks exchange weights.
     - `expert_parallel`: number of ranks among which the experts are divided."""
 
     lora_rank: int = 0

@@ -67,8 +67,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
 class StopReason(enum.StrEnum):
     """Why a completion ended.
 
-    STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled,
-    or a client's stop text cut the completion off. CANCELLED: the caller went away."""
+    STOP: a stop token was sampled, and it is the last of the token ids. LENGTH: `max_tokens` tokens were sampled, or a
+    client's stop text cut the completion off. CANCELLED: the caller went away."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -83,10 +83,11 @@ class Traffic(enum.StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one completion are chosen. Temperature 0.0 is greedy; the later parameters are neutral.
+    """The parameters that choose the tokens of one completion.
 
-    The random numbers depend only on `seed` and the token's position in the context. So the same request gives the same
-    tokens on any engine and in any batch.
+    Temperature 0.0 is greedy. The parameters after `seed` change nothing by default. The random numbers depend only on
+    `seed` and the token's position in the context. So the same request gives the same tokens on any engine and in any
+    batch.
 
     - `top_p`: sample from the likeliest tokens that together have this probability; 1.0 means all.
     - `top_k`: sample from this many likeliest tokens; 0 means all.
@@ -171,8 +172,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The T sampled tokens of one request of P prompt tokens, with everything that training needs of them.
 
     - `logprobs`: [T] log-probabilities of the sampled tokens, under the model's own distribution at the sampling
-      temperature (at 1.0 when greedy): before penalties, biases, grammars and truncation. vLLM and SGLang
-      return those after them (see their `protocol` modules).
+      temperature (at 1.0 when greedy): before penalties, biases, grammars and truncation. From vLLM and SGLang they are
+      those after these changes (see their `protocol` modules).
     - `routes`: [R, MoE layers, top_k] expert indices; `routes[i]` belongs to context position `routes_start + i`. The
       last is the position that predicted the last token: `routes_start + R == P + T - 1`. R is 0 when none were
       requested.

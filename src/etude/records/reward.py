@@ -16,22 +16,36 @@ BUILT_IN = (GRADE, SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one measurement of a rollout. `value` is None when it is unknown, which is neither 0 nor a failure.
 
-    `evidence`: the reason for the value, or why it is unknown, in one line."""
+    `evidence`: the reason for the value, or why it is unknown, in one line. `retry`: whether an unknown value may be
+    known if it is measured again later, as when a service is away. `turns`: parts of the value that single turns of
+    the rollout caused, as (index in `Trace.turns`, part); credit by turn gives each part to its turn."""
 
     value: float | None
     evidence: str = ""
+    retry: bool = False
+    turns: tuple[tuple[int, float], ...] = ()
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
     """One raw part of a reward: a measured value, with the name and version of the reward term that measured it.
 
-    `value` is None when it is unknown. `version`: of the code that measured it; another version may give another value.
-    `evidence`: the reason for the value, in one line. Terms are stored and never changed."""
+    `value` is None when it is unknown. `version`: the version of the code that measured it; another version may give
+    another value. `evidence`: the reason for the value, in one line. `turns`: the parts of the value that single turns
+    caused, as (index, part). A known value is never changed, except that all siblings are measured again by a new
+    version."""
 
     name: str
     value: float | None
     version: str = ""
     evidence: str = ""
+    turns: tuple[tuple[int, float], ...] = ()
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A term that was just measured. `retry`: whether an unknown value may be known later (`Score.retry`)."""
+
+    term: Term
+    retry: bool = False
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +54,12 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     `value`: the input of the credit scheme, which computes advantages. `raw`: the reward before the KL penalty.
     `reason`: in one line, what removed the reward, if anything did, then the grader's reason. `gates`: names of the
     terms that removed the reward (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group,
-    because a sibling rollout has no comparable value."""
+    because a sibling rollout has no comparable value. `turns`: parts of the value that single turns caused, as (index
+    in `Trace.turns`, part), ascending."""
 
     value: float
     raw: float
     reason: str
     gates: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    turns: tuple[tuple[int, float], ...] = ()

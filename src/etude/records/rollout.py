@@ -305,8 +305,8 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Ids look like "g000012" for a group and "g000012.3" for its rollout 3. `attempt`: 0, then one more each time the
     rollout is run again. `group_seed`: for draws that all rollouts of the group share. `min_step`: the lowest version
-    step of weights that may sample it. `pin_step`: the only one, for evaluations; None: any. `keep_routes`: whether
-    completions must have routes (the expert indices of each token)."""
+    step of weights that may sample it. `pin_step`: the only version step that may sample it, for evaluations; None: any
+    from `min_step` on. `keep_routes`: whether completions must have routes (the expert indices of each token)."""
 
     rollout_id: str
     group_id: str

@@ -90,8 +90,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     - `fresh_ratio_max`: maximum of |r - 1| over samples of the learner's current version only; None without such
       samples.
     - `flipped_share`: the share of replayed (token, layer) pairs whose own top-k differs from the recorded experts.
-    - `replayed_share`: the share of tokens whose recorded routes were replayed; those of others are too old.
-    - `replaced_share`: the share of recorded experts that were replaced by the live choice as not plausible.
+    - `replayed_share`: the share of tokens whose recorded routes (chosen experts) were replayed. The routes of the
+      other tokens are too old.
+    - `replaced_share`: the share of recorded experts that were implausible, and were replaced by the router's own
+      choice.
     - `live_k3`, `live_ratio_max`: k3 and maximum of |r - 1| of a few tokens without replay; None if nothing was
       replayed.
     - `cut_share`: the share of the sum of importance weights that the off-policy correction removes.

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
@@ -161,7 +162,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a planned batch: outcome, reward and advantage.
 
     `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
-    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: of the whole rollout.
+    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
     `turn_advantages`: one for each turn; empty if all turns have `advantage`. `masks_stale`: whether tokens older than
     `max_lag` get no loss; otherwise one of them is an error."""
 
@@ -185,8 +186,9 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     The conductor makes the plan. The learner reads the rollouts' files and builds the `Batch`. `members`: every rollout
     that the step consumes, in order of rollout id. `max_lag`: the largest allowed age of a token in steps.
-    `num_loss_tokens`: the divisor of the loss: sampled tokens of all valid rollouts. `full_groups`: the number of
-    groups with a sample from which the full learning rate is used; 0: always."""
+    `num_loss_tokens`: the divisor of the loss: sampled tokens of all valid rollouts. `full_groups`: if fewer groups
+    than this have a sample, the learning rate is scaled down; 0: it is never scaled. `rewards`: the settings by which
+    the rewards were composed and credited, for the record (`docs/formats/traces.md`)."""
 
     batch_id: str  # "b000007"
     step: int  # version step that training on this batch produces
@@ -194,6 +196,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Member, ...]
     num_loss_tokens: int
     full_groups: int = 0
+    rewards: dict[str, Any] = {}
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
@@ -208,6 +211,11 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             if member.summary is not None and member.reward is not None:
                 found[member.group_id].append((member.summary, member.reward))
         return found
+
+    @property
+    def groups_with_signal(self) -> set[str]:
+        """Ids of the groups in which a rollout has an advantage."""
+        return {member.group_id for member in self.members if member.credited}
 
 
 class BatchRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     - `step`: the version step that was trained on it; None: not trained on.
     - `rows`: the positions of its samples in the batch of that step.
     - `reward`, `reason`: None and "" unless graded. `terms`: the raw parts of the reward.
-    - `invalid`: the part of the system that failed and why; "" for a valid rollout. `sign`: of cheating, or "".
+    - `invalid`: the part of the system that failed and why; "" for a valid rollout. `sign`: a sign of cheating, or "".
     - `history`: its transitions in the ledger. `logs`: (attempt, log) of its agent program."""
 
     rollout_id: str

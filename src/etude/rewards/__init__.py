@@ -17,6 +17,6 @@ package can be used alone, without the training loop.
 """
 
 from etude.rewards.composition import DEFAULT_COMPOSITION, Composition
-from etude.rewards.measuring import NamedTerm, measure
+from etude.rewards.measuring import NamedTerm, measure, measure_group
 
-__all__ = ["DEFAULT_COMPOSITION", "Composition", "NamedTerm", "measure"]
+__all__ = ["DEFAULT_COMPOSITION", "Composition", "NamedTerm", "measure", "measure_group"]

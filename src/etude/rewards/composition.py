@@ -15,10 +15,10 @@ from etude.records.rollout import Graded
 class Composition:
     """The settings for composing a reward.
 
-    The reward is the grade plus the terms weighted by `weights` (by name). Two terms are gates, which can remove a
-    reward: whether the agent submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). A
-    gate that is not passed sets a positive reward to 0 and keeps a negative one, so that neither stopping early nor
-    cheating pays.
+    The reward is the grade plus the terms weighted by `weights` (by name). A term that `when` names counts only where
+    another term, its gate, is above 0. Two further terms are gates, which can remove a reward: whether the agent
+    submitted (used if `require_submit`), and whether it cheated (used if `quarantine`). A gate that is not passed sets
+    a positive reward to 0 and keeps a negative one, so that neither stopping early nor cheating pays.
 
     Then the penalty kl · k1 is subtracted, where k1 = Σ log π − log π_ref over the sampled tokens estimates KL(policy ‖
     reference). It is part of the reward because k1 as a loss would have an expected gradient of 0. A term that was not
@@ -31,6 +31,7 @@ class Composition:
     quarantine: bool = True  # whether the gates `SIGNS` and `SIGNS_IF_REWARDED` count
     kl: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)  # of the terms other than the grade, by name
+    when: Mapping[str, str] = field(default_factory=dict)  # name of a term → name of its gate
 
     def of(self, graded: Graded) -> Reward:
         """Return the reward of one graded rollout by itself. For a group of rollouts use `rewards`."""
@@ -40,13 +41,14 @@ class Composition:
     def without_weights(self) -> Composition:
         """A copy without weighted terms and KL penalty, for evaluations: the reward is the grade, or 0 if a gate is not
         passed."""
-        return replace(self, weights={}, kl=0.0)
+        return replace(self, weights={}, when={}, kl=0.0)
 
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
         """Return the rewards of the rollouts of one group, given the terms of each rollout.
 
-        A weighted term counts only if every rollout of the group has a known value of the same version. Otherwise it
-        counts for none, and `Reward.missing` names it. Raises `EtudeError` if a reward is not finite.
+        A weighted term counts only if every rollout whose gate is open has a known value of the same version, and it is
+        known of every rollout whether the gate is open. Otherwise it counts for none, and `Reward.missing` names it.
+        Raises `EtudeError` if a reward is not finite.
 
         >>> first = [Term(name="grade", value=1.0), Term(name="brief", value=0.5, version="1")]
         >>> second = [Term(name="grade", value=0.0), Term(name="brief", value=None, evidence="no answer")]
@@ -57,13 +59,39 @@ class Composition:
         [(1.0, ('brief',)), (0.0, ('brief',))]
         """
         tables = [{term.name: term for term in terms} for terms in siblings]
-        missing = tuple(name for name in self.weights if not _comparable([table.get(name) for table in tables]))
+        missing = tuple(name for name in self.weights if not self._comparable(name, tables))
         return [self._reward(table, missing) for table in tables]
 
+    def counts(self, name: str, terms: Mapping[str, Term]) -> bool | None:
+        """Return whether the gate of the term `name` is open for a rollout with these terms; None if it is unknown.
+
+        A gate whose own gate is closed is closed. A term without a gate always counts."""
+        gate = self.when.get(name)
+        if gate is None:
+            return True
+        if (before := self.counts(gate, terms)) is not True:
+            return before
+        found = terms.get(gate)
+        return None if found is None or found.value is None else found.value > 0
+
+    def _comparable(self, name: str, tables: Sequence[Mapping[str, Term]]) -> bool:
+        open_to = [self.counts(name, table) for table in tables]
+        if None in open_to:
+            return False
+        found = [table.get(name) for table, is_open in zip(tables, open_to, strict=True) if is_open]
+        known = [term for term in found if term is not None and term.value is not None]
+        gate = self.when.get(name, GRADE)
+        gates = [table[gate] for table in tables if gate != GRADE and gate in table]
+        return len(known) == len(found) and all(len({term.version for term in some}) <= 1 for some in (known, gates))
+
     def _reward(self, terms: Mapping[str, Term], missing: tuple[str, ...]) -> Reward:
-        raw, reason, gates = _value(terms[GRADE]), terms[GRADE].evidence, list[str]()
+        raw, reason, gates, turns = _value(terms[GRADE]), terms[GRADE].evidence, list[str](), dict[int, float]()
         for name, weight in self.weights.items():
-            raw += 0.0 if name in missing else weight * _value(terms[name])
+            if name not in missing and self.counts(name, terms):
+                raw += weight * _value(terms[name])
+                for turn, part in terms[name].turns:
+                    turns[turn] = turns.get(turn, 0.0) + weight * part
+        earned = raw
         submitted = terms.get(SUBMITTED)
         if self.require_submit and submitted is not None and not submitted.value:
             raw, reason = min(0.0, raw), f"not submitted ({submitted.evidence}); {reason}"
@@ -73,19 +101,15 @@ class Composition:
             gates.append(SIGNS)
         k1 = terms.get(K1)
         value = raw - self.kl * _value(k1) if self.kl and k1 is not None else raw
-        if not math.isfinite(value):
+        if not all(map(math.isfinite, (value, *turns.values()))):
             facts = ", ".join(f"{term.name} = {term.value}" for term in terms.values())
             raise EtudeError(f"a reward is {value}", facts, hint="fix the reward term that is not finite")
-        return Reward(value=value, raw=raw, reason=reason, gates=tuple(gates), missing=missing)
+        parts = tuple(sorted(turns.items())) if raw == earned else ()  # a removed reward has no parts
+        return Reward(value=value, raw=raw, reason=reason, gates=tuple(gates), missing=missing, turns=parts)
 
 
 DEFAULT_COMPOSITION = Composition()
 """All measured gates count; no term has a weight and there is no penalty."""
-
-
-def _comparable(terms: Sequence[Term | None]) -> bool:
-    known = [term for term in terms if term is not None and term.value is not None]
-    return len(known) == len(terms) and len({term.version for term in known}) <= 1
 
 
 def _sign(terms: Mapping[str, Term], *, rewarded: bool) -> str | None:

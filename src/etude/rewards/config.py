@@ -1,41 +1,120 @@
-"""The settings of rewards: the user's own terms and their weights."""
+"""The settings of rewards: the reward terms of a run, their weights, gates, and what unknown values do."""
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated
 
-from etude.config import Plugin
-from etude.records.reward import BUILT_IN
+from etude.config import BuiltIn, Plugin, ranged
+from etude.records.reward import BUILT_IN, GRADE, K1
+from etude.rewards.drift import AuditConfig
+
+TERMS: Mapping[str, str] = MappingProxyType(
+    {
+        "effort": "etude.rewards.effort:Effort",
+        "judge": "etude.rewards.judges.terms:judge",
+        "malformed-calls": "etude.rewards.process:MalformedCalls",
+        "repeated-reads": "etude.rewards.process:RepeatedReads",
+        "reverted-edits": "etude.rewards.process:RevertedEdits",
+        "tests-never-run": "etude.rewards.process:NoTestsRun",
+    }
+)
+"""The import paths of the built-in terms, by name."""
+
+
+class Missing(enum.StrEnum):
+    """What a group does while a term is unknown for one of its rollouts.
+
+    WITHOUT: it is trained on without this term. WAIT: the group waits until the term is known."""
+
+    WITHOUT = "without"
+    WAIT = "wait"
 
 
 @dataclass(frozen=True)
 class TermConfig:
-    """A `[[rewards.terms]]` table of the config file: a reward term from the user's own code.
+    """A `[[rewards.terms]]` table of the config file: a reward term.
 
-    `name` is that of the stored term. `kind` is "my_package.module:Name", or a table with `kind` and the plug-in's
-    settings. `weight` multiplies the term's value in the reward; with 0.0 the term is only measured and stored."""
+    - `name`: that of the stored term.
+    - `kind`: a built-in term (`TERMS`) or "my_package.module:Name", or a table with `kind` and its settings.
+    - `weight`: multiplies the term's value in the reward; with 0.0 the term is only measured and stored.
+    - `target`: if above 0, the weight tunes itself, from 0 to `weight`, so that solved rollouts take so many sampled
+      tokens on average; below 1: this share of what they took in the first step.
+    - `from_step`: the first step whose rewards have the term; before, it is only measured and stored.
+    - `when`: the name of another term, its gate: the term counts, and is measured, only where the gate is above 0. It
+      may be "grade", a measure of the grader such as "tests", "submitted", or another of the `terms`. "": always.
+    - `missing`: what a group does if the term is unknown for one of its rollouts.
+    - `retry_s`: how long, in seconds, an unknown value is measured again if the term says that it may be known later.
+      With `missing = "wait"` there is no such limit, but a day."""
 
     name: str  # name of the stored term
-    kind: Plugin  # "my_package.module:Name", or a table with `kind` and the plug-in's settings
+    kind: Annotated[Plugin, BuiltIn(tuple(TERMS))]  # a built-in term or an import path, or a table with `kind`
     weight: float = 1.0  # of its value in the reward; 0.0: only measured and stored
+    target: float = ranged(0.0, low=0.0)  # sampled tokens of solved rollouts to which the weight tunes itself; 0: fixed
+    from_step: int = ranged(0, low=0)  # the first step whose rewards have it
+    when: str = ""  # name of its gate: it counts only where this term is above 0; "": always
+    missing: Missing = Missing.WITHOUT
+    retry_s: float = ranged(60.0, low=0.0, high=86_400.0)  # seconds in which an unknown value is measured again
 
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """The `[rewards]` section of the config file. Raises `ValueError` if two terms have the same name."""
+    """The `[rewards]` section of the config file.
+
+    `audits`: how terms are watched for drift. Raises `ValueError` if two terms have the same name, if the gates of
+    terms form a circle, or if an audit has no independent auditor."""
 
     terms: tuple[TermConfig, ...] = ()
+    audits: tuple[AuditConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_audits()
         for name, count in Counter(term.name for term in self.terms).items():
             if name in BUILT_IN:
                 raise ValueError(f"a term is called {name!r}, which is the name of a built-in term")
             if count > 1:
                 raise ValueError(f"{count} terms are called {name!r}: names must be unique")
+        gates = {term.name: term.when for term in self.terms if term.when}
+        for name in gates:
+            at, passed = name, list[str]()
+            while at in gates and at not in passed:
+                passed.append(at)
+                at = gates[at]
+            if at == K1:
+                raise ValueError(f"the gate of {passed[-1]!r} is {K1!r}, which is measured after all other terms")
+            if at in passed:
+                raise ValueError(f"the gates of terms form a circle: {' -> '.join([*passed, at])}")
+
+    def _check_audits(self) -> None:
+        terms = {term.name: term for term in self.terms}
+        for name, count in Counter(one.name for one in self.audits).items():
+            if count > 1:
+                raise ValueError(f"{count} audits are of {name}: each needs one table")
+        for one in self.audits:
+            for name in {one.term, one.by} - {GRADE} - terms.keys():
+                raise ValueError(f"an audit names {name!r}, which is none of the terms")
+            if one.by == GRADE:
+                continue
+            auditor, judge = terms[one.by], terms[one.term].kind
+            if auditor.weight:
+                raise ValueError(f"{one.by!r} audits {one.term!r} and must not be trained on: set its weight to 0.0")
+            if auditor.kind.path == judge.path == "judge" and all(
+                auditor.kind.settings.get(key) == judge.settings.get(key) for key in ("url", "model")
+            ):
+                raise ValueError(f"{one.by!r} is the same model as {one.term!r}, which it audits: use another one")
+
+    def weights(self, step: int, tuned: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the weights that are not 0 of the terms that count at version step `step`, by name.
+
+        `tuned` has those of the terms with a `target`, as they are at this step; others begin at 0."""
+        now = {term.name: tuned.get(term.name, 0.0) if term.target else term.weight for term in self.terms}
+        return {term.name: now[term.name] for term in self.terms if now[term.name] and term.from_step <= step}
 
     @property
-    def weights(self) -> Mapping[str, float]:
-        """Weights that are not 0, by name of the term."""
-        return {term.name: term.weight for term in self.terms if term.weight}
+    def gates(self) -> Mapping[str, str]:
+        """The name of the gate of each term that has one, by name of the term."""
+        return {term.name: term.when for term in self.terms if term.when}

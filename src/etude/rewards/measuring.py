@@ -1,30 +1,36 @@
-"""Measure the user's reward terms of finished rollouts, with a deadline. Errors name the term."""
+"""Measure the reward terms of finished rollouts, with a deadline. Errors name the term."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from etude.errors import PluginError
-from etude.records.reward import Score, Term
+from etude.records.reward import Measured, Score, Term
 from etude.records.rollout import Graded, Rollout
-from etude.seams import RewardTerm
+from etude.rewards.composition import Composition
+from etude.seams import GroupRewardTerm, RewardTerm
 
-DEADLINE_S = 600.0  # of one term of one rollout
+T = TypeVar("T")
+DEADLINE_S = 600.0  # of one term of one rollout, or of one group
 EVIDENCE_CHARS = 2_000
+HINT = "fix the term, then resume the run: graded rollouts are not lost"
 
 
 @dataclass(frozen=True)
 class NamedTerm:
     """A reward term of a run, with the name under which its values are stored.
 
-    `code` is a digest of the term's code and settings, which becomes part of `version`; "" if unknown."""
+    `code` is a digest of the term's code and settings, which becomes part of `version`; "" if unknown. `when` is the
+    name of its gate; "" if it has none."""
 
     name: str
-    term: RewardTerm
+    term: RewardTerm | GroupRewardTerm
     code: str = ""  # digest of its code and settings, added to its version; "": unknown
+    when: str = ""  # name of its gate: it is measured only where this term is above 0; "": always
 
     @property
     def version(self) -> str:
@@ -39,35 +45,126 @@ class NamedTerm:
 async def measure(
     terms: Sequence[NamedTerm], rollout: Rollout, graded: Graded, *, deadline_s: float = DEADLINE_S
 ) -> Graded:
-    """Measure all terms of a graded rollout at the same time, and return `graded` with their values added.
+    """Measure all terms of one graded rollout by itself, and return `graded` with their values added.
+
+    Raises what `measure_group` raises."""
+    [found] = await measure_group(terms, [rollout], [graded], deadline_s=deadline_s)
+    return graded.with_terms(*(one.term for one in found))
+
+
+async def measure_group(
+    terms: Sequence[NamedTerm],
+    rollouts: Sequence[Rollout],
+    graded: Sequence[Graded],
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> list[list[Measured]]:
+    """Measure what the rollouts of a group lack of these terms, and return the new values of each rollout.
+
+    A rollout lacks a term if its gate is open and `graded` has no known value of the same version. All terms of all
+    rollouts are measured at the same time, except that a term is measured after its gate. A group term is measured for
+    all rollouts with an open gate if one of them lacks it.
 
     Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns anything but a
-    `Score` whose value is a finite number or None."""
+    `Score` whose value is a finite number or None for each rollout."""
+    gates = Composition(when={one.name: one.when for one in terms if one.when})
+    tables = [{term.name: term for term in one.terms} for one in graded]
+    found: list[list[Measured]] = [[] for _ in rollouts]
+    for level in _levels(terms):
+        lacking = [(one, rows) for one in level if (rows := _lacking(one, gates, tables))]
+        for (one, rows), scores in zip(
+            lacking,
+            await _all(_scored(one, [(rollouts[i], graded[i]) for i in rows], deadline_s) for one, rows in lacking),
+            strict=True,
+        ):
+            for i, score in zip(rows, scores, strict=True):
+                found[i].append(score)
+                tables[i][one.name] = score.term
+    return found
+
+
+def _levels(terms: Sequence[NamedTerm]) -> list[list[NamedTerm]]:
+    """Return the terms in levels: the gate of a term, if it is one of the terms, is in an earlier level."""
+    levels, left = list[list[NamedTerm]](), list(terms)
+    while left:
+        names = {one.name for one in left}
+        levels.append([one for one in left if one.when not in names] or left)  # a config has no circle
+        left = [one for one in left if one not in levels[-1]]
+    return levels
+
+
+def _lacking(one: NamedTerm, gates: Composition, tables: Sequence[Mapping[str, Term]]) -> list[int]:
+    """Return the indices of the rollouts for which a term is to be measured."""
+    rows = [i for i, table in enumerate(tables) if gates.counts(one.name, table)]
+    lacks = [
+        i for i in rows if (had := tables[i].get(one.name)) is None or had.value is None or had.version != one.version
+    ]
+    return rows if lacks and isinstance(one.term, GroupRewardTerm) else lacks
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await several at once. Raises the first error, after the others were cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_measured(one, rollout, graded, deadline_s)) for one in terms]
+            tasks = [group.create_task(one) for one in work]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return graded.with_terms(*(task.result() for task in tasks))
+    return [task.result() for task in tasks]
 
 
-async def _measured(one: NamedTerm, rollout: Rollout, graded: Graded, deadline_s: float) -> Term:
-    at = f"rollout {rollout.rollout_id}"
-    hint = "fix the term, then resume the run: graded rollouts are not lost"
+async def _scored(one: NamedTerm, siblings: Sequence[tuple[Rollout, Graded]], deadline_s: float) -> list[Measured]:
+    """Measure one term of some rollouts of a group."""
+    term = one.term
+    if isinstance(term, GroupRewardTerm):
+        rollouts, graded = zip(*siblings, strict=True)
+        at = f"group {rollouts[0].group_id}"
+        scores = await _called(one, at, lambda: term.score_group(rollouts, graded), deadline_s)
+        if not isinstance(scores, Sequence) or len(scores) != len(rollouts):
+            raise PluginError(
+                f"{one} did not return one Score for each of {len(rollouts)} rollouts",
+                f"{at}: {scores!r:.200}",
+                hint=HINT,
+            )
+        return [_checked(one, rollout, score) for rollout, score in zip(rollouts, scores, strict=True)]
+
+    async def alone(rollout: Rollout, graded: Graded) -> Measured:
+        at = f"rollout {rollout.rollout_id}"
+        return _checked(one, rollout, await _called(one, at, lambda: term.score(rollout, graded), deadline_s))
+
+    return await _all([alone(*sibling) for sibling in siblings])
+
+
+async def _called(one: NamedTerm, at: str, call: Callable[[], Awaitable[object]], deadline_s: float) -> object:
     try:
         async with asyncio.timeout(deadline_s) as timeout:
-            score: object = await one.term.score(rollout, graded)
+            return await call()
     except Exception as error:
         if timeout.expired():
             raise PluginError(
-                f"{one} exceeded its deadline", f"{at}: no value in {deadline_s:g} s", hint=hint
+                f"{one} exceeded its deadline", f"{at}: no value in {deadline_s:g} s", hint=HINT
             ) from None
-        raise PluginError(f"{one} failed", f"{at}: {type(error).__name__}: {error}", hint=hint) from error
+        raise PluginError(f"{one} failed", f"{at}: {type(error).__name__}: {error}", hint=HINT) from error
+
+
+def _checked(one: NamedTerm, rollout: Rollout, score: object) -> Measured:
+    """Return a score as it is stored. Raises `PluginError` for anything but a `Score` with finite numbers or None."""
+    at = f"rollout {rollout.rollout_id}"
     if not isinstance(score, Score) or not isinstance(score.value, int | float | None):
-        raise PluginError(f"{one} did not return a Score with a number", f"{at}: {score!r:.200}", hint=hint)
+        raise PluginError(f"{one} did not return a Score with a number", f"{at}: {score!r:.200}", hint=HINT)
     if score.value is not None and not math.isfinite(score.value):
         unknown = "for an unknown value return Score(value=None, evidence=...)"
         raise PluginError(f"{one} returned {score.value}", at, hint=unknown)
+    num_turns = len(rollout.trace.turns)
+    try:
+        turns = tuple((int(turn), float(part)) for turn, part in score.turns)
+    except (TypeError, ValueError):
+        turns = ((-1, 0.0),)
+    if not all(0 <= turn < num_turns and math.isfinite(part) for turn, part in turns):
+        facts, hint = f"{at} has {num_turns} turns: {score.turns!r:.200}", "give (index of the turn, finite part)"
+        raise PluginError(f"{one} returned parts that are of no turn", facts, hint=hint)
     value = None if score.value is None else float(score.value)
     evidence = " ".join(str(score.evidence).split())[:EVIDENCE_CHARS]
-    return Term(name=one.name, value=value, version=one.version, evidence=evidence)
+    term = Term(
+        name=one.name, value=value, version=one.version, evidence=evidence, turns=() if value is None else turns
+    )
+    return Measured(term=term, retry=value is None and bool(score.retry))

@@ -23,8 +23,9 @@ from typing import Any
 
 from etude.capture import Summaries
 from etude.capture.context import HISTORY, MAX_ATTEMPTS, Carried, trigger_tokens
+from etude.capture.digests import conversation_keys
 from etude.capture.summaries import Shortened
-from etude.capture.tree import Node, conversation_keys
+from etude.capture.tree import Node
 from etude.errors import ContextFull, EtudeError
 from etude.gateway import Answer, ChatRequest, ResponseHead, make_answer
 from etude.gateway.answers import SummaryUse
@@ -74,7 +75,7 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A recorded turn with the properties of its request by which side calls are found.
+    """A recorded turn with those properties of its request that tell whether it was a side call.
 
     `max_tokens` is the client's limit of the answer (None: no limit), `tools` says whether it sent tools, and `first`
     is a digest of the first message. `shortened` is the conversation as the model got it."""

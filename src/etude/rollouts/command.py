@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import enum
 import os
+import re
 import shutil
 import socket
 import sys
@@ -36,6 +38,8 @@ from etude.scratch import ScratchDirectory
 END_GRACE_S = 5.0
 """Seconds that a program has to end by itself once its requests are refused."""
 _NOT_RUN = (126, 127)  # exit codes of a program that was not found, or cannot be executed
+_WORDS = ("instruction", "base_url", "model", "workdir", "cwd", "python")
+_WORD = re.compile(r"(?<!\$)\{(\w+)\}")  # not ${NAME} of a shell
 _ENV_BYTES = 100_000  # Linux takes 131,071 in one variable
 
 
@@ -48,8 +52,7 @@ class Where(enum.StrEnum):
 
 
 class Submits(enum.StrEnum):
-    """When a rollout counts as submitted: with EXIT if the program exits with code 0, with NEVER not by its exit
-    code."""
+    """Whether the program's exit counts as a submission. EXIT: exit code 0 does. NEVER: no exit code does."""
 
     EXIT = "exit"
     NEVER = "never"
@@ -60,7 +63,8 @@ class CommandProgram:
     """An agent program that is a command. Its fields are the settings under ``[harness.program]``.
 
     - `argv`: the command line. In it and in `env` the words {instruction}, {base_url}, {model}, {workdir}, {cwd} (the
-      folder in which the run was started) and {python} (the interpreter of etude) are replaced.
+      folder in which the run was started) and {python} (the interpreter of etude) are replaced. Other text in braces
+      stays as it is, but a word that is nearly one of these is an error.
     - `where`: "outside" runs it on the worker's host in a new folder, "inside" in the working directory of the machine.
     - `env`: environment variables to add.
     - `warm`: Python modules to import once for all rollouts. Each rollout then starts as a fork of an interpreter that
@@ -90,8 +94,13 @@ class CommandProgram:
             wrong = "warm is for programs outside: no interpreter of this host can be forked into a machine"
         elif self.warm and len(self.argv) < 2:
             wrong = "warm needs argv = [python, script], [python, '-m', module] or [python, '-c', code]"
+        hint = "change the settings that the error names"
+        for text in (*self.argv, *self.env.values()):
+            for word in _WORD.findall(text):
+                if word not in _WORDS and (close := difflib.get_close_matches(word, _WORDS, n=1, cutoff=0.65)):
+                    wrong, hint = f"{text!r} has the unknown word {{{word}}}", f"did you mean {{{close[0]}}}?"
         if wrong:
-            raise ConfigError("[harness.program] is invalid", wrong, hint="change the settings that the error names")
+            raise ConfigError("[harness.program] is invalid", wrong, hint=hint)
 
     async def run(self, episode: Episode) -> None:
         """Run the program on an episode until it ends. Sets the episode's ending or failure, and its log.
@@ -112,8 +121,8 @@ class CommandProgram:
         finally:
             attribution.finish()
             note(
-                f"{len(attribution.calls)} turns of {attribution.num_requests} requests, "
-                f"{attribution.num_joined} repeated, {episode.num_resampled} replies tokenised again"
+                f"turns {len(attribution.calls)}, requests {attribution.num_requests}, "
+                f"repeated {attribution.num_joined}, replies tokenised again {episode.num_resampled}"
             )
             episode.log = log.value()
 
@@ -163,8 +172,9 @@ class CommandProgram:
             note("killed: it did not end after the rollout had")
             return
         note(f"exit code {code}")
+        episode.exit_code = code
         if code in _NOT_RUN and not attribution.num_requests and self.where is Where.INSIDE:
-            facts = f"{self.argv[0]!r} ended with exit code {code} before it asked anything"
+            facts = f"{_filled(self.argv[0], self._fixed())!r} ended with exit code {code} before it asked anything"
             raise ConfigError(
                 "harness.program.argv cannot be executed in the machine",
                 facts,
@@ -312,7 +322,7 @@ async def _first(running: Any, over: asyncio.Event) -> Any:
 
 async def _listener(machine: object) -> socket.socket:
     if not isinstance(machine, ListensOnLoopback):
-        facts = f"{type(machine).__name__} has no loopback on which this host can listen, only namespace machines have"
+        facts = f"{type(machine).__name__} has no loopback on which this host can listen; namespace machines have one"
         hint = 'set machines.backend = "namespace", or harness.program.where = "outside"'
         raise ConfigError("a program inside the machine cannot reach the model", facts, hint=hint)
     return await machine.listen()

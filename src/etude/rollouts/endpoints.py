@@ -25,6 +25,7 @@ import socket
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -33,12 +34,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from etude.capture.short_work import ShortWork
 from etude.errors import ContextFull, EngineError, EtudeError, MachineError
 from etude.gateway import DIALECTS, Answer, ChatRequest, Dialect, RequestRefused
 from etude.gateway.dialects import messages
 from etude.gateway.errors import context_exceeded, from_error, invalid_request, openai_error
-from etude.harness.episode import Episode, EpisodeEnded
-from etude.http_server import bind, run_http_server
+from etude.harness.episode import Episode, EpisodeEnded, Refusal
+from etude.http_server import bind, disconnected, run_http_server
 from etude.rollouts.attribution import MAX_ANSWERS, MAX_PARALLEL, Asked, Asking, Attribution, TooManyRequests
 
 MAX_BODY_BYTES = 16 << 20
@@ -48,6 +50,8 @@ KEEP_ALIVE_S = 10.0
 """Seconds between two signs of life in a stream whose answer is not complete."""
 MAX_OUTPUT_BYTES = 1 << 20
 """The longest output of a command that is returned through `/machine/exec`."""
+ENDED = "rollout_ended"
+"""The code of the error that a program gets after the end of its rollout."""
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread
 _BY_PATH = {dialect.path: dialect for dialect in DIALECTS.values() if dialect.name != "text"}
 _SAMPLING = {
@@ -75,6 +79,7 @@ class RolloutEndpoints:
         self._name = episode.options.session_id
         self._prefix = f"/r/{quote(self._name.replace('/', '.'), safe='')}/{secret}" if secret is not None else ""
         self._num_commands = 0
+        self._short_work = ShortWork(_SHORT_BYTES)
         self.asked_sampling: dict[str, Any] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,6 +89,7 @@ class RolloutEndpoints:
         try:
             response = await self._respond(request, send)
         except RequestRefused as refused:
+            self._note_refusal(request, refused)
             body = openai_error(refused) if dialect is None else dialect.error(refused)
             response = JSONResponse(body, refused.status, refused.headers)
         except ClientDisconnect:
@@ -132,6 +138,19 @@ class RolloutEndpoints:
             raise RequestRefused(401, "the API key does not belong to this rollout", code="invalid_api_key")
         return path
 
+    def _note_refusal(self, request: Request, refused: RequestRefused) -> None:
+        """Count a refused request in `Episode.refused`, and log the first of its kind. Those to the machine are not
+        counted: a missing file is no defect of the program."""
+        path = request.scope["raw_path"].decode("latin-1").partition("?")[0].removeprefix(self._prefix)
+        if path.startswith("/machine/"):
+            return
+        kind = Refusal(f"{request.method} {path}"[:200], refused.status, refused.code, refused.message[:500])
+        counts = self._episode.refused
+        if kind not in counts and len(counts) < MAX_PARALLEL and not isinstance(refused, Ended):
+            self._log(f"a request was refused: {kind.status} {kind.request}: {kind.message}")
+        if kind in counts or len(counts) < MAX_PARALLEL:
+            counts[kind] += 1
+
     def _card(self, name: str) -> dict[str, Any]:
         context = self._episode.limits.context_tokens
         return {"id": name, "object": "model", "created": 0, "owned_by": "etude", "max_model_len": context}
@@ -148,7 +167,7 @@ class RolloutEndpoints:
             asked = self._attribution.ask(asking)
         except (EpisodeEnded, TooManyRequests) as error:
             raise _refusal(error, self._episode) from None
-        gone = asyncio.create_task(_disconnected(request))
+        gone = asyncio.create_task(disconnected(request))
         asked.num_clients += 1
         try:
             answered = await _wait(asked, gone, KEEP_ALIVE_S if chat.stream else None)
@@ -156,7 +175,7 @@ class RolloutEndpoints:
                 return
             answers = self._answers(asked) if answered else ()  # an error has an HTTP status
             if chat.stream:
-                events = self._events(dialect, asked, chat, gone, answers=answers)
+                events = self._events(dialect, request, asked, chat, gone, answers=answers)
                 headers = {"cache-control": "no-cache"}
                 response: Response = StreamingResponse(events, media_type="text/event-stream", headers=headers)
                 await response(request.scope, request.receive, send)
@@ -179,6 +198,7 @@ class RolloutEndpoints:
     async def _events(
         self,
         dialect: Dialect,
+        request: Request,
         asked: Asked,
         chat: ChatRequest,
         gone: asyncio.Task[None],
@@ -194,6 +214,7 @@ class RolloutEndpoints:
             try:
                 answers = self._answers(asked) if answered else ()
             except RequestRefused as refused:
+                self._note_refusal(request, refused)
                 yield stream.error(refused)
                 return
         for index, answer in enumerate(answers):
@@ -213,9 +234,7 @@ class RolloutEndpoints:
 
     async def _read(self, read: Callable[[bytes], ChatRequest], request: Request) -> ChatRequest:
         body = await _body(request)
-        if len(body) <= _SHORT_BYTES:
-            return self._parsed(read, body)
-        return await asyncio.to_thread(self._parsed, read, body)
+        return await self._short_work.run(partial(self._parsed, read, body), len(body))
 
     def _parsed(self, read: Callable[[bytes], ChatRequest], body: bytes) -> ChatRequest:
         """Parse a request. Parameters that the policy does not offer are left out, and logged with the run's own."""
@@ -359,11 +378,6 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _wait(asked: Asked, gone: asyncio.Task[None], timeout_s: float | None) -> bool:
     """Wait for the answers, for the end of the connection, or `timeout_s` seconds. Returns whether it is answered."""
     await asyncio.wait({asked.answers, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -390,7 +404,7 @@ def _refusal(error: BaseException, episode: Episode) -> RequestRefused:
 class Ended(RequestRefused):
     """A refusal that tells the program to stop. OpenAI's and Anthropic's clients do not retry it."""
 
-    def __init__(self, message: str, status: int = 403, code: str = "rollout_ended") -> None:
+    def __init__(self, message: str, status: int = 403, code: str = ENDED) -> None:
         super().__init__(status, message, code=code)
 
     @property

@@ -74,7 +74,8 @@ def reap(*_: object) -> None:
 def supervise(stream: socket.socket, output: int) -> None:
     """Run one program to its end, report its exit code, kill all processes that it has left, and exit.
 
-    `stream`: the socket to the parent. `output`: descriptor for the program's stdout and stderr."""
+    `stream`: the socket to the parent, which sends what to run (`read_order`) and gets the exit code or the error of
+    the start. If the parent closes it, the program is killed. `output`: descriptor for stdout and stderr."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

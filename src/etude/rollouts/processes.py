@@ -123,7 +123,7 @@ class Launcher:
             raise ConfigError(
                 "the modules of harness.program.warm cannot be imported",
                 facts,
-                hint="install the modules there, or leave them out",
+                hint="install the modules for this interpreter, or leave them out",
             )
         if said.get("threads"):
             self.notes = f"the warm modules started {said['threads']} threads, which forked programs do not have"
@@ -172,7 +172,7 @@ class Program:
                 with contextlib.suppress(EtudeError):
                     await asyncio.shield(self._ended)
         except TimeoutError:
-            facts = f"{END_S:g} s after SIGKILL"
+            facts = f"{END_S:g} s after SIGKILL it still runs"
             raise MachineError(
                 "an agent program does not end", facts, hint="it probably hangs in the kernel: see dmesg"
             ) from None
@@ -209,7 +209,7 @@ class Program:
 
 
 async def uncancelled(work: asyncio.Future[T]) -> T:
-    """Wait for the end of `work`, even if this call is cancelled meanwhile, and return its result."""
+    """Return the result of `work`. A call that is cancelled waits for its end, then raises `CancelledError`."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

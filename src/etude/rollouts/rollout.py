@@ -23,6 +23,7 @@ from etude.records.reward import SUBMITTED, Term
 from etude.records.rollout import Boundary, Ending, Invalid, Rollout, RolloutSpec, Trace
 from etude.records.summary import RolloutSummary
 from etude.rollouts.logs import write_log
+from etude.rollouts.model_url import UrlEpisode, UrlPolicy
 from etude.seams import Machine, Policy, Runtime
 
 UNFINISHED = Ending.DEADLINE
@@ -76,7 +77,7 @@ async def run_on_machine(
 
     `began` is the start of the rollout by `clock`. The other arguments are those of `run_rollout`."""
     try:
-        episode = Episode(
+        episode = (UrlEpisode if isinstance(policy, UrlPolicy) else Episode)(
             spec.task,
             machine,
             policy=policy,

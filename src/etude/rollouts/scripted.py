@@ -1,11 +1,11 @@
 """Scripts in place of a policy, for baselines and demonstrations.
 
 A script is a generator. It yields ``(tool name, arguments)``, receives the tool's output, and ends after ``submit``. To
-say a text it yields ``("", {"text": text})``. Asked for a summary (`capture.context.REQUEST`, on a line after the last
-output) it says one, and receives the message with which the new conversation begins.
-`ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent can run in place of a model.
-`demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, to get documents for
-mid-training.
+say a text it yields ``("", {"text": text})``. A request for a summary is the line `capture.context.REQUEST` after the
+last output: the script then says the summary as a text, and receives the message with which the new conversation
+begins. `ScriptedPolicy` encodes its calls as completions, so that an oracle or a random agent can run in place of a
+model. `demonstrate` runs a script directly on a machine in memory, without an event loop or tokens, to get documents
+for mid-training.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Generator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,17 +48,19 @@ class ScriptedPolicy:
     """A `Policy` that plays a script, once, in place of a model.
 
     It reads the last tool output from the prompt, as a model does. Its completions are made by `scripted_completion`.
-    It ignores `max_tokens`. If the script ends without submitting, the policy submits."""
+    It ignores `max_tokens`. If the script ends without submitting, the policy submits. With `in_thread` the steps of
+    the script run in threads: a script that blocks then holds up its own rollout only."""
 
-    def __init__(self, script: Script, chat: ChatFormat) -> None:
-        self._script, self._chat = script, chat
+    def __init__(self, script: Script, chat: ChatFormat, *, in_thread: bool = False) -> None:
+        self._script, self._chat, self._in_thread = script, chat, in_thread
         self._begun = False
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Return the script's next call as a completion."""
         output = self._last_output(request.prompt_ids) if self._begun else None
         self._begun = True
-        call = _next_call(self._script, output) or Call("submit", {})
+        step = partial(_next_call, self._script, output)
+        call = (await asyncio.to_thread(step) if self._in_thread else step()) or Call("submit", {})
         return scripted_completion(request, self._chat, call if call.name else call.arguments["text"])
 
     def _last_output(self, prompt_ids: I32) -> str:

@@ -113,7 +113,7 @@ class BucketStore:
                 return
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
+        """Return the bytes [start, stop) of an object or a pointer, as far as they exist. `stop` None: up to its end.
 
         Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time."""
         check_range(start, stop)
@@ -154,7 +154,7 @@ class BucketStore:
         self._delete(check_key(key))
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace the bytes of a pointer by `data` if they equal `expected`, and return whether they did.
+        """Replace the bytes of a pointer atomically if they equal `expected`. Return whether they were replaced.
 
         With `expected` None the pointer must not exist, and is created. The server must implement ``If-Match``. Raises
         `StoreError`, also if the response was lost: then read the pointer to find out whether it was replaced."""
@@ -258,9 +258,9 @@ class BucketStore:
         except NotFound:
             return False
         raise StoreError(
-            f"object {key!r} exists with different bytes",
-            f"it has {size} bytes, the new data {len(data)}",
-            hint="objects are immutable: choose a key from the content",
+            f"object {key!r} already exists with other content",
+            f"it has {size} bytes, the new data has {len(data)}",
+            hint="an object cannot be overwritten: use another key, such as the SHA-256 of the data",
         )
 
     def _delete(self, key: str) -> None:

@@ -74,7 +74,7 @@ class CachedStore:
         return f"CachedStore({self._source!r}, {str(self._disk.root)!r})"
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
+        """Return the bytes [start, stop) of an object or a pointer, as far as they exist. `stop` None: up to its end.
 
         Raises `KeyError` if the key does not exist, and the `StoreError` of the source store."""
         check_range(start, stop)

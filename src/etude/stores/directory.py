@@ -85,13 +85,13 @@ class DirectoryStore:
                     os.fsync(folder)  # another writer may have renamed it a moment ago
                 return
         raise StoreError(
-            f"object {key!r} exists with different bytes",
+            f"object {key!r} already exists with other content",
             f"it has {len(found)} bytes, the new data {len(data)}",
-            hint="objects are immutable: choose a key from the content",
+            hint="an object cannot be overwritten: use another key, such as the SHA-256 of the data",
         )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
+        """Return the bytes [start, stop) of an object or a pointer, as far as they exist. `stop` None: up to its end.
 
         Raises `KeyError` if the key does not exist, `StoreError` if the disk fails or the directory is gone."""
         check_range(start, stop)
@@ -133,7 +133,7 @@ class DirectoryStore:
             os.fsync(folder)
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace the bytes of a pointer by `data` if they equal `expected`, and return whether they did.
+        """Replace the bytes of a pointer atomically if they equal `expected`. Return whether they were replaced.
 
         With `expected` None the pointer must not exist, and is created. Raises `StoreError` if the disk refuses."""
         self._require_writable()

@@ -36,7 +36,7 @@ class DiskCache:
         self.root, self.limit_bytes = Path(root), limit_bytes
 
     def read(self, name: str, start: int, stop: int | None, max_age_s: float) -> bytes | None:
-        """Return the bytes [start, stop) of a copy; `stop` None means its end.
+        """Return the bytes [start, stop) of a copy; `stop` None stands for its end.
 
         Returns None if the copy does not exist, is damaged (it is then deleted), or was written more than `max_age_s`
         seconds ago."""

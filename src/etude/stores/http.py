@@ -1,7 +1,7 @@
 """A read-only blob store that reads from a relay (`etude.stores.relay`) over HTTP.
 
-If a response breaks off after more bytes than any pointer has, only the rest is requested again: objects never change.
-A shorter one is read again from its start, since it could be a pointer."""
+A response that breaks off is continued if it has more bytes than a pointer can have: then it is an object, and objects
+never change. A shorter one could be a pointer, and is read again from its start."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class HttpStore:
     Sends ETUDE_TOKEN from the environment as bearer token if it is set. Thread-safe. It can be pickled; a copy has no
     connections and no token. Raises `StoreError` if the URL is invalid.
 
-    `silence_s` is the longest wait for a connection or for the next bytes, in seconds; the relay can be downloading
-    meanwhile. No retry starts later than `deadline_s` seconds after the last new byte."""
+    `silence_s` is the longest wait for a connection or for the next bytes, in seconds. The relay may need this time to
+    download the object. No retry starts later than `deadline_s` seconds after the last new byte."""
 
     def __init__(self, url: str, *, silence_s: float = 30.0, deadline_s: float = 60.0) -> None:
         self._scheme, self._host, self._port = _parse_url(url)
@@ -50,7 +50,7 @@ class HttpStore:
         return (partial(HttpStore, silence_s=self._silence_s, deadline_s=self.deadline_s), (self.url,))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
+        """Return the bytes [start, stop) of an object or a pointer, as far as they exist. `stop` None: up to its end.
 
         Raises `KeyError` if the key does not exist, `StoreError` if there is no response in time."""
         check_range(start, stop)
@@ -161,7 +161,9 @@ class HttpStore:
 
     def _read_only(self, key: str) -> StoreError:
         return StoreError(
-            f"{key!r} cannot be written", f"{self.url} is a relay", hint="write to the store behind the relay"
+            f"{key!r} cannot be written",
+            f"{self.url} is a relay, which only reads",
+            hint="write to the store behind the relay",
         )
 
 

@@ -28,13 +28,13 @@ class MemoryStore:
         with self._lock:
             if self._blobs.setdefault(check_key(key), bytes(data)) != data:
                 raise StoreError(
-                    f"object {key!r} exists with different bytes",
+                    f"object {key!r} already exists with other content",
                     f"it has {len(self._blobs[key])} bytes, the new data {len(data)}",
-                    hint="objects are immutable: choose a key from the content",
+                    hint="an object cannot be overwritten: use another key, such as the SHA-256 of the data",
                 )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object or a pointer, fewer if it ends before `stop`. None means its end.
+        """Return the bytes [start, stop) of an object or a pointer, as far as they exist. `stop` None: up to its end.
 
         Raises `KeyError` if the key does not exist."""
         check_range(start, stop)
@@ -52,7 +52,7 @@ class MemoryStore:
             self._blobs.pop(check_key(key), None)
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace the bytes of a pointer by `data` if they equal `expected`, and return whether they did.
+        """Replace the bytes of a pointer atomically if they equal `expected`. Return whether they were replaced.
 
         With `expected` None the pointer must not exist, and is created."""
         with self._lock:

@@ -36,7 +36,7 @@ def build_relay(
 
     - `token`: the bearer token that each request needs. None: no check, for a relay that listens on loopback only.
     - `at_once`: the most responses that are held in memory. Further requests wait.
-    - `send_s`: a client that takes no bytes for so many seconds is disconnected."""
+    - `send_s`: a client that takes no bytes for this many seconds is disconnected."""
     free = asyncio.Semaphore(at_once)
 
     async def serve(request: Request) -> Response:

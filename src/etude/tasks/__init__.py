@@ -28,6 +28,7 @@ from etude.tasks.repair import RepairSource
 from etude.tasks.scripts import Script, write_reference
 from etude.tasks.swe import SweSource
 from etude.tasks.verifiers import VerifiersSource, interpreter
+from etude.tasks.written import GENERATED
 
 __all__ = [
     "CorpusConfig", "DirectorySource", "HumanEvalSource", "Proof", "RepairSource", "Script", "TasksConfig",
@@ -46,15 +47,18 @@ _BY_PATH: dict[str, Callable[[str], TaskSource]] = {
 def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_per_file: int = 1) -> TaskSource:
     """Open a task source by its name or path.
 
-    `source` is "repair" (generated tasks), "humaneval:PATH" or "swe:PATH" (JSON lines), "harbor:PATH" (task folders),
-    "verifiers:NAME", a directory of task folders, or a plug-in. Only "repair" uses `seed`, `files` and
-    `functions_per_file`. Raises `NoSource` if there is none, `PluginRefused`, and `TaskError` for a damaged source."""
+    `source` is "repair", "following" or "interruption" (generated tasks), "humaneval:PATH" or "swe:PATH" (JSON lines),
+    "harbor:PATH" (task folders), "verifiers:NAME", a directory of task folders, or a plug-in. Only generated tasks use
+    `seed`, and only "repair" `files` and `functions_per_file`. Raises `NoSource` if there is none, `PluginRefused`, and
+    `TaskError` for a damaged source."""
     source = named(source, SOURCES)
     if isinstance(source, Plugin):
         return PluginSource(source)
     name, _, path = source.partition(":")
     if source == "repair":
         return RepairSource(seed, files=files, functions_per_file=functions_per_file)
+    if source in GENERATED:
+        return GENERATED[source](seed)
     if path and name in _BY_PATH:
         return _BY_PATH[name](path)
     if Path(source).is_dir():
@@ -66,6 +70,7 @@ def open_source(source: str | Plugin, seed: int, *, files: int = 3, functions_pe
             name,
             [
                 "repair",
+                *GENERATED,
                 *(f"{known}:PATH" for known in _BY_PATH),
                 "a directory of task folders",
                 "my_package.module:Name",

@@ -41,13 +41,15 @@ _FOLDERS = {Kind.TESTS: "hidden", Kind.VERIFIER: "verifier"}
 
 
 def kind_of(folder: Path) -> Kind:
-    """Return how the task in a folder is graded. Raises `TaskError` unless exactly one of the files exists."""
+    """Return how the task in a folder is graded. Raises `TaskError` unless it has exactly one hidden answer."""
     refuse_link(folder / "answer")
     found = [kind for kind in Kind if (folder / "answer" / kind).is_file()]
     if len(found) != 1:
-        facts = f"it has {' and '.join(found)}" if found else "it has neither"
+        facts = f"it has {' and '.join(found)}" if found else "it has none of them"
         names = f"{', '.join(f'answer/{kind}' for kind in list(Kind)[:-1])} and answer/{list(Kind)[-1]}"
-        raise TaskError(f"{folder} needs one of {names}", facts, hint="keep exactly one")
+        raise TaskError(
+            f"{folder} needs exactly one of {names}", facts, hint="write one of them, or delete all but one"
+        )
     return found[0]
 
 

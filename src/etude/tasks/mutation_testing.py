@@ -43,8 +43,9 @@ class Survivor:
 class MutationResult:
     """The result of mutation testing for one task.
 
-    `num_ungraded` mutants could not be graded. `rewards` are those of the reference, graded several times; None means
-    not graded. `key` is a hash of the task, its answer and the settings. `wall_s` is the duration in seconds."""
+    `num_ungraded` mutants could not be graded. `rewards` are the rewards of the reference, which is graded several
+    times; None means not graded. `key` is a hash of the task, its answer and the settings. `wall_s` is the duration in
+    seconds."""
 
     split: Split
     index: int

@@ -23,9 +23,9 @@ WEAK_SHARE = 0.25
 class TaskReport:
     """The results of all checks of one task.
 
-    `folder` is that of the task, if each task has its own. `failure` says why the task is not valid; "" if it is.
+    `folder` is the folder of the task, if each task has one. `failure` says why the task is not valid; "" if it is.
     `survivors` are mutants of the reference that scored 1, and `num_ungraded` mutants could not be graded. `rewards`
-    are those of the reference, graded several times. `leaks` are places that contain the answer."""
+    are the rewards of the reference, which is graded several times. `leaks` are places that contain the answer."""
 
     split: Split
     index: int

@@ -91,11 +91,11 @@ def demonstrations(
     first: int = 1_000_000,
     split: Split = Split.TRAIN,
 ) -> Iterator[Demonstration]:
-    """Yield `count` demonstrations for the tasks of a split from index `first` on, which rollouts never reach.
+    """Yield `count` demonstrations for the tasks of a split, from index `first` on.
 
-    A finite source begins again with its first task and the next seed. `right_body` is the fraction of correct edits.
-    Train only on the training split; those of another split are for measuring a loss. Raises `TaskError` for a split
-    without tasks."""
+    By default this index is so high that rollouts never reach it. A finite source begins again with its first task and
+    the next seed. `right_body` is the fraction of correct edits. Train only on the training split; those of another
+    split are for measuring a loss. Raises `TaskError` for a split without tasks."""
     size = source.size(split)
     if size == 0:
         hint = "add tasks, or leave out the method `demonstration`: generated tasks are then demonstrated"

@@ -72,9 +72,10 @@ class ScriptedEngine:
         if tokens is None:
             raise EngineError(f"{self.name} has no answer left", hint="give one token list for every request")
         self.requests.append(request)
-        return self._completion(request, list(tokens))
+        return self.completion(request, list(tokens))
 
-    def _completion(self, request: CompletionRequest, tokens: list[int]) -> Completion:
+    def completion(self, request: CompletionRequest, tokens: list[int]) -> Completion:
+        """Return the completion of a request for which `tokens` were sampled."""
         sampling, reason = request.sampling, StopReason.LENGTH
         for position, token in enumerate(tokens[: sampling.max_tokens]):
             if token in sampling.stop_token_ids:
@@ -135,13 +136,30 @@ class EnginePolicy:
 
 
 class StreamingPolicy(EnginePolicy):
-    """A `Policy` that calls one engine and also streams: it yields one token at a time, then the completion."""
+    """A `Policy` that calls one engine and also streams: it yields one token at a time, then the completion.
+
+    A request can be ended while it streams. `num_sampled` counts the tokens that were yielded."""
+
+    engine: ScriptedEngine
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        super().__init__(engine)
+        self.num_sampled = 0
+        self._ended = set[str]()
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         completion = await self.engine.generate(request)
-        for token in completion.token_ids.tolist():
+        tokens = completion.token_ids.tolist()
+        for number, token in enumerate(tokens):
+            if request.request_id in self._ended:
+                completion = self.engine.completion(request, tokens[:number])
+                break
+            self.num_sampled += 1
             yield [token]
         yield completion
+
+    async def end(self, request_id: str) -> None:
+        self._ended.add(request_id)
 
 
 class FakeLearner:

@@ -22,8 +22,8 @@ from etude.records.rollout import Ending, Graded, Rollout, Trace, Turn, TurnKind
 from etude.records.summary import TurnPlace
 from etude.records.task import Split, Task, Trust
 from etude.records.wire import pack
-from etude.rewards import NamedTerm, measure
-from etude.seams import CreditScheme, RewardTerm
+from etude.rewards import NamedTerm, measure_group
+from etude.seams import CreditScheme, GroupRewardTerm, RewardTerm
 from etude.testing.contracts import Contract
 
 GROUPS: tuple[tuple[float, ...], ...] = (
@@ -97,42 +97,56 @@ def _places(number: int) -> list[TurnPlace]:
 
 
 class RewardTermContract(Contract):
-    """Tests what graders rely on in a reward term (`etude.seams.RewardTerm`)."""
+    """Tests what graders rely on in a reward term (`etude.seams.RewardTerm` or `GroupRewardTerm`)."""
 
-    def make(self) -> RewardTerm:
+    def make(self) -> RewardTerm | GroupRewardTerm:
         """Return a new term to test."""
         raise NotImplementedError("override make() to return your term")
 
     def rollouts(self) -> Sequence[tuple[Rollout, Graded]]:
-        """Return graded rollouts to test with. Override it for a term that supports only certain tasks."""
+        """Return graded rollouts of one group to test with. Override it for a term that supports only certain tasks."""
         solved = Graded.of(1.0, {"tests": 1.0}, trust=Trust.DATA, reason="all 3 hidden tests pass")
         failed = Graded.of(0.0, {"tests": 0.0}, trust=Trust.DATA, reason="0 of 3 hidden tests pass")
         return (
             (finished(num_turns=3), solved),
-            (finished(num_turns=1, exports={}), failed),
-            (finished(num_turns=0, ending=Ending.CONTEXT), failed),
+            (finished(num_turns=1, exports={}, number=1), failed),
+            (finished(num_turns=0, ending=Ending.CONTEXT, number=2), failed),
         )
 
-    def measured(self, term: RewardTerm, rollout: Rollout, graded: Graded) -> Term:
-        """Compute the value of the term for a rollout, in the form in which a run stores it."""
-        return asyncio.run(measure([NamedTerm("yours", term)], rollout, graded, deadline_s=30.0)).terms[-1]
+    def measured(
+        self, term: RewardTerm | GroupRewardTerm, siblings: Sequence[tuple[Rollout, Graded]] | None = None
+    ) -> list[Term]:
+        """Compute the values of the term for the rollouts of a group, in the form in which a run stores them.
+
+        `siblings`: graded rollouts; None: `rollouts()`."""
+        rollouts, graded = zip(*(siblings or self.rollouts()), strict=True)
+        found = asyncio.run(measure_group([NamedTerm("yours", term)], rollouts, graded, deadline_s=30.0))
+        return [one.term for [one] in found]
 
     def test_every_rollout_has_a_finite_value_or_an_unknown_one_with_the_reason(self) -> None:
-        for rollout, graded in self.rollouts():
-            found = self.measured(self.make(), rollout, graded)
+        for found in self.measured(self.make()):
             assert found.value is not None or found.evidence, "an unknown value needs evidence with the reason"
 
     def test_the_same_rollout_has_the_same_value(self) -> None:
-        for rollout, graded in self.rollouts():
-            term = self.make()
-            first, again = (self.measured(term, rollout, graded).value for _ in range(2))
-            assert first == again, f"first {first}, then {again}"
+        term = self.make()
+        first, again = ([one.value for one in self.measured(term)] for _ in range(2))
+        assert first == again, f"first {first}, then {again}"
+
+    def test_the_order_of_the_siblings_does_not_matter(self) -> None:
+        term, siblings = self.make(), self.rollouts()
+        forth, back = self.measured(term, siblings), self.measured(term, siblings[::-1])[::-1]
+        values = [[one.value for one in some] for some in (forth, back)]
+        assert values[0] == values[1], f"{values[0]}; in the other order {values[1]}"
+
+    def test_a_rollout_without_siblings_has_a_value_or_an_unknown_one(self) -> None:
+        for one in self.rollouts():
+            self.measured(self.make(), [one])
 
     def test_it_changes_nothing_of_the_rollout(self) -> None:
-        for rollout, graded in self.rollouts():
-            before = pack(rollout)
-            self.measured(self.make(), rollout, graded)
-            assert pack(rollout) == before, "the rollout was changed in place"
+        siblings = self.rollouts()
+        before = [pack(rollout) for rollout, _ in siblings]
+        self.measured(self.make(), siblings)
+        assert [pack(rollout) for rollout, _ in siblings] == before, "a rollout was changed in place"
 
     def test_it_has_a_version(self) -> None:
         version = self.make().version
@@ -140,10 +154,16 @@ class RewardTermContract(Contract):
         assert version, "its version is empty"
 
 
-def finished(*, num_turns: int, ending: Ending = Ending.SUBMITTED, exports: dict[str, bytes] | None = None) -> Rollout:
+def finished(
+    *,
+    num_turns: int,
+    ending: Ending = Ending.SUBMITTED,
+    exports: dict[str, bytes] | None = None,
+    number: int = 0,
+) -> Rollout:
     """Make a finished rollout of `num_turns` turns in one context, with four sampled tokens each.
 
-    `exports` are its exported files (path → content); None: one file."""
+    `exports` are its exported files (path → content); None: one file. `number`: its place among its siblings."""
     turns = [
         Turn(
             parent=i - 1 if i else None,
@@ -172,7 +192,7 @@ def finished(*, num_turns: int, ending: Ending = Ending.SUBMITTED, exports: dict
         exports=("own.py",),
     )
     return Rollout(
-        rollout_id="g000000.0",
+        rollout_id=f"g000000.{number}",
         group_id="g000000",
         attempt=0,
         task=task,

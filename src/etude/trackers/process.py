@@ -157,7 +157,7 @@ class _Host:
         self._plugin, self._num_raised = Plugin(""), 0
 
     def serve(self) -> None:
-        """Call the tracker for every message, until the last one or until the conductor is gone."""
+        """Call the tracker for every message, until the last one or until the main process of the run is gone."""
         messages = self._messages()
         if (first := next(messages, None)) is None:
             return

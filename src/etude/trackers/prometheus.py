@@ -1,4 +1,4 @@
-"""Prometheus: the latest value of every metric at ``http://127.0.0.1:8791/metrics`` of the conductor's machine.
+"""Prometheus: the latest value of every metric, at ``http://127.0.0.1:8791/metrics`` of the machine that trains.
 
 ``rl/loss`` is the gauge ``etude_rl_loss``, ``rl/lag/0`` is ``etude_rl_lag{key="0"}`` and ``eval/during/rate`` is
 ``etude_eval_rate{eval="during"}``: names from tasks and evaluations are labels, so they may be any text. Every gauge

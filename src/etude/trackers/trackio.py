@@ -19,7 +19,7 @@ class Trackio:
     """Records the metrics of a run in Trackio.
 
     `folder` is where Trackio keeps its data; "" stands for TRACKIO_DIR, or else Trackio's folder in the home directory.
-    With `system_metrics` Trackio also records CPU, memory and GPUs of the machine that the conductor runs on."""
+    With `system_metrics` Trackio also records CPU, memory and GPUs of the machine on which the run was started."""
 
     project: str = "etude"
     group: str = ""

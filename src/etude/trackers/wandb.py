@@ -41,8 +41,8 @@ class Wandb:
     """Records the metrics of a run in W&B.
 
     `name` is the name of the W&B run; "" takes that of the run folder. The server is tried for `start_s` seconds; after
-    that the run is recorded offline. With `system_metrics` W&B also records CPU, memory and GPUs of the machine that
-    the conductor runs on."""
+    that the run is recorded offline. With `system_metrics` W&B also records CPU, memory and GPUs of the machine on
+    which the run was started."""
 
     project: str = "etude"
     entity: str = ""

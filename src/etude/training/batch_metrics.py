@@ -18,11 +18,11 @@ from etude.training.losses import PolicyLoss, k1, k3
 class BatchMetrics:
     """Metrics of one batch while they are summed over its forward passes. `report` returns the result.
 
-    - `num_tokens`: tokens of all paths. `num_forwarded`: tokens that the model computed, shared ones once.
+    - `num_tokens`: tokens of all paths (a path is the token sequence of one sample). `num_forwarded`: tokens that the
+      model computed; a token that several paths share counts once.
     - `balance`: the load-balancing loss, weighted by `num_tokens`.
     - `num_routed`: (token, layer) pairs with replayed experts. `num_slots`: the experts in these pairs. `num_replaced`:
-      those of them that were implausible and replaced. `num_flipped`: pairs in which the router itself chose other
-      experts.
+      those that were implausible and replaced. `num_flipped`: pairs in which the router itself chose other experts.
     - `num_replayed`: tokens with replayed experts.
     - `live`: log-ratios of a few tokens, computed without replay.
     - `fresh`: the largest |ratio - 1| of each forward pass over tokens that the current weights sampled."""
@@ -85,7 +85,7 @@ class BatchMetrics:
     def report(self, *, cpu_s: float, num_unique: int | None = None) -> StepReport:
         """Return the metrics of the batch. A batch without samples has a loss of 0 and ratios of 1.
 
-        `cpu_s`: CPU time in seconds, to pass on. `num_unique`: tokens of the batch when each shared one counts once;
+        `cpu_s`: CPU seconds, a field of the report. `num_unique`: tokens of the batch when each shared one counts once;
         None: all."""
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()

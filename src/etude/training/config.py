@@ -82,16 +82,17 @@ class LearnerConfig:
       choose the same experts. Routes more than `replay_max_lag` versions old are not replayed, nor experts whose score
       is below `replay_plausible` times the score of the last expert that the router would choose.
     - `balance`: the coefficient of the routers' load-balancing loss. `balance_bias`: the update step of the router
-      bias, in families with one (published: 1e-3).
-    - `kl`: the coefficient of the k2 estimate of the KL to the starting checkpoint in the loss (`experience.kl`: in the
-      reward).
-    - `correction`: of importance ratios, with its bounds `correction_low` and `correction_high`; None: its defaults.
-    - `dtype`: of activations; gradients accumulate in float32.
+      bias, in model families that have one (their papers use 1e-3).
+    - `kl`: the coefficient of the KL to the starting checkpoint (its k2 estimate) in the loss. `experience.kl` puts it
+      into the reward instead.
+    - `correction`: how importance ratios are corrected for engines that are not exact, with the bounds `correction_low`
+      and `correction_high`; None: the defaults of the correction.
+    - `dtype`: the dtype of activations. Gradients accumulate in float32.
     - `ranks`: processes that share the weights and the work. Of these, `expert_parallel` neighbours share the experts,
       and `context_parallel` neighbours share each text.
     - `recompute`: activation checkpointing, which takes less memory and a third more compute.
-    - `lora_rank`: 0: train all weights; else adapters, at 4 to 10 times the lr, whose output is multiplied by
-      `lora_alpha` / rank."""
+    - `lora_rank`: the rank of LoRA adapters; 0: train all weights. `lora_alpha` / rank is the factor of an adapter's
+      output. Adapters need 4 to 10 times the lr of all weights."""
 
     lr: float = ranged(5e-4, low=0.0)
     warmup_steps: int = ranged(0, low=0)
@@ -190,8 +191,8 @@ class MidTrainingConfig:
     - `batch_tokens`: tokens of one optimiser step, over all ranks.
     - `document_tokens`: longer documents are split.
     - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
-    - `balance`, `balance_bias`: the coefficient of the load-balancing loss, and the update step of the router bias, in
-      families with one.
+    - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
+      model families that have one.
     - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps."""
 
     num_tokens: int = ranged(2_100_000, low=1)

@@ -1,16 +1,16 @@
 """Importance weights for sampler–learner mismatch, truncated or masked to bound their variance.
 
-Use them with engines that are not exact; where engine and learner agree to the bit they are off. ρ is the learner's
-probability of a sampled token divided by the sampler's. Weighting a token by ρ gives the gradient of the learner's own
-policy. Over T tokens the ratios multiply, and the variance grows with them. So weights are truncated or masked, which
-adds a bias:
+Use them with engines that are not exact. Where engine and learner agree to the bit, nothing is corrected. ρ is the
+learner's probability of a sampled token divided by the sampler's. Weighting a token by ρ gives the gradient of the
+learner's own policy. Over T tokens the ratios multiply, and the variance grows with them. So weights are truncated or
+masked, which adds a bias:
 
 | function | a token weighs | source |
 | --- | --- | --- |
 | `truncated` | min(ρ, C) | TIS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025; Espeholt et al., arXiv 1802.01561 |
 | `truncated_sequences` | min(Π ρ, C), the same for each token of its sequence | Liu, Li et al., "When speed kills stability", 2025 |
 | `masked` | ρ where low ≤ ρ ≤ high, else 0 | IcePop: arXiv 2510.18855 |
-| `masked_sequences` | min(ρ, C) where the geometric mean over its sequence is within, and no token of it is below the veto; else 0 | ibid. 2025 (geometric mask, veto); the mean is GSPO's, arXiv 2507.18071 |
+| `masked_sequences` | min(ρ, C) where the geometric mean of ρ over its sequence is in [low, high], and no ρ of it is below the veto; else 0 | Liu, Li et al. 2025 (geometric mask, veto); the mean is GSPO's, arXiv 2507.18071 |
 
 A ratio has two causes. *Mismatch*: the sampler computes other numbers than the learner with the same weights.
 *Staleness*: the learner has updated its weights since. `decoupled` separates the two where both are known (arXiv
@@ -36,9 +36,10 @@ TOKEN_CAP = 2.0
 
 @dataclass(frozen=True)
 class Corrected:
-    """Importance weights [R] of sampled tokens, after truncation or masking and before.
+    """Importance weights [R] of sampled tokens, with and without truncation or masking.
 
-    `weight_R`: never negative; 0 where the token is masked. `uncut_R`: the unbiased weight, before."""
+    `weight_R`: the weights to use; never negative, and 0 where a token is masked. `uncut_R`: the same weights without
+    truncation or masking, which are unbiased."""
 
     weight_R: torch.Tensor
     uncut_R: torch.Tensor
@@ -143,9 +144,9 @@ def decoupled(
     - `logprobs_R`, `sampler_logprobs_R`: log-probabilities by learner and sampler.
     - `fresh_R`: bool, tokens that the live weights sampled.
 
-    For fresh tokens the whole ratio is mismatch: the loss's own ratio is 1 and the factor is the weight. For tokens of
-    older versions only the product of both is known, since their weights are gone: the ratio stays in the loss, and the
-    factor is what the correction cut off."""
+    For fresh tokens the whole ratio is mismatch: the ratio in the loss is 1, and the factor is the weight. For tokens
+    of older versions mismatch and staleness cannot be told apart, since those weights are gone: the ratio stays in the
+    loss, and the factor is the weight divided by the ratio."""
     live_R = logprobs_R.detach()
     whole_R = fresh_R | (weight_R == 0)  # the ratio of a masked token may be infinite: do not use it
     anchor_R = torch.where(whole_R, live_R, sampler_logprobs_R)

@@ -1,8 +1,8 @@
 """Samples packed into one forward pass: tokens of several paths, and the rows with a loss.
 
-A path is forwarded up to, and excluding, its last sampled token, which is only predicted. Paths are packed one after
-another without padding, or as a tree in which each shared token occurs once (`training.prefix_tree`). The rows are the
-same in both: one for each sampled token of each sample."""
+A path is the token sequence of one sample. It is forwarded up to, and excluding, its last sampled token, which is only
+predicted. Paths are packed one after another without padding, or as a tree in which each shared token occurs once
+(`training.prefix_tree`). The rows are the same in both: one for each sampled token of each sample."""
 
 from __future__ import annotations
 

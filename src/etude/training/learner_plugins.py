@@ -1,20 +1,24 @@
 """Call the learner's plug-ins, policy loss and correction, and check their results.
 
-An exception, or a result with a wrong type, shape or value, is a `PluginError` that names the plug-in. Plug-ins are not
-called on a rank without sampled tokens: its loss is 0."""
+An exception, a result with a wrong type, shape or value, or no result within `CALL_S` is a `PluginError` that names
+the plug-in. Plug-ins are not called on a rank without sampled tokens: its loss is 0."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from etude.config import Plugin
-from etude.plugins import Kind, called, identity, make, unusable
+from etude.plugins import Kind, bounded, identity, make, unusable
 from etude.training.config import LearnerConfig
 from etude.training.corrections import Corrected, Correction
 from etude.training.losses import PolicyLoss, PolicyLossFunction, SampledTokens
+
+CALL_S = 120.0
+"""Deadline of one call of a plug-in, in seconds. The first call may compile kernels."""
 
 
 class LearnerPlugins:
@@ -59,10 +63,10 @@ class LearnerPlugins:
 def call_loss(plugin: Plugin, function: PolicyLossFunction, tokens: SampledTokens) -> PolicyLoss:
     """Call the policy loss `function` and check its result. `plugin`: its setting, which the error names.
 
-    Raises `PluginError` if the call raises, or if the result is not a `PolicyLoss` with a finite scalar `loss` that has
-    a gradient, and detached `ratio_R` (float, not NaN) and `clipped_R` (bool), both [R] for R sampled tokens."""
-    with called(Kind.LOSS, plugin, "computing the loss"):
-        done: object = function(tokens)
+    Raises `PluginError` if the call raises or hangs, or if the result is not a `PolicyLoss` with a finite scalar `loss`
+    that has a gradient, and detached `ratio_R` (float, not NaN) and `clipped_R` (bool), both [R] for R sampled
+    tokens."""
+    done = _call(Kind.LOSS, plugin, "computing the loss", lambda: function(tokens), tokens.logprobs_R.device)
     if not isinstance(done, PolicyLoss):
         facts = f"it is {type(done).__name__}, and etude.training.losses.PolicyLoss is wanted"
         raise unusable(Kind.LOSS, plugin, facts)
@@ -77,10 +81,10 @@ def call_correction(
 ) -> Corrected:
     """Call `correction` and check its result. `plugin`: its setting, which the error names.
 
-    Raises `PluginError` if the call raises, or if the result is not a `Corrected` with detached float tensors [R] that
-    contain no NaN, or if a `weight_R` is negative."""
-    with called(Kind.CORRECTION, plugin, "computing the weights"):
-        done: object = correction(log_ratio_R, sequence_R)
+    Raises `PluginError` if the call raises or hangs, or if the result is not a `Corrected` with detached float tensors
+    [R] that contain no NaN, or if a `weight_R` is negative."""
+    work, device = lambda: correction(log_ratio_R, sequence_R), log_ratio_R.device
+    done = _call(Kind.CORRECTION, plugin, "computing the weights", work, device)
     if not isinstance(done, Corrected):
         facts = f"it is {type(done).__name__}, and etude.training.corrections.Corrected is wanted"
         raise unusable(Kind.CORRECTION, plugin, facts)
@@ -89,6 +93,18 @@ def call_correction(
     if bool((done.weight_R < 0).any()):
         raise unusable(Kind.CORRECTION, plugin, f"the least of weight_R is {float(done.weight_R.min()):.4g}, below 0")
     return done
+
+
+def _call(kind: Kind, plugin: Plugin, doing: str, work: Callable[[], object], device: torch.device) -> object:
+    """Call a function of a plug-in in a thread of its own, whose current device is `device`, and return its result.
+
+    Raises `PluginError` if it raises, or has not returned after `CALL_S` seconds."""
+
+    def on_device() -> object:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return work()
+
+    return bounded(kind, plugin, doing, on_device, deadline_s=CALL_S)
 
 
 def named_plugins(config: LearnerConfig) -> dict[Kind, Plugin]:

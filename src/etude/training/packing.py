@@ -37,8 +37,9 @@ class Cost:
     def for_model(cls, config: ModelConfig) -> Cost:
         """Return the cost function of a model.
 
-        A token multiplies with each active parameter once. Two tokens of which one attends to the other multiply the
-        widths of a key and a value per head; half of all pairs do. The backward pass doubles both."""
+        A token costs one product with each active parameter. A token that attends to another costs as many products per
+        head as a key and a value have numbers; with causal attention half of all pairs do. The backward pass costs
+        twice as much, for both parts."""
         c = config
         met = c.num_parameters - c.vocab_size * c.hidden_size  # an embedding is looked up
         met += c.vocab_size * c.hidden_size if c.tie_embeddings else 0

@@ -5,8 +5,8 @@ between them: which samples and tensors a rank has, how sums and errors are exch
 Losses, checks and reports are the learner's, the same for both.
 
 A batch is packed into rows of one bin per *share* (`training.packing`), with as many shares as there are data-parallel
-ranks. A row's gradient is a binary tree over its shares. `SingleProcess` computes the shares in turn and adds them in
-the same tree: to the bit what ranks compute, where their layout allows it
+ranks. The gradients of a row's shares are summed in a binary tree. `SingleProcess` computes the shares in turn and adds
+them in the same tree, so the result equals that of ranks bit for bit, where their layout allows it
 (docs/decisions/0022-a-learner-over-ranks.md)."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ProcessGroup(Protocol):
         """Return this rank's device: the one that the setting `name` asks for, or the rank's own GPU."""
 
     def own_shares(self, shares: int) -> range:
-        """Return the indices of those of the `shares` parts of a batch that this rank computes."""
+        """Return which of the `shares` parts of a batch this rank computes, as indices."""
 
     def local_tokens(self, rows: FlatBatch) -> FlatBatch:
         """Return the tokens of a share that this rank computes.
@@ -192,8 +192,8 @@ SINGLE_PROCESS = SingleProcess()
 class ShareAccumulator:
     """Sums the gradients of several shares in one process, in the order in which ranks sum theirs.
 
-    It is a binary tree over the shares of a row (`tree_sum`), then one row after the other. A share is the part of a
-    batch that one data-parallel rank computes; a row is what all of them forward at the same time."""
+    The shares of a row are summed in a binary tree (`tree_sum`), then rows are added one after the other. A share is
+    the part of a batch that one data-parallel rank computes; a row is what all of them forward at the same time."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
         """Begin a row. `gradient`: the buffer that every backward pass adds to, which is cleared."""

@@ -19,8 +19,8 @@ from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches
 class Reference:
     """The reference policy: the frozen model of a checkpoint, at the sampling temperature of rollouts.
 
-    `operators`: those of the policy (None: exact, in float32). `budget_tokens`: tokens of one forward pass in `k1`.
-    Raises `CheckpointError` when the checkpoint cannot be loaded."""
+    `operators`: the operators of the policy (None: exact, in float32). `budget_tokens`: tokens of one forward pass in
+    `k1`. Raises `CheckpointError` when the checkpoint cannot be loaded."""
 
     def __init__(
         self,

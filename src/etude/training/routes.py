@@ -59,8 +59,9 @@ class RouteReplay:
     def stale(self, sample: Sample, end: int) -> Bools:
         """Return whether the route of each of the first `end` positions is too old, [end].
 
-        A position was computed by the version that sampled or read the next token. An unknown version counts as new. A
-        step below `UNKNOWN` marks weights that a restart took back."""
+        The route of a position was computed by the version that sampled or read the next token. An unknown version
+        (`UNKNOWN`) counts as new. The step of weights that a restart discarded can be negative
+        (`experience.lineage`)."""
         computed_by = sample.path.steps[1 : end + 1]
         stale: Bools = (computed_by != UNKNOWN) & (self.step - computed_by > self.max_lag)
         return stale
@@ -77,8 +78,8 @@ def _check_kind(sample: Sample, of: ModelConfig) -> None:
     if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
         raise ParityError(
             f"rollout {sample.rollout_id} has routes of another model",
-            f"{routes.dtype} of shape {routes.shape[1:]} at position 0; this one's {of.num_moe_layers} routers have "
-            f"{of.num_experts} experts and choose {of.top_k}",
+            f"at position 0 they are {routes.dtype} of shape {routes.shape[1:]}; the learner's model has "
+            f"{of.num_moe_layers} routers, each of which chooses {of.top_k} of {of.num_experts} experts",
             hint=HINT_OFF,
         )
 

@@ -97,7 +97,7 @@ def to_items(codes: Codes, kind: DType) -> Codes:
 
 
 def from_items(items: Codes, kind: DType) -> Codes:
-    """Join the items from `to_items` to codes (elements as unsigned integers) of dtype `kind`."""
+    """Join items into codes (elements as unsigned integers) of dtype `kind`: the inverse of `to_items`."""
     if kind.width >= 8:
         return items if kind.parts == 1 else items.astype("<u4", copy=False).view("<u8").astype(np.uint64, copy=False)
     return items[0::2] | items[1::2] << np.uint8(4)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.capture import KeptMessage, Message, Node, Prompt, TurnTree
-from etude.capture.tree import _KEPT_CONTEXTS, conversation_keys
+from etude.capture.digests import conversation_keys
+from etude.capture.tree import _KEPT_CONTEXTS
 from etude.errors import ContextFull
 from etude.harness import standard_tools
 from etude.records import Completion, Sampling, VersionSpan
@@ -332,11 +333,10 @@ def test_the_contexts_of_many_conversations_are_kept_up_to_a_bound() -> None:
     assert again.token_ids[: nodes[0].num_tokens].tolist() == nodes[0].context().tolist()
 
 
-def test_a_prompt_with_more_new_text_than_allowed_takes_no_session() -> None:
+def test_only_new_text_is_counted_in_characters_and_no_session_is_taken() -> None:
     one = tree()
     [node] = talk(one, "ls", first="long " * 100)
     messages = [KeptMessage(m) for m in (user("long " * 100), said("ls"), user("x" * 50))]
-    assert one.prompt_if_short(messages, SIGNATURES, max_chars=49) is None
-    prompt = one.prompt_if_short(messages, SIGNATURES, max_chars=60)  # the history does not count
-    assert prompt is not None
+    assert 50 <= one.num_new_chars(messages) < 60
+    prompt = one.prompt(messages, SIGNATURES)
     assert (prompt.parent, prompt.fork_from) == (node, None)

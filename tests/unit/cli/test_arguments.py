@@ -47,7 +47,10 @@ def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):
     [
         (["serve", "nosuch"], "nothing at nosuch: nor at runs/nosuch"),
         (["export", "nosuch", "out"], "nothing at nosuch"),
-        (["eval", "nosuch"], "nothing at nosuch"),
+        (["eval", "nosuch"], "no suite 'nosuch'"),
+        (["eval", "own", "--checkpoint", "nosuch"], "nothing at nosuch"),
+        (["eval", "own", "--url", "http://127.0.0.1:1"], "--model is missing"),
+        (["leaderboard", "nosuch"], "nosuch has no result"),
         (["run"], "no CONFIG was given"),
         (["status"], "no run in runs/"),
         (["status", "nosuch"], "nosuch is not a run"),
@@ -55,7 +58,7 @@ def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):
         (["tasks", "check", "repiar"], "no task source 'repiar'"),
     ],
 )
-def test_what_is_not_there_is_named_with_a_hint(argv, says, capsys, tmp_path, monkeypatch):
+def test_missing_runs_and_checkpoints_are_named_with_a_hint(argv, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(argv) != 0
     said = capsys.readouterr().err
@@ -75,12 +78,12 @@ def test_a_name_of_a_run_with_path_parts_is_refused(name, capsys, tmp_path, monk
 
 
 @pytest.mark.parametrize("text", ["local", "ray", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"])
-def test_a_place_to_run_on_is_here_or_a_cluster(text):
+def test_a_cluster_address_is_local_ray_or_host_and_port(text):
     assert arguments.cluster(text) == text
 
 
 @pytest.mark.parametrize("text", ["", "lokal", "head", "ray://head", "http://head:1", "head:port", "a b:1"])
-def test_a_place_that_is_none_is_told_what_there_is(text):
+def test_an_invalid_cluster_address_is_refused_with_the_valid_forms(text):
     with pytest.raises(
         argparse.ArgumentTypeError, match="is not a cluster: write local, ray, HOST:PORT or ray://HOST:PORT"
     ):

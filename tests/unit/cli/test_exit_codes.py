@@ -54,7 +54,8 @@ def test_the_guide_lists_every_exit_code() -> None:
         ("rollouts list a --state nosuch", Exit.BAD_INPUT),
         ("serve nosuch", Exit.BAD_INPUT),
         ("serve runs", Exit.BAD_INPUT),  # no checkpoint
-        ("eval runs", Exit.BAD_INPUT),
+        ("eval own --checkpoint runs", Exit.BAD_INPUT),
+        ("eval own --checkpoint a --split train --prices nosuch.toml", Exit.BAD_INPUT),
         ("export a runs", Exit.BAD_INPUT),  # not empty
         ("export a@last out", Exit.BAD_INPUT),
         ("export a@77 out", Exit.BAD_INPUT),  # no such version
@@ -114,7 +115,7 @@ def test_a_run_that_cannot_be_gone_on_with_has_an_exit_code_by_its_reason(run: R
     assert main(["status", "a"]) == Exit.FAILED
 
 
-def test_an_interrupted_command_says_so(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_has_its_own_exit_code(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
@@ -175,10 +176,15 @@ def test_rollouts_of_a_run_that_has_not_begun_rl_are_not_there_yet(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["rollouts", "list", "a"]) == Exit.FAILED
-    assert "RL has not started" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "RL has not started" in said
+    assert "resume it: etude run --resume runs/a" in said
+    run.lock()
+    assert main(["rollouts", "list", "a"]) == Exit.FAILED
+    assert "try again later" in capsys.readouterr().err
 
 
-def test_an_output_that_has_no_room_is_an_error_in_three_parts(run: RunFolder) -> None:
+def test_output_to_a_full_device_is_an_error_in_three_parts(run: RunFolder) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-m", "etude.cli", "status", "a"], stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == Exit.FAILED

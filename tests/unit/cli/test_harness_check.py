@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,7 @@ argv = {argv}
 def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def run(argv: list[str], *more: str) -> tuple[int, str]:
         config = tmp_path / "config.toml"
-        config.write_text(CONFIG.format(argv=argv))
+        config.write_text(CONFIG.format(argv=json.dumps(argv)))
         code = etude.main(["harness", "check", str(config), *more])
         out, err = capsys.readouterr()
         return code, out + err
@@ -39,13 +40,12 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., t
 def test_a_program_that_asks_and_submits_is_shown_as_a_tree(check: Callable[..., tuple[int, str]]) -> None:
     code, said = check(["{python}", str(AGENT)])
     assert code == 0, said
-    assert "2 turns:" in said
-    assert "turn 0 after - (first, act)" in said
-    assert "turn 1 after 0 (next, act)" in said
-    assert "calls submit" in said
-    assert "ended: submitted" in said
+    assert "ended: submitted; 2 turns in 1 conversation; " in said
+    assert "\n  conversation 1\n    0 act  prompt " in said
+    assert "\n    1 act  prompt " in said
+    assert "\n        [call] submit\n" in said
     assert 'sampling asked: {"temperature": 0.2}' in said
-    assert "problem: the model never reads: tool 'edit'" in said  # etude's own template lists no tools
+    assert "notice: the model never reads: tool 'edit'" in said  # etude's own template lists no tools
 
 
 def test_a_program_that_asks_nothing_fails_the_check(check: Callable[..., tuple[int, str]]) -> None:
@@ -55,12 +55,80 @@ def test_a_program_that_asks_nothing_fails_the_check(check: Callable[..., tuple[
     assert "| hello" in said
 
 
+CHATTING = """
+import json, os, sys, urllib.error, urllib.request
+def post(messages, path="/chat/completions", **more):
+    body = json.dumps({"model": "m", "messages": messages, **more}).encode()
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, body, headers)
+    try:
+        return json.load(urllib.request.urlopen(asked))["choices"][0]["message"]
+    except urllib.error.HTTPError as error:
+        print("status", error.code)
+def turns(num, system="be brief", keep=True):
+    talk = [{"role": "user", "content": "begin"}]
+    for turn in range(num):
+        said = post([{"role": "system", "content": system.format(turn=turn)}, *talk])
+        talk += [said] if keep and said else []
+        talk += [{"role": "user", "content": f"go on {turn}"}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("turns(3, 'it is {turn} o clock')", ["turns [1, 2] do not continue any", "(3 sampled replies", "a time, a"]),
+        ("turns(2, keep=False)", ["turns [1] do not continue any", "changed or dropped"]),
+        (
+            "post([], '/chat/completion')",
+            ["problem: 1 request was refused: 404 POST /v1/chat/completion: ", "{base_url}"],
+        ),
+        ("turns(1); post([{'role': 'usr'}])", ["problem: 1 request was refused: 400 POST /v1/chat/completions: "]),
+        ("turns(1); sys.exit(3)", ["problem: the program failed: exit code 3"]),
+        ("turns(1); __import__('time').sleep(30)", ["problem: the program was killed at its deadline"]),
+    ],
+)
+def test_what_keeps_a_program_from_being_trained_is_named_and_fails_the_check(
+    check: Callable[..., tuple[int, str]], body: str, says: list[str]
+) -> None:
+    code, said = check(["{python}", "-c", CHATTING + body], "--set", "harness.rollout_deadline_s=3.0")
+    assert code == 1, said
+    assert all(one in said for one in says), said
+    assert "sent no request" not in said
+    assert "no problem found" not in said
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("turns(1)", "; 1 turn in 1 conversation; "),
+        ("turns(2)", "; 2 turns in 1 conversation; "),
+        ("turns(1); turns(1, 'another agent')", "conversation 2: begins with another message"),
+        ("turns(6)", "notice: 2 requests came after the end of the rollout and got status 403: harness.max_turns = 4"),
+    ],
+)
+def test_what_can_be_trained_is_no_problem(check: Callable[..., tuple[int, str]], body: str, says: str) -> None:
+    code, said = check(["{python}", "-c", CHATTING + body])
+    assert code == 0, said
+    assert says in said
+    assert "no problem found" in said
+
+
+def test_a_nearly_right_word_in_braces_is_an_error(check: Callable[..., tuple[int, str]]) -> None:
+    code, said = check(["{python}", "{cdw}/agent.py"])
+    assert code == 2
+    assert "'{cdw}/agent.py' has the unknown word {cdw}" in said
+    assert "did you mean {cwd}?" in said
+    code, said = check(["sh", "-c", "models=a; echo ${models}; echo b | awk '{print}'; echo '{task} {python}'"])
+    assert "| a\n  | b\n  | {task} /" in said, "other words in braces stay"
+
+
 def test_a_script_of_answers_is_said_in_order(check: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     answers = tmp_path / "answers"
     answers.write_text('"let me see"\n{"name": "submit", "arguments": {}}\n')
     code, said = check(["{python}", str(AGENT)], "--answers", str(answers))
     assert code == 0, said
-    assert "'let me see'" in said
+    assert "[assistant] let me see\n" in said
     answers.write_text("no json")
     code, said = check(["{python}", str(AGENT)], "--answers", str(answers))
     assert code == 2

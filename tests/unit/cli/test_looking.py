@@ -174,7 +174,7 @@ def test_the_help_and_the_guide_have_every_exit_code(capsys: pytest.CaptureFixtu
         assert f"\n| {code.value} | " in guide
 
 
-def test_ctrl_c_while_modules_are_loaded_is_a_word() -> None:
+def test_ctrl_c_while_modules_are_imported_prints_interrupted() -> None:
     program = """
 import etude.cli.signals, signal, os
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell would ignore it

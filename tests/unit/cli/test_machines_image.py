@@ -42,7 +42,7 @@ def test_looking_into_a_store_that_is_not_there_makes_none(tmp_path, image, word
     assert not (tmp_path / "store").exists()
 
 
-def test_what_a_source_is_shows_by_itself(tmp_path, image):
+def test_the_kind_of_an_image_source_is_detected(tmp_path, image):
     (tmp_path / "docker").mkdir()
     (tmp_path / "docker/Dockerfile").write_text("FROM scratch\nARG A\nENV B=$A\n")
     oci_layout(tmp_path / "layout", [tar_of([("f", b"1")])])
@@ -64,7 +64,7 @@ def test_what_a_source_is_shows_by_itself(tmp_path, image):
     ["build", "absent"], ["build", ".", "--from", "docker"], ["show", "absent"], ["remove", "absent"],
     ["build", ".", "--from", "oci"], ["build", ".", "--from", "repository"], ["build", ".", "--from", "dockerfile"],
 ])  # fmt: skip
-def test_what_cannot_be_is_an_error_in_three_parts(tmp_path, image, words, monkeypatch):
+def test_invalid_image_commands_are_errors_in_three_parts(tmp_path, image, words, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = image(*words)
     assert code == 2

@@ -51,7 +51,7 @@ def test_what_is_piped_in_arrives_and_a_shell_reads_lines_of_it():
         (["--image", "nothing", "--store", "images", "--", "true"], "hint: "),
     ],
 )
-def test_what_no_command_can_have_is_bad_input(words, said, tmp_path: Path, monkeypatch, capsys):
+def test_invalid_options_of_a_command_are_bad_input(words, said, tmp_path: Path, monkeypatch, capsys):
     needs("namespace")
     monkeypatch.chdir(tmp_path)
     assert main(["machines", "run", *words]) == Exit.BAD_INPUT
@@ -83,7 +83,7 @@ def test_a_shell_in_a_virtual_machine_has_a_terminal_and_keys_reach_what_runs():
     os.close(screen)
 
 
-def test_what_works_here_is_tried_and_what_does_not_has_its_reason(monkeypatch, capsys):
+def test_probe_tries_each_backend_and_names_why_one_does_not_work(monkeypatch, capsys):
     needs("namespace")
     for name in ("E2B_API_KEY", "E2B_API_URL", "E2B_DOMAIN"):
         monkeypatch.delenv(name, raising=False)

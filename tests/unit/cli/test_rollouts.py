@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.small_rollouts import finishing, read, version
 
 from etude.cli import main
+from etude.cli.rollout_tree import print_views
 from etude.dashboard.summary import summarise
 from etude.evals import EvalRow, write_rows
 from etude.experience import Ledger, make_batch, plan_batch
@@ -44,17 +47,47 @@ def test_a_rollout_of_an_evaluation_is_shown_as_each_evaluation_had_it(
 ) -> None:
     assert main(["rollouts", "show", "heldout000001.0"]) == 0
     said = capsys.readouterr()
-    task = "task of heldout000001.0"
-    assert f"evaluation before · arith · task {task}\nreward 0: because\n  [user] one\n" in said.out
-    assert f"evaluation after · arith · task {task}\ninvalid at machine: because\n  [user] [bold]two\n" in said.out
+    task, old = (
+        "task of heldout000001.0",
+        "(recorded by an earlier version of etude, which kept the text and not the turns)",
+    )
+    assert f"evaluation before · arith · task {task}\nreward 0: because\n  {old}\n  [user] one\n" in said.out
+    assert (
+        f"evaluation after · arith · task {task}\ninvalid at machine: because\n  {old}\n  [user] [bold]two\n"
+        in said.out
+    )
     assert "during-000010.parquet is not an evaluation" in said.err
 
 
 def test_the_rollouts_of_an_evaluation_are_listed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollouts", "list", "--eval", "before", "--limit", "1"]) == 0
     said = capsys.readouterr().out
-    assert "│ b " in said
-    assert "heldout000001.0" not in said
+    assert "│ heldout000001.0 " in said
+    assert "│ b " not in said
+    assert "the last 1 of 2 rollouts; all of them: --limit 2" in said
+    assert main(["rollouts", "list", "--eval", "before"]) == 0
+    assert "the last" not in capsys.readouterr().out
+
+
+def test_the_rollouts_of_training_are_listed_with_their_number(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(run / "ledger.sqlite", capacity=8)
+    finishing(ledger)("g000000", [0.0, 1.0, 1.0])
+    ledger.close()
+    monkeypatch.setattr("etude.cli.rollouts.console", lambda: Console(width=60))
+    for argv, says in (([], "the last 2 of 3 rollouts"), (["--state", "graded"], "the last 2 of 3 rollouts")):
+        assert main(["rollouts", "list", "--limit", "2", *argv]) == 0
+        said = capsys.readouterr().out
+        assert says in said
+        assert "│ g000000.2 │" in said, "an id is never cut or wrapped"
+        assert "g000000.0" not in said
+
+
+def test_the_history_of_a_rollout_has_dates(capsys: pytest.CaptureFixture[str]) -> None:
+    move = {"t": 1.8e9, "origin": "admitted", "state": "running", "reason": ""}
+    print_views([RolloutView(rollout_id="g0.1", source="training", history=(move,))], full=False)
+    assert re.search(r"\n    2027-01-1\d \d\d:\d\d:\d\d admitted -> running\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +96,8 @@ def test_the_rollouts_of_an_evaluation_are_listed(run: RunFolder, capsys: pytest
         ("show nosuch", "runs/a has no rollout 'nosuch': 2 rollouts of training and evaluations\n  hint: list them"),
         ("show heldout00001.0", "hint: did you mean 'heldout000001.0'?, or list them"),
         ("list --eval beofre", "did you mean 'before'?"),
+        ("list --eval before --state trained", "--state and --eval exclude each other"),
+        ("show g000003.0 a", "the run comes first: etude rollouts show a g000003.0"),
     ],
 )
 def test_what_is_not_there_is_bad_input(

@@ -63,7 +63,7 @@ def test_what_tries_the_host_itself_is_not_refused() -> None:
 
 
 def test_an_evaluation_is_refused_before_it_starts_anything(game: Any) -> None:
-    done = without_groups("eval", str(game.start), "--config", str(game.config), "--tasks", "2")
+    done = without_groups("eval", "own", "--checkpoint", str(game.start), "--config", str(game.config), "--tasks", "2")
     assert done.returncode == Exit.FAILED
     assert "the memory of a machine cannot be bounded here" in done.stderr
     assert "starting engines" not in done.stderr

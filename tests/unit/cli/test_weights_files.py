@@ -166,7 +166,7 @@ def test_a_plot_is_one_page_that_fetches_nothing(pair, capsys) -> None:
         (["diff", "a", "b", "--plot", "notes.txt"], 2, "exists, and is not a plot"),
     ],
 )
-def test_what_does_not_fit_is_said_in_three_parts_and_changes_no_file(pair, capsys, argv, code, says) -> None:
+def test_invalid_arguments_are_errors_in_three_parts_and_change_no_file(pair, capsys, argv, code, says) -> None:
     shutil.copytree("a", "other")
     os.mkfifo("pipe")
     Path("notes.txt").write_text("<!doctype html>\n<html>mine</html>")

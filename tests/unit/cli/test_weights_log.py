@@ -46,7 +46,7 @@ def test_a_delta_that_brings_tensors_whole_says_how_many_in_place_of_a_share(
 
 @pytest.mark.parametrize("name", ["nope", "empty"])
 @pytest.mark.parametrize("command", [["log"], ["diff", "0", "1"]])
-def test_what_is_neither_a_run_nor_a_store_is_called_so(
+def test_a_path_that_is_neither_a_run_nor_a_store_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, command: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

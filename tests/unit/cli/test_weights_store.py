@@ -150,7 +150,7 @@ def test_a_whole_checkpoint_follows_a_version_that_was_published_in_parts(steps,
     assert holds("live", "c1")
 
 
-def test_a_channel_of_another_name_and_a_step_of_ones_own(steps, capsys) -> None:
+def test_publish_and_follow_take_a_channel_name_and_a_step(steps, capsys) -> None:
     assert main(["weights", "publish", "c0", "store", "--name", "fp8", "--step", "40"]) == 0
     assert capsys.readouterr().out.startswith("v000040-")
     assert main(["weights", "follow", "store", "--apply", "live", "--once", "--name", "fp8"]) == 0
@@ -209,7 +209,7 @@ def test_where_a_run_is_checked_a_store_is_told_of_the_command_for_stores(steps,
     assert "c0 is not a run: it has no run.json" in capsys.readouterr().err
 
 
-def test_a_publish_that_saves_nothing_claims_nothing(steps, capsys) -> None:
+def test_a_publish_without_savings_prints_no_factor(steps, capsys) -> None:
     main(["weights", "publish", "c0", "store"])
     capsys.readouterr()
     main(["weights", "publish", "c0", "store"])
@@ -334,7 +334,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
         (["key", "no/where"], 2, "no/where cannot be written"),
     ],
 )
-def test_what_is_not_there_is_named_and_not_made(steps, capsys, argv, code, says) -> None:
+def test_missing_stores_and_invalid_addresses_are_named_and_nothing_is_created(steps, capsys, argv, code, says) -> None:
     assert main(["weights", *argv]) == code
     said = capsys.readouterr().err
     assert says in said
@@ -459,7 +459,7 @@ def test_a_rollback_can_be_undone(steps, capsys) -> None:
         assert holds("live", checkpoint)
 
 
-def test_a_step_rises_and_a_name_of_several_versions_names_none(steps, capsys) -> None:
+def test_a_step_not_above_the_newest_and_an_ambiguous_version_are_refused(steps, capsys) -> None:
     main(["weights", "publish", "c0", "store"])
     main(["weights", "publish", "c1", "store", "--step", "5"])
     for step in ("5", "0"):

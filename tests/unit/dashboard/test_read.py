@@ -124,7 +124,7 @@ def test_a_phase_without_steps_has_no_progress(writer):
     assert progress(view) is None
 
 
-def test_until_everybody_is_up_those_who_are_not_are_named(writer):
+def test_processes_that_are_not_ready_yet_are_named(writer):
     writer.event(0.0, "conductor", "process", name="corpus", state="start")
     writer.event(1.0, "conductor", "phase", phase="eval-before", state="start")
     for name in ("learner", "engine-0"):
@@ -167,7 +167,7 @@ def test_an_evaluation_tells_how_far_it_is_alone_and_between_two_steps(writer):
     assert "evaluating" not in plain_line(RunView(writer.path))
 
 
-def test_there_is_no_view_of_what_is_not_there(tmp_path):
+def test_a_view_of_a_missing_run_is_an_error(tmp_path):
     with pytest.raises(RunError, match="no run at"):
         RunView(tmp_path / "nothing")
 

@@ -65,7 +65,7 @@ def test_transfer_tasks_are_reported_apart_from_heldout_tasks(writer):
     assert any("0.200" in line for line in result_lines(writer.path))
 
 
-def test_cheats_stand_beside_the_rate_in_which_they_do_not_count(writer):
+def test_cheats_are_shown_beside_the_solve_rate_that_excludes_them(writer):
     writer.everything()
     writer.evaluation("after", "heldout", 45, 0.5, 512, 3e9, cheats=3)
     said = "(3 cheats, not counted as solved)"
@@ -84,7 +84,7 @@ def test_a_run_that_had_nothing_to_learn_from_says_why(writer):
         writer.event(0.5, "conductor", "rollout", rollout_id=f"g{i}", **facts)
     why = summarise(writer.path)["nothing_learnt"]
     assert why == (
-        "in none of 2 steps did the rewards of a group differ; all 6 rollouts have reward 0; "
+        "in none of 2 steps did a rollout have an advantage; all 6 rollouts have reward 0; "
         "they ended by context (6), before the model was called"
     )
     assert f"Nothing could be learned</strong>: {why}." in page(RunView(writer.path))
@@ -190,7 +190,7 @@ def test_the_terminal_shows_what_matters_during_rl(writer):
     assert "▸ rl" in said
 
 
-def test_the_terminal_names_trouble(writer):
+def test_the_terminal_names_hung_and_restarted_processes(writer):
     writer.everything(until="rl", rl_steps=3)
     writer.event(2e9, "conductor", "process", name="engine-1", state="hung")
     writer.event(2e9 + 1, "conductor", "process", name="engine-1", state="restart")
@@ -228,6 +228,16 @@ def test_the_terminal_says_what_an_alarm_of_parity_did(writer):
     writer.event(2e9, "conductor", "parity.alarm", engine="engine-1", step=2, defence="replay")
     said = " ".join(shown(RunView(writer.path)).split())
     assert "engine-1: over the parity budget at step 2; the learner now uses replay" in said
+
+
+def test_the_terminal_names_the_reward_term_that_a_group_waits_for(writer):
+    writer.everything(until="rl", rl_steps=3)
+    facts = {"group_id": "g000003", "terms": ["polite"], "reasons": {}, "waited_s": 1.0}
+    writer.event(2e9, "conductor", "rewards.unknown", state="waiting", **facts)
+    said = " ".join(shown(RunView(writer.path)).split())
+    assert "a group waits for the reward term polite, which is unknown" in said
+    writer.event(2e9 + 1, "conductor", "rewards.unknown", state="known", **facts)
+    assert "reward term" not in shown(RunView(writer.path))
 
 
 def test_one_plain_line_says_what_matters_without_graphics(writer):

@@ -297,7 +297,7 @@ def test_a_command_whose_listener_fails_is_killed_and_the_others_go_on():
     with_agent(test)
 
 
-def test_a_file_for_an_agent_that_takes_nothing_is_late(monkeypatch):
+def test_sending_a_file_to_an_agent_that_does_not_read_ends_at_a_deadline(monkeypatch):
     monkeypatch.setattr("etude.environments.agent.machine._FILES_S", 0.1)
     monkeypatch.setattr("etude.environments.agent.machine._BYTES_PER_S", 1 << 40)
 
@@ -482,7 +482,7 @@ def test_the_program_is_static_and_needs_nothing_of_a_machine():
     assert 3 not in kinds  # PT_INTERP: no loader
 
 
-def test_an_agent_that_slept_through_a_message_is_nudged() -> None:
+def test_a_message_that_an_agent_missed_is_announced_again() -> None:
     async def test() -> None:
         host, guest = socket.socketpair()
         channel, loop = Channel(os.dup(host.fileno()), nudge_s=0.01), asyncio.get_running_loop()

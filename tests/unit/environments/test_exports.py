@@ -109,7 +109,7 @@ def test_a_reference_that_fails_is_named():
 
 
 @given(st.text(max_size=12) | st.text("./a\0\ud800", max_size=9))
-def test_a_plain_path_stays_below_and_a_declaration_covers_itself(path):
+def test_a_plain_path_is_relative_without_dots_and_its_declaration_covers_it(path):
     if is_plain(path):
         assert not path.startswith("/")
         assert ".." not in path.split("/")

@@ -63,7 +63,9 @@ def test_no_more_is_lost_than_its_threads_waited_and_than_passed(wall_s, cores, 
 
 
 @given(SECONDS, st.floats(0.05, 64), st.integers(1, 64), SECONDS, SECONDS, SECONDS, WAITS)
-def test_a_machine_that_does_more_itself_gets_back_no_more(wall_s, cores, num_cores, used_s, more_s, others_s, waits):
+def test_a_machine_that_uses_more_cpu_is_credited_no_more_lost_time(
+    wall_s, cores, num_cores, used_s, more_s, others_s, waits
+):
     def of(own_s: float) -> float:
         host = HostUsage(others_s + own_s, num_cores)
         return lost_seconds(

@@ -462,12 +462,12 @@ def test_files_of_an_image_that_cannot_be_removed_are_the_tasks_fault():
 
 
 @given(PLAIN)
-def test_plain_data_is_the_same_as_itself(value):
+def test_same_holds_for_a_value_and_itself(value):
     assert same(value, value)
 
 
 @given(PLAIN, PLAIN)
-def test_what_is_the_same_is_equal_and_of_one_type(left, right):
+def test_values_that_are_the_same_are_equal_and_of_one_type(left, right):
     if same(left, right):
         assert left == right
         assert type(left) is type(right)

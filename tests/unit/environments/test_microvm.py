@@ -172,7 +172,7 @@ def test_the_same_folder_makes_the_same_disk(tmp_path):
     assert (tmp_path / "one.ext4").read_bytes() == (tmp_path / "two.ext4").read_bytes()
 
 
-def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
+def test_a_missing_guest_image_tool_or_qemu_is_named_with_a_hint(tmp_path, monkeypatch):
     with pytest.raises(MachineError, match="no guest image") as none:
         find(tmp_path)
     assert "etude machines image microvm" in none.value.hint

@@ -234,7 +234,7 @@ def test_a_snapshot_is_a_tree_that_can_be_loaded(tmp_path):
 
 
 @given(st.text(max_size=20))
-def test_a_path_is_inside_or_refused(path):
+def test_an_encoded_path_is_relative_without_dots_or_refused(path):
     try:
         plain = encode_path(path)
     except (ValueError, UnicodeEncodeError):

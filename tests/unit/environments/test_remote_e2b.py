@@ -109,7 +109,7 @@ def test_standard_input_comes_in_pieces_and_ends(sandbox):
     assert handle.wait().stdout == "one two three over\n"
 
 
-def test_a_command_that_was_left_goes_on(sandbox):
+def test_a_command_continues_after_its_client_disconnects(sandbox):
     handle = sandbox.commands.run("read word; echo $word > left.txt", background=True, stdin=True)
     handle.disconnect()
     sandbox.commands.send_stdin(handle.pid, "still here\n")

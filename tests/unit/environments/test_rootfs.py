@@ -67,7 +67,7 @@ def test_a_packages_link_leads_no_other_package_to_the_host(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["etc/hosts", "etc/passwd", "etc/machine-id"])
-def test_what_every_machine_has_is_written_through_no_link(tmp_path, name):
+def test_files_of_every_machine_are_not_written_through_a_packages_link(tmp_path, name):
     victim = tmp_path / "victim"
     victim.write_text("the host's")
     unpack([package(tmp_path, "one", links={name: str(victim)})], tmp_path / "root")

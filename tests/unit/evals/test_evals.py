@@ -199,7 +199,7 @@ def test_best_of_k_needs_one_valid_success_a_task() -> None:
     assert best_of_k([]) == 0.0
 
 
-def test_an_evaluation_of_nothing_knows_nothing() -> None:
+def test_an_evaluation_without_rollouts_has_rate_0_and_an_interval_from_0_to_1() -> None:
     result = evaluate([], name="x", split="train", step=0, wall_s=0.0)
     assert (result.rate, result.low, result.high, result.num_tasks) == (0.0, 0.0, 1.0, 0)
     assert not math.isnan(result.turns_mean)

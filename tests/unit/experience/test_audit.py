@@ -40,7 +40,7 @@ def test_a_sound_run_is_clean(tmp_path, ledger, run):
 def test_a_rollout_in_two_steps_of_the_lineage_is_twice(tmp_path, ledger, run):
     report = audit(ledger, tmp_path / "traces", [*run, (3, ["g000001.0"])])
     assert report.twice == ("g000001.0",)
-    with pytest.raises(LedgerError, match=r"1 twice \(g000001\.0\)"):
+    with pytest.raises(LedgerError, match=r"1 trained twice \(g000001\.0\)"):
         report.require_sound()
 
 
@@ -61,7 +61,7 @@ def test_a_slot_held_by_an_ended_rollout_is_leaked(tmp_path, ledger, run):
     assert audit(ledger, tmp_path / "traces", run).leaked == ("g000001.0",)
 
 
-def test_flags_are_not_believed(tmp_path, ledger, run):
+def test_the_audit_follows_the_lineage_and_not_the_states_in_the_ledger(tmp_path, ledger, run):
     tamper(tmp_path, "UPDATE rollouts SET state = 'graded' WHERE rollout_id = 'g000001.0'")  # it is in the weights
     report = audit(ledger, tmp_path / "traces", run)
     assert report.sound  # the lineage says trained, once; nothing holds a slot for it

@@ -202,3 +202,22 @@ def test_a_scheme_by_turn_that_gives_another_number_of_advantages_is_named():
 
     with pytest.raises(EtudeError, match="did not return one finite number per turn"):
         turn_advantages(rewards([1.0, 0.0]), [chain("p", "q"), chain("p")], Short())
+
+
+def test_a_part_of_a_turn_is_credited_to_that_turn_alone():
+    """Without the parts the siblings have equal rewards; the means are over the turns of the others."""
+    parts = [((1, -0.4),), (), ((0, -0.2), (1, -0.1))]
+    given = [Reward(value=1.0 + sum(p for _, p in own), raw=1.0, reason="", turns=own) for own in parts]
+    turns = [chain("p", "pa"), chain("p", "pb", "pbc"), chain("p", "pc")]
+    found = turn_advantages(given, turns, Fork())
+    means = [-0.3 / 5, -0.7 / 4, -0.4 / 5]
+    assert found[0] == pytest.approx((-means[0], -0.4 - means[0]))
+    assert found[1] == pytest.approx((-means[1],) * 3)
+    assert found[2] == pytest.approx((-0.2 - means[2], -0.1 - means[2]))
+    assert turn_advantages(given[:1], turns[:1], Fork()) == [(0.0, 0.0)], "without siblings there is no signal"
+
+
+def test_a_part_of_a_turn_is_in_the_reward_of_the_rollout_for_schemes_without_turns():
+    given = [Reward(value=0.6, raw=0.6, reason="", turns=((1, -0.4),)), Reward(value=1.0, raw=1.0, reason="")]
+    assert advantages(given, DrGrpo()) == pytest.approx([-0.2, 0.2])
+    assert turn_advantages(given, [chain("p"), chain("p")], DrGrpo()) == [(), ()]

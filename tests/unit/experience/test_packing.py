@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_metrics
-from etude.experience.credit import Fork, advantages, assign_credit, turn_advantages
+from etude.experience.credit import DrGrpo, Fork, advantages, assign_credit, turn_advantages
 from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
 from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Graded, Trace
@@ -101,6 +101,21 @@ def test_step_facts_count_what_a_step_saw(kit, tmp_path):
         "masked_share": 0.0,
         "not_plain_share": 0.0,
     }
+
+
+class OnesForEqual(DrGrpo):
+    """Gives advantages where rewards are equal, and none where they differ."""
+
+    def advantages(self, rewards: Any) -> list[float]:
+        return [float(len({reward.value for reward in rewards}) == 1)] * len(rewards)
+
+
+def test_groups_with_signal_are_those_with_an_advantage_whatever_their_rewards(kit, tmp_path):
+    groups = [kit.group("g0", [1.0, 1.0]), kit.group("g1", [1.0, 0.0]), kit.group("g2", [0.0, 1.0])]
+    plan = plan_batch(groups, batch_id="b", step=1, max_lag=0, scheme=OnesForEqual())
+    batch, ref = record_batch(tmp_path, plan, kit.read)
+    assert plan.groups_with_signal == {sample.rollout_id.partition(".")[0] for sample in batch.samples} == {"g0"}
+    assert step_metrics(plan, ref)["no_signal_share"] == pytest.approx(2 / 3)
 
 
 def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):

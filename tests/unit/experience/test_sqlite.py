@@ -9,7 +9,7 @@ import pytest
 from etude.errors import LedgerError, StoreError
 from etude.experience import Ledger, sqlite_integrity
 from etude.experience.database import READABLE
-from etude.experience.ledger import FINISHED
+from etude.experience.ledger_queries import FINISHED
 from etude.experience.sqlite import SqliteDatabase
 from etude.records.wire import pack
 

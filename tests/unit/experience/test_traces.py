@@ -17,7 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Finished, Group, Straggler, plan_batch, read_trace, record_batch, step_metrics
+from etude.experience import (
+    Finished,
+    Group,
+    Straggler,
+    plan_batch,
+    read_trace,
+    record_batch,
+    step_metrics,
+    trace_writer,
+)
 from etude.experience import traces as trace_module
 from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
 from etude.records import Batch, Completion, Sampling, Version, VersionSpan
@@ -178,7 +187,7 @@ def test_a_trace_in_a_store_comes_back_as_from_a_folder_and_is_replaced_when_its
 
 def test_a_step_that_is_written_in_many_parts_reads_as_one(tmp_path, kit, monkeypatch):
     whole, path = recorded(tmp_path / "whole", kit, max_lag=1)
-    monkeypatch.setattr(trace_module, "ROW_GROUP_BYTES", 1)
+    monkeypatch.setattr(trace_writer, "ROW_GROUP_BYTES", 1)
     batch, in_parts = recorded(tmp_path / "parts", kit, max_lag=1)
     assert pq.ParquetFile(in_parts).num_row_groups > pq.ParquetFile(path).num_row_groups == 1
     assert pack(read_trace(in_parts).batch) == pack(batch) == pack(whole)
@@ -368,14 +377,14 @@ def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
 @given(
     seed=st.integers(0, 2**32 - 1),
     kind=st.sampled_from([np.uint8, np.uint16, None]),
-    group_bytes=st.sampled_from([1, trace_module.ROW_GROUP_BYTES]),
+    group_bytes=st.sampled_from([1, trace_writer.ROW_GROUP_BYTES]),
 )
 def test_every_turn_of_any_tree_is_read_back(tmp_path, kit, seed, kind, group_bytes):
     rng = np.random.default_rng(seed)
     stem = rng.integers(0, 700, 12, np.int32)
     traces = [[grown(rng, stem, kind) for _ in range(4)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trace_module, "ROW_GROUP_BYTES", group_bytes)
+        patched.setattr(trace_writer, "ROW_GROUP_BYTES", group_bytes)
         written(tmp_path, kit, *(of_traces(kit, f"g00000{i}", some) for i, some in enumerate(traces)))
     table, _ = trace_module._read(trace_path(tmp_path, 5))
     found = [trace.turns for _, trace, _ in trace_module._rollouts(table)]

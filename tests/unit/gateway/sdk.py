@@ -33,7 +33,7 @@ def qwen() -> ChatFormat:
 def said(text: str) -> list[int]:
     """The tokens of a completion with this text, in which <think> and <tool_call> are the tokens of these names."""
     chat = qwen()
-    tokens = chat._tokenizer
+    tokens = chat.tokens.tokenizer
     tokens.encode_special_tokens = False
     try:
         return list(tokens.encode(text + "<|im_end|>", add_special_tokens=False).ids)

@@ -24,6 +24,7 @@ GOOD: dict[str, dict[str, Any]] = {
             {"role": "user", "content": [{"type": "text", "text": "hi"}]},
             {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "2"}]},
             {"role": "tool", "tool_call_id": "2", "content": "x"},
+            {"role": "tool", "tool_call_id": "1", "content": "x"},
         ],
         "tools": [TOOL],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},

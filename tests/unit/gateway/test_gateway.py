@@ -405,6 +405,33 @@ def test_a_stop_text_cuts_the_answer_and_the_length_limit_is_named() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_sampling_ends_when_a_stop_text_is_complete_and_nothing_after_it_is_counted(stream: bool) -> None:
+    async def work() -> None:
+        until = CHAT.encode("one two").tolist()
+        engine = ScriptedEngine([[*until, *CHAT.encode(" three" * 50), END]] * 5)
+        policy = StreamingPolicy(engine)
+        async with served(policy=policy) as (client, _, _url):
+            ask: dict[str, Any] = {"model": "laptop", "messages": USER, "stop": [" two"], "n": 2}
+            if stream:
+                ask["stream_options"] = {"include_usage": True}
+                chunks = [chunk async for chunk in await client.chat.completions.create(**ask, stream=True)]
+                parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+                said = ["".join(part.delta.content or "" for part in parts if part.index == i) for i in (0, 1)]
+                usage = chunks[-1].usage
+            else:
+                whole = await client.chat.completions.create(**ask, logprobs=True)
+                said, usage = [choice.message.content for choice in whole.choices], whole.usage
+            assert said == ["one", "one"]
+            assert usage is not None
+            assert usage.completion_tokens == 2 * len(until)
+            text = await client.completions.create(model="laptop", prompt="a", stop=[" two"], max_tokens=99)
+            assert (text.choices[0].text, text.choices[0].finish_reason) == ("one", "stop")
+            assert policy.num_sampled == 3 * len(until)
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_a_stop_text_cut_is_continued_by_its_tokens_before_it(stream: bool) -> None:
     async def work() -> None:
         odd = [int(i) for letter in "one" for i in CHAT.encode(letter)]  # not what the tokeniser makes of the text
@@ -636,7 +663,7 @@ def test_a_port_in_use_is_named() -> None:
     run(work)
 
 
-def test_prompts_are_int32() -> None:
+def test_token_ids_of_prompts_are_int32() -> None:
     async def work() -> None:
         async with served([text("ok")]) as (client, engine, _):
             await client.chat.completions.create(model="laptop", messages=USER)

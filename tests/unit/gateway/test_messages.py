@@ -126,6 +126,7 @@ def test_parameters_reach_the_policy_and_a_stop_sequence_is_named() -> None:
                 extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 7},
             )
             assert (cut.content[0].text, cut.stop_reason, cut.stop_sequence) == ("one ", "stop_sequence", "STOP")  # type: ignore[union-attr]
+            assert cut.usage.output_tokens < len(said("one STOP two"))
             sampling = at.engine.requests[0].sampling
             assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 7, 99)
             assert (await at.anthropic.messages.create(**ask, max_tokens=2)).stop_reason == "max_tokens"

@@ -14,6 +14,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from tests.unit.harness.tokeniser import laptop_chat
 
+from etude.capture.streams import StreamedText
 from etude.gateway import ChatRequest, RequestRefused, make_answer
 from etude.gateway.dialects import messages, responses
 from etude.gateway.dialects.chat import NEUTRAL_OF_CHAT
@@ -21,7 +22,6 @@ from etude.gateway.dialects.chat import read as read_request
 from etude.gateway.dialects.shared import HARMLESS
 from etude.gateway.dialects.text import NEUTRAL_OF_TEXT
 from etude.gateway.dialects.text import read as read_text_request
-from etude.gateway.streams import StreamedText
 from etude.harness import standard_tools
 from etude.records import Completion
 from etude.records.completion import StopReason, VersionSpan
@@ -65,7 +65,7 @@ def read(**changes: object) -> ChatRequest:
     return read_request(json.dumps({**GOOD, **changes}).encode())
 
 
-def test_messages_become_canonical() -> None:
+def test_messages_are_parsed_to_text_and_calls_with_dict_arguments() -> None:
     request = read()
     assert request.messages == [
         {"role": "system", "content": "be brief"},
@@ -301,6 +301,6 @@ def test_tokens_that_are_no_characters_are_said_and_not_decoded_again_and_again(
 
 
 @pytest.mark.parametrize("data", [b"[" * 200_000, b'{"model":' + b"[" * 200_000, b"\xff", b""])
-def test_hostile_bytes_are_refused(data: bytes) -> None:
+def test_bodies_that_are_no_valid_json_are_refused(data: bytes) -> None:
     with pytest.raises(RequestRefused):
         read_request(data)

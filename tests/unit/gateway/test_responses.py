@@ -165,7 +165,7 @@ def test_a_tool_of_a_namespace_can_be_chosen_and_a_regex_of_a_custom_tool_is_enf
     form = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
     [custom] = read(tools=[{"type": "custom", "name": "n", "format": form}], tool_choice="required").tools
     assert custom["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[0-9]+)$"
-    with pytest.raises(RequestRefused, match="grammar of lark cannot be enforced") as refused:
+    with pytest.raises(RequestRefused, match="cannot be forced to call a tool with a Lark grammar") as refused:
         read(tools=[BOX], tool_choice="required")
     assert refused.value.param == "tool_choice"
 

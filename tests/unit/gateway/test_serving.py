@@ -20,10 +20,10 @@ from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude import grammars
 from etude.errors import ConfigError
-from etude.gateway import GatewayConfig, KeyLimits, Keys, RequestRefused
+from etude.gateway import GatewayConfig, KeyLimits, Keys, RequestRefused, ServedModel, create_app, serving
 from etude.harness import standard_tools
 from etude.records import Completion, CompletionRequest
-from etude.testing import ScriptedEngine
+from etude.testing import ScriptedEngine, StreamingPolicy
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
@@ -91,8 +91,9 @@ def test_a_minute_and_a_day_give_back_what_was_used() -> None:
     ("text", "says"),
     [
         ("", "there are no API keys"),
-        ('[a]\nsha256 = "abc"', "a.sha256 is no SHA-256"),
+        ('[a]\nsha256 = "abc"', "a.sha256 is not a SHA-256"),
         (f'[a]\nsha256 = "{"0" * 64}"\ntokens_per_dya = 3', "tokens_per_dya"),
+        ("[a]\nrequests_per_minute = 3", r"\[a\]: .* `sha256`"),
         (f'[a]\nsha256 = "{"0" * 64}"\n[b]\nsha256 = "{"0" * 64}"', "two names have the same key"),
         (f'[a]\nsha256 = "{"0" * 64}"\nrequests_per_minute = -1', "below 0"),
         ("[a", "not valid TOML"),
@@ -102,6 +103,12 @@ def test_a_file_of_keys_that_is_wrong_is_refused(tmp_path: Path, text: str, says
     (tmp_path / "keys.toml").write_text(text)
     with pytest.raises(ConfigError, match=says):
         Keys.read(tmp_path / "keys.toml")
+
+
+def test_a_file_of_keys_that_is_missing_is_named_with_an_example(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file of keys at .*nokeys\.toml") as missing:
+        Keys.read(tmp_path / "nokeys.toml")
+    assert 'sha256 = "..."' in missing.value.hint
 
 
 def test_each_request_is_one_log_line_without_content_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,6 +136,83 @@ def test_each_request_is_one_log_line_without_content_and_is_counted(caplog: pyt
     ]
     assert f"answer={len(said('a secret'))} summary=0 ms=" in lines[1]
     assert not any("secret" in line or "hi" in line.split() for line in lines)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_charged_for_what_was_sampled_for_it(
+    caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    keys = Keys({"me": limits("k" * 20)})
+
+    async def work() -> None:
+        policy: Any = Endless() if stream else Held()
+        async with served(policy=policy, keys=keys, key="k" * 20) as at:
+            body = {"model": MODEL, "messages": USER, "stream": stream, "max_tokens": 99}
+            if stream:
+                async with at.http.stream("POST", "/chat/completions", json=body) as response:
+                    async for line in response.aiter_lines():
+                        if "content" in line and '"content":""' not in line:
+                            break
+            else:
+                asked = asyncio.create_task(at.http.post("/chat/completions", json=body))
+                await policy.asked.wait()
+                asked.cancel()
+            async with asyncio.timeout(20):
+                while at.gateway.num_open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            page = (await at.http.get(str(at.http.base_url).removesuffix("/v1/") + "/metrics")).text
+            assert 'etude_gateway_requests_total{dialect="chat",status="499"} 1.0' in page
+            num_sampled = policy.num_sampled if stream else 0
+            assert f'etude_gateway_tokens_total{{kind="answer"}} {float(num_sampled)}' in page
+            num_prompt = len(qwen().encode_prompt(USER, {}))
+            assert keys.find(b"k" * 20).num_tokens == num_prompt + num_sampled
+            assert f"status=499 prompt={num_prompt} cached=0 answer={num_sampled} summary=0" in caplog.text
+            assert not stream or num_sampled
+
+    with caplog.at_level(logging.INFO, logger="etude.gateway"):
+        run(work)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_tokens_after_a_stop_text_are_not_charged(stream: bool) -> None:
+    keys = Keys({"me": limits("k" * 20)})
+
+    async def work() -> None:
+        policy = StreamingPolicy(ScriptedEngine([said("one STOP" + " two" * 50)]))
+        async with served(policy=policy, keys=keys, key="k" * 20) as at:
+            body = {"model": MODEL, "messages": USER, "stream": stream, "stop": ["STOP"], "max_tokens": 99}
+            assert (await at.http.post("/chat/completions", json=body)).status_code == 200
+            async with asyncio.timeout(20):
+                while at.gateway.num_open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            num_charged = keys.find(b"k" * 20).num_tokens - len(qwen().encode_prompt(USER, {}))
+            assert num_charged == policy.num_sampled < len(said("one STOP two"))
+
+    run(work)
+
+
+def test_requests_that_the_server_cancels_at_its_end_get_an_error_and_no_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        for policy, stream in ((Endless(), True), (Held(), False)):
+            served_model = ServedModel(policy, qwen(), name=MODEL, context_tokens=4096)  # type: ignore[arg-type]
+            config = GatewayConfig(port=0, drain_s=0.05)
+            body = {"model": MODEL, "messages": USER, "stream": stream}
+            async with httpx.AsyncClient(timeout=20) as client:
+                async with serving(create_app([served_model], config=config), config=config) as url:
+                    asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
+                    async with asyncio.timeout(10):
+                        while not policy.num_running:  # noqa: ASYNC110
+                            await asyncio.sleep(0.01)
+                answer = await asked
+            assert answer.status_code == (200 if stream else 503)
+            assert "the gateway is stopping" in answer.text
+            assert policy.num_running == 0
+
+    run(work)
+    assert "Traceback" not in caplog.text
+    assert "ASGI" not in caplog.text
 
 
 class Held:
@@ -284,7 +368,7 @@ def test_what_a_forced_call_samples_is_parsed_as_a_call(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     random = np.random.default_rng(0)
     for chat, tools, tokenizer in (
-        (qwen(), TOOLS, qwen()._tokenizer),
+        (qwen(), TOOLS, qwen().tokens.tokenizer),
         (laptop_chat(), standard_tools().to_openai(), laptop_tokenizer()),
     ):
         tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -314,7 +398,7 @@ class Endless:
     """A policy that streams tokens for ever."""
 
     def __init__(self) -> None:
-        self.num_running = self.num_begun = 0
+        self.num_running = self.num_begun = self.num_sampled = 0
 
     async def complete(self, request: CompletionRequest) -> Completion:
         raise AssertionError("a stream was asked for")
@@ -324,6 +408,7 @@ class Endless:
         self.num_begun += 1
         try:
             while True:
+                self.num_sampled += 1
                 yield said("a")[:1]
                 await asyncio.sleep(0.01)
         finally:

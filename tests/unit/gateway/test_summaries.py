@@ -22,7 +22,8 @@ from etude.capture import SummaryLimits
 from etude.capture.context import REQUEST, longest_exchange, stops_of, trigger_tokens
 from etude.environments.memory import MemoryMachine
 from etude.errors import ContextFull
-from etude.gateway import GatewayConfig, ServedModel, create_app, serving
+from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
+from etude.gateway.answers import Spent
 from etude.gateway.summary_writer import SummaryWriter
 from etude.harness import Call, HarnessConfig, Workbench, standard_tools
 from etude.loop.rollout_scheduler import siblings
@@ -41,12 +42,17 @@ OFF = {"x-etude-summaries": "off"}
 
 @asynccontextmanager
 async def served(
-    policy: Any, *, of: SummaryLimits | None = LIMITS, context_tokens: int = 320, **settings: Any
+    policy: Any,
+    *,
+    of: SummaryLimits | None = LIMITS,
+    context_tokens: int = 320,
+    keys: Keys | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic, ServedModel]]:
     config = GatewayConfig(port=0, drain_s=2.0, **settings)
     model = ServedModel(policy, CHAT, name="long", context_tokens=context_tokens, config=config, summaries=of)
     async with (
-        serving(create_app([model], config=config), config=config) as url,
+        serving(create_app([model], config=config, keys=keys), config=config) as url,
         openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as of_openai,
         anthropic.AsyncAnthropic(
             base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=20
@@ -156,7 +162,7 @@ def test_the_prompts_are_those_of_training() -> None:
 def test_turns_are_counted_from_the_beginning_when_those_of_training_are_used_up() -> None:
     async def left(num_turns: int) -> int:
         model = ServedModel(None, CHAT, name="m", context_tokens=320, summaries=LIMITS)  # type: ignore[arg-type]
-        writer = SummaryWriter(None, CHAT, model._tree, LIMITS, [], {}, 1.0, model.run_in_thread)  # type: ignore[arg-type]
+        writer = SummaryWriter(None, CHAT, model._tree, LIMITS, [], {}, 1.0, model.run_in_thread, Spent())  # type: ignore[arg-type]
         carried = await writer.carry("so far", 2, [*ask("go"), *[*say(1), *ask("on")] * num_turns])
         assert carried.turns_left is not None
         return carried.turns_left
@@ -207,8 +213,9 @@ def test_a_gateway_that_knows_nothing_writes_the_same_summaries_again() -> None:
             tree = model._tree
             while len(tree):
                 tree._evict(next(iter(tree._nodes)))
-            assert not tree._summaries, "they are evicted with their turns"
             await client.chat.completions.create(model="long", messages=messages, tools=TOOLS.to_openai())
+            assert model._summaries is not None
+            assert all(node in tree for node, _ in model._summaries._stored.values()), "evicted ones are dropped"
         assert known.texts == []
 
     run(body)
@@ -338,6 +345,25 @@ def test_after_three_refused_summaries_the_conversation_goes_on_while_it_fits_an
             assert refused.value.code == "context_length_exceeded"
 
     run(body)
+
+
+def test_refused_summaries_count_for_the_key_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine([BAD["empty"]] * 3)
+    keys = Keys.of("none")
+    talk = [*TALK, *ask("four " * 20)]
+
+    async def body() -> None:
+        async with served(StreamingPolicy(engine), keys=keys) as (client, _, _):
+            says = "100 are requested for the answer, and its summary was refused: empty\\n  hint: ask for an answer of"
+            with pytest.raises(openai.BadRequestError, match=says):
+                await client.chat.completions.create(model="long", messages=talk, max_tokens=100)
+
+    with caplog.at_level("INFO", logger="etude.gateway"):
+        run(body)
+    assert len(engine.requests) == 3
+    taken = sum(len(request.prompt_ids) for request in engine.requests) + 3 * len(BAD["empty"])
+    assert keys.find(b"none").num_tokens == taken
+    assert f"status=400 prompt=0 cached=0 answer=0 summary={taken} ms=" in caplog.text
 
 
 def test_what_the_user_said_last_does_not_depend_on_the_summary() -> None:

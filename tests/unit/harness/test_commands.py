@@ -114,7 +114,7 @@ def test_any_json_is_a_signature_or_a_value_error(tool: object) -> None:
         assert isinstance(Signature.from_openai(tool), Signature)  # type: ignore[arg-type]
 
 
-def test_arguments_that_nothing_could_write_again_are_told_as_wrong() -> None:
+def test_arguments_that_cannot_be_written_as_text_are_refused_with_the_reason() -> None:
     assert read_call(r'write "\ud800" x', TOOLS) == "path holds half of a character"
     assert read_call(r'mixed a 1 ["\udfff"] x', {"mixed": MIXED}) == "tags holds half of a character"
     assert read_call(r'mixed a 1 [{"\ud800": 1}] x', {"mixed": MIXED}) == "tags holds half of a character"
@@ -122,7 +122,7 @@ def test_arguments_that_nothing_could_write_again_are_told_as_wrong() -> None:
     assert isinstance(read_call(r'write "\ud83d\ude00" x', TOOLS), Call)
 
 
-def test_so_are_those_of_the_forms_that_others_trained() -> None:
+def test_json_calls_with_invalid_text_are_refused_with_the_reason() -> None:
     def told(call: str) -> object:
         return HERMES.read(f"<tool_call>{call}</tool_call>", TOOLS)[1]
 

@@ -129,7 +129,9 @@ def test_only_a_text_that_has_ended_is_a_summary(text: str, ended: bool, num: in
         (Reply("a"), True, 3, None),
     ],
 )
-def test_faults(reply: Reply, ended: bool, num: int, fault: SummaryFault | None) -> None:
+def test_summary_fault_names_why_a_summary_is_refused(
+    reply: Reply, ended: bool, num: int, fault: SummaryFault | None
+) -> None:
     assert summary_fault(reply, ended=ended, num_tokens=num, max_tokens=20) is fault
 
 

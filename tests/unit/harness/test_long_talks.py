@@ -44,7 +44,7 @@ def test_the_tokens_are_those_of_the_whole_history(name: str, tmp_path: Path) ->
             whole = after_reply(before, new, signatures, ended)
             rendered.clear()
             assert chat.continuation(before, new, signatures, ended=ended).tolist() == (
-                chat._encode_rendering(whole).tolist()
+                chat.tokens.encode_rendering(whole).tolist()
             )
             assert at != 38 or max(rendered) <= 3
     finally:

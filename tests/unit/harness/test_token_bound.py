@@ -11,7 +11,7 @@ from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from etude.errors import ContextFull
-from etude.harness.chat import chars_per_token
+from etude.harness.tokenizer import chars_per_token
 
 CHAT = laptop_chat()
 PER_TOKEN = chars_per_token(laptop_tokenizer())
@@ -19,20 +19,20 @@ ACCENTS = st.text(alphabet=st.sampled_from("aeo\u0301\u0345\u0313\u0300\u03b1 \n
 
 
 @given(st.text(max_size=200) | ACCENTS)
-def test_no_text_has_fewer_tokens(text: str) -> None:
+def test_a_text_has_at_least_its_characters_divided_by_chars_per_token(text: str) -> None:
     assert math.isfinite(PER_TOKEN)
     assert len(CHAT.encode(text)) >= len(text) / PER_TOKEN
 
 
 @given(ACCENTS)
-def test_nor_has_one_whose_characters_are_composed_first(text: str) -> None:
+def test_the_bound_of_tokens_holds_for_a_tokeniser_with_nfc(text: str) -> None:
     tokenizer = laptop_tokenizer()
     tokenizer.normalizer = normalizers.NFC()
     assert len(tokenizer.encode(text, add_special_tokens=False).ids) >= len(text) / chars_per_token(tokenizer)
 
 
 @pytest.mark.parametrize("change", ["whole words", "spaces removed", "stripped", "swallowed", "one unknown token"])
-def test_nothing_is_said_of_a_tokeniser_that_may_leave_text_out(change: str) -> None:
+def test_chars_per_token_is_infinite_for_a_tokeniser_that_may_drop_text(change: str) -> None:
     tokenizer = laptop_tokenizer()
     match change:
         case "whole words":

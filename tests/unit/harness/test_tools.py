@@ -63,7 +63,7 @@ def test_a_line_that_is_not_there_is_said_so(place: str) -> None:
     assert use(bench_of(), "edit", path="calc.py", line=place, text="x") == "no such line"
 
 
-def test_nonsense_is_answered_with_a_text() -> None:
+def test_invalid_paths_and_files_are_answered_with_an_error_text() -> None:
     bench = bench_of()
     assert use(bench, "cat", path="nope.py") == "no such file"
     assert use(bench, "cat", path=".") == "is a directory"
@@ -136,7 +136,7 @@ def test_clipping_keeps_the_limit_and_both_ends(text: str, limit: int) -> None:
 
 
 @given(st.text(alphabet=" \nab", max_size=60), st.text(max_size=8))
-def test_places_are_inside_the_file_or_none(text: str, place: str) -> None:
+def test_find_line_returns_an_index_of_the_file_or_none(text: str, place: str) -> None:
     lines = text.splitlines()
     index = find_line(lines, place)
     assert index is None or 0 <= index < len(lines)

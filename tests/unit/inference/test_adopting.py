@@ -44,7 +44,7 @@ def test_a_whole_version_writes_every_bit(model: Transformer, tensors: dict[str,
 
 
 @pytest.mark.parametrize("count", [1, 3, 1000])
-def test_changed_places_are_written_and_can_be_undone(
+def test_a_swap_writes_changed_values_and_can_be_undone(
     model: Transformer, tensors: dict[str, Tensor], count: int
 ) -> None:
     everything(model, tensors, 1).apply()

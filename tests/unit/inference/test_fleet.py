@@ -122,7 +122,7 @@ def test_with_every_engine_gone_a_restarted_one_serves_at_its_new_address() -> N
     asyncio.run(story())
 
 
-def test_at_the_deadline_the_error_names_every_engine_and_its_no() -> None:
+def test_at_the_deadline_the_error_names_every_engine_with_its_reason() -> None:
     async def story() -> None:
         policy, members = fleet(2, patience_s=0.1)
         members["engine-0"].gone = members["engine-1"].busy = True
@@ -350,6 +350,45 @@ def test_a_stream_goes_to_another_engine_before_its_first_token_and_fails_after_
         assert await anext(broken) == [7]
         with pytest.raises(EngineGone, match="broke off"):
             await anext(broken)
+
+    asyncio.run(story())
+
+
+class Endless(Member):
+    """A fake engine that streams [7] until the request is ended."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.ended: list[str] = []
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        number = 0
+        while request.request_id not in self.ended:
+            number += 1
+            yield [7]
+        yield self.completion(request, [7] * number)
+
+    async def end(self, request_id: str) -> None:
+        self.ended.append(request_id)
+
+
+def test_a_request_is_ended_at_the_engine_that_streams_it() -> None:
+    async def story() -> None:
+        members = [Endless(f"engine-{i}") for i in range(2)]
+        policy = Fleet({member.name: member for member in members})
+        streams = [policy.stream(ask(name)) for name in "ab"]
+        for parts in streams:
+            assert await anext(parts) == [7]
+        await policy.end("b")
+        assert await anext(streams[0]) == [7]
+        done = await anext(streams[1])
+        assert isinstance(done, Completion)
+        assert len(done.token_ids) == 1
+        assert sorted(member.ended for member in members) == [[], ["b"]]
+        for parts in streams:
+            await parts.aclose()
+        await policy.end("a")  # it has ended, and is unknown
+        assert sorted(member.ended for member in members) == [[], ["b"]]
 
     asyncio.run(story())
 

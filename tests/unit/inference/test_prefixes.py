@@ -130,7 +130,7 @@ def test_siblings_with_fewer_slots_than_siblings_and_after_the_first_left_still_
     asyncio.run(story())
 
 
-def test_nothing_of_another_version_is_begun_with() -> None:
+def test_a_prefix_computed_by_another_version_is_not_reused() -> None:
     first, second = siblings(2, 100)
 
     async def story() -> None:

@@ -300,8 +300,8 @@ def test_an_engine_that_cannot_work_in_the_run_is_refused_when_it_joins() -> Non
         async with world() as home, served() as (_, url), served(context_tokens=64) as (_, small):
             refusals = [
                 (home.registration("engine-0", url), MalformedRequest, "the fleet already has an engine 'engine-0'"),
-                (home.registration("", url), MalformedRequest, "a name and a URL"),
-                (home.registration("west", "ftp://there"), MalformedRequest, "a name and a URL"),
+                (home.registration("", url), MalformedRequest, "a valid name and URL"),
+                (home.registration("west", "ftp://there"), MalformedRequest, "a valid name and URL"),
                 (home.registration("small", small), MalformedRequest, "has a context of 64 tokens"),
                 (
                     Registration(home.url, JoinRequest(name="west", url=url), token="other"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from etude.inference.errors import MalformedRequest, NotRegistered
+from etude.errors import MalformedRequest
+from etude.inference.errors import NotRegistered
 from etude.inference.registry import MAX_MEMBERS, MAX_MISSED, Registry
 from etude.inference.registry_messages import JoinRequest, State
 from etude.records import Version
@@ -47,6 +48,8 @@ def test_a_lease_ends_unless_it_is_renewed_and_its_holder_joins_again() -> None:
         registry.renew("west", "lässt", now=20.0)
     with pytest.raises(NotRegistered, match="has another lease"):
         registry.renew("west", leases["west"], now=20.0)
+    with pytest.raises(NotRegistered, match="does not know east"):
+        registry.renew("east", again, now=20.0)
     registry.record_probe("west", info())
     assert registry.renew("west", again, now=21.0) is State.SERVING
 
@@ -120,7 +123,7 @@ def test_a_drained_engine_is_told_to_go_and_is_no_longer_listed() -> None:
         registry.drain("east")
 
 
-def test_there_is_no_end_of_names_but_of_members() -> None:
+def test_the_number_of_members_is_bounded_and_a_lapsed_one_makes_room() -> None:
     registry = Registry(lease_s=10.0)
     for i in range(MAX_MEMBERS):
         join(registry, f"e{i}", now=float(i))
@@ -131,7 +134,7 @@ def test_there_is_no_end_of_names_but_of_members() -> None:
     assert len(registry.members) == MAX_MEMBERS
 
 
-def test_what_is_listed_is_what_was_seen() -> None:
+def test_the_roster_has_the_numbers_of_the_last_probe() -> None:
     registry, _ = serving("west")
     registry.record_probe("west", info(num_running=2, num_waiting=1, kv_tokens_free=64))
     listed = registry.roster(now=0.0)["west"]

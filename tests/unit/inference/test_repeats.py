@@ -49,7 +49,7 @@ def test_one_traceback_in_231_copies_is_printed_once_and_counted() -> None:
     assert len(out) < 231 + 12 + 10
 
 
-def test_other_tracebacks_and_other_lines_pass() -> None:
+def test_different_tracebacks_and_plain_lines_are_printed() -> None:
     other = [BEGIN, '  File "/v/worker.py", line 71, in swap', "KeyError: 'request 1'"]
     lines = [*failure(1), "well again", *other, "  indented", "", "done"]
     assert passed(lines) == lines

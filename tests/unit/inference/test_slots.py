@@ -78,7 +78,7 @@ def test_after_a_swap_no_session_finds_anything() -> None:
     assert take(table, "idle", ids(1, 2))[1] == 0
 
 
-def test_two_calls_of_one_session_at_once_leave_one_slot_kept_and_the_other_to_whoever_comes() -> None:
+def test_of_two_concurrent_calls_of_a_session_the_last_keeps_its_slot_and_the_other_slot_is_free() -> None:
     table = SlotTable(2, 64)
     one, _ = take(table, "a", ids(1))
     two, _ = take(table, "a", ids(2))

@@ -43,7 +43,7 @@ def test_a_default_that_changed_since_does_not_keep_a_run_from_being_resumed(run
         (GIVEN | {"rl": {"steps": 7, "checkpoint_every": 5}}, "rl.checkpoint_every is 5, the run has 4"),
     ],
 )
-def test_what_its_user_gives_now_and_did_not_then_is_refused_by_name(
+def test_settings_that_differ_from_those_the_run_was_started_with_are_refused_by_name(
     run: RunFolder, given: dict[str, object], said: str
 ) -> None:
     with pytest.raises(RunError) as caught:
@@ -59,7 +59,7 @@ def test_a_run_that_did_not_record_what_it_was_given_is_resumed_by_what_agrees(t
         config_to_resume(old, {"seed": 4})
 
 
-def test_a_nonsense_setting_is_refused_before_it_is_compared(run: RunFolder) -> None:
+def test_an_unknown_setting_is_refused_before_configs_are_compared(run: RunFolder) -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         config_to_resume(run, {"sede": 3})
 

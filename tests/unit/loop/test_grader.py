@@ -13,6 +13,7 @@ from etude.loop import grader
 from etude.loop.config import RunConfig, read_config
 from etude.loop.grader import CachingGrader, GradeSlots
 from etude.loop.locations import rollout_files
+from etude.loop.reward_settings import RewardSettings
 from etude.records import Answer, Graded, Invalid, Task
 from etude.records.rollout import Boundary
 from etude.records.summary import summary_of
@@ -124,13 +125,14 @@ def test_a_grader_measures_the_runs_own_terms_of_a_stored_rollout(game, tmp_path
     async def work():
         telemetry = Telemetry(tmp_path / "events.jsonl", process="grader-0")
         _, measured = (await grader.handlers(run_folder, "grader-0", telemetry))["measure"]
-        return await measured(summary, graded(1.0))
+        return await measured(list(config.rewards.terms), [summary], [graded(1.0)])
 
-    found = run(work())
+    [new] = run(work())
+    found = graded(1.0).with_terms(*(one.term for one in new))
     assert found.values == {"grade": 1.0, "short": 0.75, "watched": 0.875}
     assert found.terms[1].version.startswith("1+")
     assert found.terms[1].version != found.terms[2].version, "settings are part of it"
-    assert config.composition.of(found).value == 1.0 + 0.5 * 0.75
+    assert RewardSettings(run_folder, config).composition(1).of(found).value == 1.0 + 0.5 * 0.75
 
 
 @pytest.mark.parametrize(("names", "says"), [(("k1",), "built-in term"), (("a", "a"), "2 terms are called 'a'")])

@@ -25,7 +25,7 @@ def test_in_exact_mode_one_bit_is_an_alarm() -> None:
     assert (alarm.engine, alarm.budget.k3, alarm.defence) == ("a", 0.0, None)
 
 
-def test_in_native_mode_rounding_is_none() -> None:
+def test_in_native_mode_differences_within_the_budget_of_the_dtype_are_no_alarm() -> None:
     usual, mine = ParityConfig(patience=1), ParityConfig(patience=1, k3=1e-9)
     assert ParityMonitor(usual, exact=False, dtype=F32).record("a", off(1e-6)) is None
     assert ParityMonitor(usual, exact=False, dtype=F32).record("a", off(1e-2)) is not None
@@ -66,7 +66,7 @@ def test_in_exact_mode_what_the_learners_own_weights_sampled_is_held_to_one_too(
     assert watch.trained(1e-2) is None, "with replay rounding is none, and a maximum says nothing of a mean"
 
 
-def test_reporting_takes_nothing_and_alarms_again() -> None:
+def test_over_budget_report_takes_no_defence_and_alarms_at_each_probe() -> None:
     watch = ParityMonitor(ParityConfig(over_budget=OverBudget.REPORT), exact=True, dtype=F32)
     for _ in range(2):
         alarm = watch.record("a", off(1))

@@ -144,5 +144,5 @@ def test_engines_with_another_token_are_not_told_as_damage_to_the_weights(tmp_pa
     assert "ETUDE_TOKEN" in error.value.hint
 
 
-def test_the_text_has_no_token_twice() -> None:
+def test_the_probe_text_has_128_different_tokens() -> None:
     assert len(set(probe_text(CHAT))) == 128

@@ -163,7 +163,7 @@ def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: 
 
 
 @pytest.mark.parametrize("there", ["nothing", "a checkpoint"])
-def test_ranks_are_not_brought_to_what_is_no_run(
+def test_serving_ranks_for_a_folder_that_is_no_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: str
 ) -> None:
     monkeypatch.setattr(rank_hosts, "CONNECT_S" if there == "nothing" else "HANDSHAKE_S", 0.05)

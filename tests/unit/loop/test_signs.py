@@ -8,7 +8,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from etude.evals import read_rows
 from etude.experience import Ledger, RolloutFiles, make_batch, plan_batch
 from etude.experience.config import ExperienceConfig
 from etude.experience.credit import assign_credit
-from etude.experience.ledger import Quarantined
+from etude.experience.ledger_queries import Quarantined
 from etude.loop import worker
 from etude.loop.adjustable_semaphore import Limit
 from etude.loop.config import RunConfig
@@ -154,9 +153,9 @@ def test_a_cheat_counts_as_not_solved_in_an_evaluation_and_is_reported_beside_th
 
     processes = FakeRunProcesses(RunConfig(), Limit(4), play=played, judge=fooled)
     processes.files = files  # type: ignore[attr-defined]
-    source: Any = SimpleNamespace(size=lambda _: 1, task=lambda *_: TASK)
-    settings: Any = {"step": 3, "num_tasks": 1, "tries": 4, "seed": 0, "temperature": 1.0, "telemetry": telemetry}
-    work = evaluate(processes, source, name="after", split=Split.HELDOUT, out=tmp_path, **settings)  # type: ignore[arg-type]
+    settings: Any = {"step": 3, "tries": 4, "seed": 0, "temperature": 1.0, "telemetry": telemetry}
+    out = tmp_path / "after.parquet"
+    work = evaluate(processes, [TASK], name="after", split=Split.HELDOUT, out=out, **settings)  # type: ignore[arg-type]
     result = asyncio.run(work)
     telemetry.close()
     assert (result.solved, result.cheats, result.rate, result.best_of_k) == (3, 1, 0.75, 1.0)

@@ -55,7 +55,7 @@ def test_what_lies_on_the_disk_is_counted_until_two_checkpoints_lie_behind_it() 
     assert f"rollouts of up to {lag + 1 + 2 * every} steps" in disk
 
 
-def test_a_step_that_fits_is_not_spoken_of() -> None:
+def test_no_warning_is_printed_for_a_step_that_fits() -> None:
     assert told() == []
 
 

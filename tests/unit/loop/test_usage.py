@@ -35,5 +35,5 @@ def test_a_process_that_is_gone_costs_nothing():
     assert pss_bytes([done.pid]) == 0
 
 
-def test_ones_own_time_leaves_out_children():
+def test_own_cpu_time_excludes_children():
     assert 0 < Processes().own_cpu_s(os.getpid()) <= sum(os.times()[:2]) + 0.1

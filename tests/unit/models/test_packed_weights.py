@@ -119,7 +119,9 @@ def test_widths_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
         ({"quant_method": ["mxfp4"]}, "mxfp4"),
     ],
 )
-def test_a_scheme_that_is_not_read_is_named(tmp_path: Path, scheme: dict[str, Any], told: str) -> None:
+def test_an_unsupported_quantisation_scheme_is_refused_by_name(
+    tmp_path: Path, scheme: dict[str, Any], told: str
+) -> None:
     save_model(Transformer(QWEN, seed=0), tmp_path / "model", dtype="bf16")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": scheme}))

@@ -22,5 +22,5 @@ def found() -> dict[str, str]:
     "case",
     ["a training step", "an engine's steps", "a tensor of the CPU is refused", "waiting is refused"],
 )
-def test_on_a_device_without_numbers(case: str, found: dict[str, str]) -> None:
+def test_exact_mode_moves_no_tensor_to_the_cpu_and_waits_for_no_value(case: str, found: dict[str, str]) -> None:
     assert found[case] == ""

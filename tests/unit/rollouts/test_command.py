@@ -126,10 +126,10 @@ def test_the_example_edits_and_submits_and_its_turns_are_recorded() -> None:
     assert b"    return n + 3" in machine.files["calc.py"]
     assert b"'edit'" in run.log
     assert b"etude: exit code 0" in run.log
-    assert b"etude: 2 turns of 2 requests" in run.log
+    assert b"etude: turns 2, requests 2," in run.log
 
 
-def test_what_a_program_gets() -> None:
+def test_a_program_gets_its_variables_arguments_and_base_urls() -> None:
     run = play(
         "print(os.environ['ETUDE_TASK'], os.environ['ETUDE_ROLLOUT'], os.environ['OWN'], os.listdir())\n"
         "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL'] == sys.argv[1]\n"
@@ -288,7 +288,7 @@ send(user("a"), reply, user("go on"))
 send(user("another beginning"), reply, user("go on"))
 """
     run = play(script, [text("x"), text("y"), text("z")])
-    assert b"3 turns of 3 requests, 0 repeated, 1 replies tokenised again" in run.log
+    assert b"turns 3, requests 3, repeated 0, replies tokenised again 1" in run.log
 
 
 def test_a_launcher_that_was_killed_is_started_again() -> None:

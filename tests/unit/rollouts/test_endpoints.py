@@ -26,7 +26,7 @@ from etude.rollouts import attribution as attributing
 from etude.rollouts import endpoints as doors
 from etude.rollouts.attribution import Attribution
 from etude.rollouts.endpoints import RolloutEndpoints, serve_rollout
-from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
+from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine, StreamingPolicy
 
 CHAT = laptop_chat()
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -214,16 +214,19 @@ def test_n_answers_are_n_turns() -> None:
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_a_stop_text_ends_the_turn_in_the_tree_too_and_is_trained_once(tools: Any) -> None:
+@pytest.mark.parametrize("kind", [EnginePolicy, StreamingPolicy])
+def test_a_stop_text_ends_the_turn_in_the_tree_too_and_is_trained_once(kind: Any, tools: Any) -> None:
     async def work() -> None:
-        sampled = text("look at it\nObservation: invented")
-        async with client(scripted(sampled, text("done"))) as c:
+        until = CHAT.encode("look at it\nObservation:").tolist()
+        policy = kind(ScriptedEngine([text("look at it\nObservation: invented"), text("done")]))
+        async with client(policy) as c:
             ask = {"tools": tools, "stop": ["\nObservation:"]}
             first = {"role": "user", "content": "fix"}
             _, body = await c.chat(messages=[first], **ask)
             choice = body["choices"][0]
             assert (choice["message"]["content"], choice["finish_reason"]) == ("look at it", "stop")
-            assert body["usage"]["completion_tokens"] == len(sampled)
+            assert body["usage"]["completion_tokens"] == len(until)
+            assert kind is EnginePolicy or policy.num_sampled == len(until)
             output = {"role": "user", "content": "Observation: a.py"}
             status, body = await c.chat(messages=[first, choice["message"], output], **ask)
             assert (status, body["choices"][0]["message"]["content"]) == (200, "done")

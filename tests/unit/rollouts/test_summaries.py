@@ -79,7 +79,7 @@ def test_what_a_policy_knows_after_a_summary_is_only_what_the_summary_carries(ca
 
 
 @pytest.mark.parametrize("limits", [dataclasses.replace(LIMITS, summary_tokens=0)])
-def test_without_summaries_it_does_not_fit(limits: HarnessConfig) -> None:
+def test_without_summaries_the_long_task_fills_the_context(limits: HarnessConfig) -> None:
     task = SOURCE.task(Split.HELDOUT, 0)
     assert roll(task, play(SOURCE.num_logs, random.Random(0), right=1.0), limits).ending is Ending.CONTEXT
 

@@ -86,7 +86,7 @@ def test_two_far_stores_that_share_a_directory_keep_apart(tmp_path: Path) -> Non
     assert len(copies(tmp_path / "near")) == 2
 
 
-def test_it_pickles(tmp_path: Path) -> None:
+def test_a_cached_store_can_be_pickled(tmp_path: Path) -> None:
     DirectoryStore(tmp_path / "far").put("objects/a", b"1")
     again = pickle.loads(pickle.dumps(open_store(tmp_path / "far", cache=tmp_path / "near")))
     assert again.get("objects/a") == b"1"
@@ -156,7 +156,7 @@ def test_files_of_a_killed_writer_are_overwritten(tmp_path: Path) -> None:
     assert [path.suffix for path in copies(tmp_path)] == [""]
 
 
-def test_one_who_hangs_holds_nobody_up_for_ever(tmp_path: Path) -> None:
+def test_an_object_is_read_from_the_far_store_while_another_process_holds_its_lock(tmp_path: Path) -> None:
     far = far_with()
     store = CachedStore(far, tmp_path, lock_timeout_s=0.0)
     with store._disk.lock(store._name(KEY), 0):
@@ -213,7 +213,7 @@ def test_a_copy_that_is_torn_or_altered_is_fetched_again(tmp_path: Path, data: A
     assert far.asked[KEY] == 1
 
 
-def test_what_is_used_least_lately_makes_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_object_is_evicted(tmp_path: Path) -> None:
     far = Far()
     keys = [f"objects/{i}" for i in range(6)]
     for key in keys:
@@ -247,7 +247,9 @@ def test_bytes_that_are_not_what_their_name_says_are_not_kept(tmp_path: Path) ->
     assert "does not have the SHA-256" in store.cache_error
 
 
-def test_what_no_name_proves_is_asked_for_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_whose_name_is_no_digest_is_fetched_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     far = far_with(b"damaged", "manifests/policy/v1.json")
     store = CachedStore(far, tmp_path)
     assert store.get("manifests/policy/v1.json") == b"damaged"

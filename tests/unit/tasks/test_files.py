@@ -104,7 +104,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (_edit("task.toml", TOML + "split = 'held'"), "'held' is unknown(.|\n)*heldout"),
     (_edit("task.toml", TOML + "trust = 'code-graded'"), "with its answer files it is data-graded"),
     (_edit("answer/check.py", "def check(candidate): pass"), "it has cases.json and check.py"),
-    (lambda folder: (folder / "answer" / "cases.json").unlink(), "it has neither"),
+    (lambda folder: (folder / "answer" / "cases.json").unlink(), "it has none of them"),
     (lambda folder: (folder / "answer" / "cases.json").rename(folder / "answer" / "check.py"), "entry_point = ''"),
     (_edit("files/own.py", b"\xff\xfe"), "cannot read .*own.py"),
     (_edit("files/own.py", b"x" * (1 << 20 | 1)), "larger than"),

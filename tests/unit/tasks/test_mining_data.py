@@ -281,7 +281,7 @@ def test_a_module_that_the_machine_lacks_is_named(tmp_path: Path, using) -> None
     using(work)
 
 
-def test_whose_a_file_is_is_told_by_who_reads_it() -> None:
+def test_a_data_file_belongs_to_the_tests_if_only_tests_read_it() -> None:
     reads = {
         ("tests/test_a.py", "samples/a.json"),
         ("checks/test_b.py", "pkg/shown.csv"),  # of the package, and a test looks into it

@@ -109,7 +109,7 @@ def test_a_count_beyond_the_split_checks_what_is_there_and_an_endless_source_has
     assert asyncio.run(check(RepairSource(seed=0), FakeGrader(), Split.TRAIN)).num_tasks == 100
 
 
-def test_show_prints_what_the_agent_finds_and_nothing_hidden() -> None:
+def test_show_prints_a_tasks_files_and_no_part_of_its_answer() -> None:
     source = RepairSource(seed=0)
     task = source.task(Split.TRAIN, 0)
     text = show(task)

@@ -137,7 +137,7 @@ def test_a_row_names_no_repository_outside_of_its_folder(tmp_path: Path, path: s
 
 
 @pytest.mark.parametrize("key", ["problem_statement", "patch", "instance_id", "FAIL_TO_PASS"])
-def test_half_a_character_is_in_no_row(tmp_path: Path, key: str) -> None:
+def test_a_row_with_a_lone_surrogate_is_refused(tmp_path: Path, key: str) -> None:
     half = ["tests.test_calc.Half.test_\ud800"] if key == "FAIL_TO_PASS" else "half \ud800"
     with pytest.raises(TaskError, match="not a SWE-style row"):
         source_of(tmp_path, row(tmp_path, **{key: half}))

@@ -187,7 +187,7 @@ def test_online_without_a_key_and_an_unknown_mode_are_refused(tmp_path):
         make(Kind.TRACKER, Plugin("wandb", {"mode": "ofline"}))
 
 
-def test_the_id_is_the_runs_within_what_wandb_accepts():
+def test_the_wandb_id_is_the_runs_cut_to_the_longest_that_wandb_accepts():
     assert run_key("a-0123abcd") == "a-0123abcd"
     long = run_key(f"{'x' * 200}-0123abcd")
     assert len(long) == MAX_ID

@@ -107,7 +107,7 @@ def test_shares_of_the_ranks_are_the_batch_and_balanced(lengths: list[int], rank
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 25))
-def test_runs_cover_everything_in_order(lengths: list[int], budget: int) -> None:
+def test_group_by_budget_covers_all_lengths_in_order(lengths: list[int], budget: int) -> None:
     parts = list(group_by_budget(lengths, budget))
     assert [n for part in parts for n in lengths[part]] == lengths
     assert all(sum(lengths[p]) <= budget or p.stop - p.start == 1 for p in parts)

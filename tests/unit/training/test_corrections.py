@@ -176,7 +176,7 @@ def test_an_endless_ratio_is_cut_or_masked_and_never_a_nan() -> None:
         assert weight.max() <= high
 
 
-def test_on_equal_probabilities_nothing_is_corrected() -> None:
+def test_every_correction_gives_weight_1_for_equal_probabilities() -> None:
     for kind in CorrectionKind:
         low, high = LearnerConfig(correction=kind).correction_bounds
         assert (

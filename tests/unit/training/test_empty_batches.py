@@ -18,6 +18,6 @@ def test_a_batch_without_a_sampled_token_changes_nothing_but_the_step(tmp_path: 
     assert learner.optim_step()["grad_norm"] == 0.0
 
 
-def test_a_reference_that_is_asked_about_nothing_says_nothing(tmp_path: Path) -> None:
+def test_k1_of_no_samples_is_empty(tmp_path: Path) -> None:
     learner_of(tmp_path, CONFIG)
     assert Reference(tmp_path / "start").k1([]) == {}

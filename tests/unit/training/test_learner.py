@@ -128,7 +128,7 @@ def test_a_steps_share_of_the_learning_rate_is_the_share_of_its_change(
     assert float(quarter.norm()) == pytest.approx(0.25 * float(whole.norm()), rel=1e-3)
 
 
-def test_the_next_step_has_a_share_of_its_own(learner: TorchLearner) -> None:
+def test_each_step_takes_its_own_share_of_the_learning_rate(learner: TorchLearner) -> None:
     shares = []
     for share in (0.5, 1.0, 0.25):
         learner.forward_backward(msgspec.structs.replace(batch(sampled(learner, 0)), lr_share=share))

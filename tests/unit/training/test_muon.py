@@ -33,7 +33,7 @@ def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_matrix_is_turned_by_itself_and_all_else_is_left_to_adamw(family: str) -> None:
+def test_each_matrix_is_orthogonalised_by_itself_and_other_tensors_use_adamw(family: str) -> None:
     """After one step from nothing a matrix has moved by its own orthogonalised gradient, all else as AdamW moves it."""
     muon, adamw = Transformer(FAMILIES[family], seed=1), Transformer(FAMILIES[family], seed=1)
     before = {name: p.detach().clone() for name, p in muon.named_parameters()}
@@ -61,7 +61,7 @@ def test_each_matrix_is_turned_by_itself_and_all_else_is_left_to_adamw(family: s
     assert all(before[name].ndim == 1 or name.endswith(("embedding", "head", "router")) for name in left)
 
 
-def test_heads_are_turned_apart() -> None:
+def test_heads_are_orthogonalised_separately() -> None:
     whole = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
     turned = orthogonalise(whole, [4, 4])
     assert torch.allclose(turned[:4], newton_schulz(whole[:4]) * SIZE * 12**0.5)

@@ -117,7 +117,7 @@ def test_a_sum_of_parts_is_rounded_once_whoever_has_which(values, ranks):
 
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
-def test_a_sum_with_a_number_that_is_none_is_that(odd):
+def test_a_sum_with_nan_or_infinity_is_nan_or_infinity(odd):
     found = rounded_sum(
         [exact_sum(torch.tensor([1.0, odd], dtype=torch.float64)), exact_sum(torch.ones(3, dtype=torch.float64))]
     )

@@ -230,7 +230,7 @@ def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_pat
 
 
 @pytest.mark.slow
-def test_every_family_is_shared(tmp_path: Path) -> None:
+def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path: Path) -> None:
     """Latents, shared experts and biases of choosing; and a dense model. Texts are gathered as latents."""
     configs = {"latent": replace(DEEPSEEK, context_tokens=1024), "dense": DENSE}
     for name, config in configs.items():

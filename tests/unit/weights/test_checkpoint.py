@@ -171,7 +171,7 @@ def test_any_header_is_refused_or_describes_a_file_without_gaps(data: bytes) -> 
         assert all(place.start <= place.stop for place in places.values())
 
 
-def test_nothing_there_is_said_with_what_would_do(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none", tmp_path / "none.safetensors"):
         assert not is_checkpoint(path)
         with pytest.raises(CheckpointError, match="no checkpoint at"):
@@ -185,7 +185,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     new = {"w": Tensor("u8", (2,), np.array([3, 4], np.uint8))}
     write(tmp_path, old)
     held = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    for puts, says in (({}, "'w' was not written"), ({"x": new["w"]}, "'x' is u8")):
+    for puts, says in (({}, "'w' was not written"), ({"x": new["w"]}, "'x' does not fit")):
         with pytest.raises(CheckpointError, match=says):
             write_some(tmp_path, new, puts)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == held

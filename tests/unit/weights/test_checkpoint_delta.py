@@ -68,7 +68,7 @@ def test_tensors_that_come_and_go_arrive_too(tmp_path: Path) -> None:
     assert contents(tmp_path / "made") == contents(b)
 
 
-def test_single_files_will_do(tmp_path: Path) -> None:
+def test_a_delta_of_two_single_files_is_applied(tmp_path: Path) -> None:
     a, b = (checkpoint(tmp_path / name, tensors(step)) / WEIGHTS for name, step in (("a", 0), ("b", 1)))
     encode_delta(a, b, tmp_path / "d")
     apply_delta(a, tmp_path / "d", tmp_path / "made.safetensors")

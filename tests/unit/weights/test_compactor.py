@@ -157,7 +157,7 @@ def test_a_way_that_weighs_more_than_its_steps_is_not_added() -> None:
         assert compactor.step() == ()
 
 
-def test_a_rollback_begins_anew(policy: Policy) -> None:
+def test_after_a_rollback_skip_deltas_lead_along_the_new_branch(policy: Policy) -> None:
     from etude.weights.chain.branches import point
 
     store, _ = grown(policy, 8)
@@ -206,7 +206,7 @@ FORGERIES: dict[str, Callable[[MemoryStore, Manifest, Way], bytes]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_nobody_has_to_be_trusted_for_a_later_way(policy: Policy, forgery: str) -> None:
+def test_a_forged_skip_delta_does_not_change_what_followers_hold(policy: Policy, forgery: str) -> None:
     store, behind = grown(policy, 6)
     manifest = chain(store, "policy")[-1]
     (way,) = later_ways(store, manifest)
@@ -244,7 +244,7 @@ def _other(store: BlobStore, way: Way) -> Way:
     return Way(way.base, other.delta.objects)
 
 
-def test_no_way_that_is_open_is_ever_missed(policy: Policy) -> None:
+def test_the_search_yields_ways_in_order_of_their_bytes(policy: Policy) -> None:
     store, _ = grown(policy, 10)
     manifests = chain(store, "policy")
     search = Search(store, manifests[-1])

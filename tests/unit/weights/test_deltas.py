@@ -58,12 +58,12 @@ def test_both_modes_lead_to_the_same_bits(mode) -> None:
     assert_equal(apply(base(), encode(base(), target(), BF16, mode)), target())
 
 
-def test_the_way_back_is_a_delta_like_any_other() -> None:
+def test_a_delta_from_new_to_old_is_applied() -> None:
     assert_equal(apply(target(), encode(target(), base(), BF16)), base())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_comes_back(dtype: str) -> None:
+def test_a_delta_of_every_dtype_gives_the_new_bytes(dtype: str) -> None:
     rng = np.random.default_rng(5)
     codes = DTYPES[dtype].codes
     old = {"w": rng.integers(0, 256, (33, codes.itemsize), dtype=np.uint8).view(codes)}
@@ -98,7 +98,7 @@ def test_other_buffers_are_filled_whole_and_the_base_stays() -> None:
     assert_equal(old, base())
 
 
-def test_bytes_array_and_bytearray_will_do() -> None:
+def test_bytes_arrays_and_bytearrays_are_accepted_as_tensors() -> None:
     old = {"a": array("f", [1.0, 2.0]), "b": b"\x80\x3f\x81\x3f"}
     new = {"a": array("f", [1.0, 2.5]), "b": b"\x80\x3f\x82\x3f"}
     delta = encode(old, new, {"b": "bf16"})
@@ -241,7 +241,7 @@ def test_an_array_that_cannot_be_a_tensor_is_refused_by_name(value, dtypes, says
     assert says in str(refused.value)
 
 
-def test_a_mode_that_is_none_is_refused_with_the_nearest() -> None:
+def test_an_unknown_mode_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(WeightsError, match="no mode 'fasst'") as refused:
         encode(base(), target(), BF16, "fasst")  # type: ignore[arg-type]
     assert refused.value.hint == "did you mean 'fast'?"
@@ -273,7 +273,7 @@ def test_a_target_over_the_limit_is_refused_before_anything_is_decoded() -> None
         apply({}, delta, limit_bytes=1 << 19)
 
 
-def test_tensors_of_a_channel_will_do() -> None:
+def test_tensor_objects_are_accepted() -> None:
     old, new = (Tensor("bf16", (2,), np.array(codes, np.uint16)) for codes in ([1, 2], [1, 3]))
     assert apply({"w": old}, encode({"w": old}, {"w": new}))["w"].tolist() == [1, 3]
 

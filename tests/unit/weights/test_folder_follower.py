@@ -82,7 +82,7 @@ def test_a_restart_goes_on_from_what_the_directory_holds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("spoil", ["weights", "state", "other store"])
-def test_what_is_not_proven_is_not_gone_on_from(tmp_path: Path, spoil: str) -> None:
+def test_a_directory_with_altered_weights_or_state_is_written_anew(tmp_path: Path, spoil: str) -> None:
     store = MemoryStore()
     channel = Channel(store)
     publish(channel, 0)
@@ -262,7 +262,7 @@ def test_a_state_without_a_pointer_has_one_after_the_next_look(tmp_path: Path) -
         assert folder.followed == told
 
 
-def test_what_was_followed_of_another_pointer_says_nothing(tmp_path: Path) -> None:
+def test_a_directory_that_followed_one_channel_can_follow_another(tmp_path: Path) -> None:
     store = MemoryStore()
     publish(Channel(store, "one"), 0)
     publish(Channel(store, "one"), 1)

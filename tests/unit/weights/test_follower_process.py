@@ -71,7 +71,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield world
 
 
-def test_it_says_what_a_follower_says(world: World) -> None:
+def test_a_follower_process_returns_the_updates_of_a_follower(world: World) -> None:
     assert world.follower.advance() is None
     assert world.follower.version is None
     world.publish(0)
@@ -92,7 +92,7 @@ def test_it_says_what_a_follower_says(world: World) -> None:
         assert update.replaced.keys() == {"many"}
 
 
-def test_one_that_is_late_goes_to_the_head_at_once(world: World) -> None:
+def test_a_late_follower_process_advances_to_the_head_at_once(world: World) -> None:
     world.publish(0)
     world.follower.advance()
     for step in (1, 2, 3):
@@ -193,7 +193,7 @@ def test_a_child_that_gives_no_answer_is_killed_at_the_deadline(tmp_path: Path) 
         assert follower.advance() is None
 
 
-def test_a_closed_one_raises_and_its_child_is_gone(world: World) -> None:
+def test_a_closed_follower_process_raises_and_its_child_has_ended(world: World) -> None:
     pid = world.follower.pid
     world.follower.close()
     world.follower.close()

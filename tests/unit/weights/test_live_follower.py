@@ -215,7 +215,7 @@ def test_tied_tensors_share_one_memory_and_are_written_once(policy: Policy) -> N
     assert engine.holds(versions[1])
 
 
-def test_what_is_not_applied_moves_nothing_and_an_undo_leads_back(policy: Policy) -> None:
+def test_an_update_that_is_not_applied_changes_no_version_and_an_undo_restores_the_old_one(policy: Policy) -> None:
     store = MemoryStore()
     names = publish(store, [policy(0)])
     engine = Engine(store, policy(0))

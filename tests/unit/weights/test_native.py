@@ -210,7 +210,7 @@ def test_codes_are_scattered_as_numpy_does() -> None:
     assert all(np.array_equal(memory, right) for (memory, _, _), right in zip(rows, expected, strict=True))
 
 
-def test_a_scatter_outside_of_its_memory_is_refused_before_it_is_one() -> None:
+def test_a_scatter_outside_of_its_memory_is_refused_and_writes_nothing() -> None:
     memory, codes = np.zeros(4, np.uint16), np.ones(2, np.uint16)
     for places, new in (([0, 4], codes), ([0, 1, 2], codes), ([0, 1], codes.astype(np.uint32))):
         with pytest.raises(ValueError):  # noqa: PT011
@@ -220,7 +220,7 @@ def test_a_scatter_outside_of_its_memory_is_refused_before_it_is_one() -> None:
     assert not memory.any()
 
 
-def test_no_tiles_are_no_work() -> None:
+def test_kernels_accept_empty_lists_of_tiles() -> None:
     kernels, kind = NativeKernels(), DTYPES["bf16"]
     assert kernels.encode(kind, [], [], []) == []
     assert kernels.changes(kind, [], [], []) == []

@@ -43,7 +43,7 @@ def test_codes_cannot_be_written_through_a_tensor_and_a_copy_has_its_own() -> No
         tensor.codes[0] = 1
 
 
-def test_a_digest_knows_dtype_shape_and_bits() -> None:
+def test_the_digest_of_a_tensor_depends_on_dtype_shape_and_bits() -> None:
     digests = {
         tensor_digest(t)
         for t in (

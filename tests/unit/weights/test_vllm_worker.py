@@ -147,7 +147,7 @@ def test_another_version_is_prepared_in_place_of_one_that_waits(store: MemorySto
     assert holds(worker, 1)
 
 
-def test_what_cannot_be_done_yet_is_said(store: MemoryStore) -> None:
+def test_calls_before_a_channel_is_followed_are_errors(store: MemoryStore) -> None:
     with pytest.raises(WeightsError, match="follows no channel"):
         WorkerExtension().etude_prepare()
     worker = Worker(store)

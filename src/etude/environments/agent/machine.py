@@ -121,8 +121,8 @@ class AgentMachine:
             raise _file_error(error, "the working directory", max_bytes) from None
 
     async def load(self, tree: bytes) -> None:
-        """Write a file tree into the working directory of a new machine. `tree`: what `save` returned, also in another
-        machine.
+        """Write a file tree into the working directory of a new machine. `tree`: the result of `save`, of this
+        machine or another one.
 
         Raises `OSError` if the files do not fit, `FileNotFoundError` if the machine is gone.
         """

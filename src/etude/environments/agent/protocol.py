@@ -39,7 +39,7 @@ class ProtocolError(ValueError):
 
 
 class Frame(NamedTuple):
-    """One frame of the protocol. `kind`: one byte, a constant of this module. `id`: that of its request."""
+    """One frame of the protocol. `kind`: one byte, a constant of this module. `id`: the id of its request."""
 
     kind: bytes
     id: int

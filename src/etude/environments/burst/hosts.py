@@ -23,7 +23,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The resources that a host has for machines: CPU cores, memory in bytes, and free slots.
+    """The resources that a host has for machines: CPU cores, and memory in bytes.
 
     `rack`: hosts with the same rack can fail together, for example by losing power; "" if unknown.
     """

@@ -57,7 +57,7 @@ async def grade_cases(
         verdicts[i] = _value(result)
     passed = [same(got, case.expected) for (got, _), case in zip(verdicts, cases, strict=True)]
     share, solved = sum(passed) / len(passed), float(all(passed))
-    reason = f"all {len(passed)} hidden tests pass"
+    reason = f"all {len(passed)} hidden tests pass" if len(passed) > 1 else "the hidden test passes"
     if not solved:
         first = passed.index(False)
         why = f": {verdicts[first][1]}" if verdicts[first][1] else ""

@@ -263,4 +263,6 @@ def _check_declared(declared: Sequence[str]) -> None:
         )
     for path in declared:
         if not is_declarable(path):
-            raise TaskError(f"export {path!r} is not a plain relative path", hint='such as "src/calc.py" or "logs/"')
+            raise TaskError(
+                f"export {path!r} is not a plain relative path", hint='write it like "src/calc.py" or "logs/"'
+            )

@@ -39,9 +39,10 @@ _COLLECT_S = 300.0
 
 
 class Target(NamedTuple):
-    """One hidden test. `id`: its full name in pytest or unittest.
+    """One hidden test.
 
-    It is found as number `ordinal` (from 0) of the tests that have the name `base`, which is without parameters.
+    `base`: its name without parameters. `ordinal`: its number, from 0, among the tests with that name. `id`: its full
+    name in pytest or unittest.
     """
 
     base: str
@@ -70,9 +71,9 @@ class HiddenTestPlan(NamedTuple):
 class HiddenTestGrader:
     """Grades submissions with hidden tests, in machines of `runtime`.
 
-    `repeats`, `canaries`: after all tests have passed, so many tests run again and so many changed tests must fail.
-    `max_machines`: the most machines that run tests at once, over all grades. `run_all_tests`: False skips the
-    remaining tests after a failure.
+    After all tests have passed, `repeats` of them run again, and `canaries` changed tests must fail. `max_machines`:
+    the most machines that run tests at once, over all grades. `run_all_tests`: False skips the remaining tests after a
+    failure.
     """
 
     def __init__(
@@ -134,7 +135,8 @@ class HiddenTestGrader:
             reason = f"{sum(passed)} of {len(passed)} hidden tests pass; {tests.names[at]} does not{why}"
             return graded(0.0, sum(passed) / len(passed), Trust.CODE, reason)
         await self._verify_pass(machines, tests, plan, submission)
-        return graded(1.0, 1.0, Trust.CODE, f"all {len(passed)} hidden tests pass")
+        reason = f"all {len(passed)} hidden tests pass" if len(passed) > 1 else "the hidden test passes"
+        return graded(1.0, 1.0, Trust.CODE, reason)
 
     async def _verify_pass(
         self, machines: GradingMachines, tests: HiddenTests, plan: HiddenTestPlan, submission: Submission

@@ -5,7 +5,7 @@ over them. If the task is graded by the machine's state, it is forked from the s
 the agent's files are only data. Files whose names configure test runs (`exports.CONFIGURATION`), and files that shadow
 a hidden file, are never taken from the agent.
 
-A failed run is retried, and then tried without the agent's files. Only if that fails too, the agent is not to blame.
+A failed run is retried, and then tried without the agent's files. If that fails too, the agent is not to blame.
 
 The runner programs (`environments/runners`) report on one line of output that begins with a nonce, a random string. The
 nonce arrives on standard input and is in no file, argument or environment variable, so only code in the runner's own
@@ -62,7 +62,8 @@ class GradingMachines:
     - new modules whose name is in `reserved_modules`, in folders from which hidden files or commands import, unless the
       task declares their full path as an export
 
-    `python_finder`: a finder shared with other tasks; None: one of its own.
+    `python_finder` finds the name of the Python program in the task's image. Pass one `PythonFinder` for several tasks,
+    so that each image is tested once; None makes a new one.
     """
 
     def __init__(
@@ -365,8 +366,8 @@ class PythonFinder:
     async def find(self, image: Image | None) -> str:
         """Return the first of `PYTHON_NAMES` that works in machines of this image.
 
-        If no name works or the test fails, return the first name; the caller's own run then reports the problem. None:
-        the runtime's own root filesystem, which has "python".
+        If no name works or the test fails, return the first name; the caller's own run then reports the problem.
+        `image` None stands for the runtime's own root filesystem, which has "python".
         """
         if image is None:
             return PYTHON_NAMES[0]

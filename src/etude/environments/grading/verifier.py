@@ -120,7 +120,7 @@ class VerifierGrader:
     async def grade(
         self, task: Task, verifier: Verifier, canaries: Sequence[VerifierCanary], submission: Submission
     ) -> Graded:
-        """Grade a submission with a verifier. `canaries`: what `plan` returned. `submission`: the agent's exports.
+        """Grade a submission (what the agent exported) with a verifier. `canaries` come from `plan`.
 
         A reward above 0 from a verifier that ran the agent's code must repeat; the lower of two counts. Raises
         `Rejected` if the submission prevents a verdict or forges one, `GradingFault` if the task or the host is at
@@ -321,7 +321,9 @@ async def installed_modules(
         await machine.close()
     if listed.timed_out:
         raise MachineError(
-            "the modules of a task's machine could not be listed", "within 60 s", hint="grade the rollout again"
+            "the modules of a task's machine could not be listed",
+            "it took more than 60 s",
+            hint="grade the rollout again",
         )
     try:
         return frozenset(json.loads(listed.output)) - _ALWAYS_ALLOWED if listed.exit_code == 0 else frozenset()

@@ -146,7 +146,7 @@ def _run(command: list[str], deadline_s: float) -> None:
         facts = done.stdout[-_TAIL_BYTES:].decode(errors="replace").strip()
         raise_if_disk_full(facts)
         hint = "see its output: a package may not exist, or the mirror may not respond"
-        raise BadSource(f"{Path(command[0]).name} ended with {done.returncode}", facts, hint=hint)
+        raise BadSource(f"{Path(command[0]).name} ended with exit code {done.returncode}", facts, hint=hint)
 
 
 def _is_device_folder(path: str) -> bool:

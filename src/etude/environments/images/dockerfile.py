@@ -306,8 +306,8 @@ def arguments_of(
 ) -> list[tuple[str, str | None]]:
     """Return the names that an ARG instruction declares, with their values.
 
-    A value is that of `given`, else the default in the instruction, else None. `variables` are expanded in defaults.
-    Raises `BadSource` for an invalid name."""
+    A value comes from `given`, or else from the default in the instruction, or else it is None. `variables` are
+    expanded in defaults. Raises `BadSource` for an invalid name."""
     found: list[tuple[str, str | None]] = []
     for word in args_of(instruction, variables):
         name, equals, default = word.partition("=")

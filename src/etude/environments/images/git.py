@@ -113,7 +113,7 @@ def git_output(repository: Path, *args: str) -> bytes:
             left -= len(part)
         if not left:
             facts = f"git {args[0]} prints more than {MAX_OUTPUT_BYTES >> 20} MiB"
-            raise BadSource(f"{repository} is too large", facts, hint="use a part of it as a repository")
+            raise BadSource(f"{repository} is too large", facts, hint="make a repository of a part of it")
         code = process.wait()
     if code:
         raise git_failed(repository, args, b"exit code %d" % code)

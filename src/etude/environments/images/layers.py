@@ -42,7 +42,7 @@ class ChangeExporter(Protocol):
 def apply_layer(read: Read, tree: Tree, *, below: str = "", whiteouts: bool = True, skip: Collection[str] = ()) -> None:
     """Apply a tar archive with the changes of a layer to a tree.
 
-    `read` returns at most so many bytes of the archive, and b"" at its end. `below` is the folder of the tree that the
+    `read(n)` returns at most n bytes of the archive, and b"" at its end. `below` is the folder of the tree that the
     archive's paths are relative to. With `whiteouts`, deletions are applied and devices in /dev ignored; False is for a
     plain archive. `skip` are top-level folders that are not changed. Raises `BadSource` for devices, pipes, paths with
     ``..`` and damaged archives, and over the limits of the tree."""

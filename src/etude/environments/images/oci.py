@@ -27,7 +27,7 @@ from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import Tree
 from etude.records.image import Image
 
-_HINT = "write it again: skopeo copy, docker save, podman save"
+_HINT = "write the image again with skopeo copy, docker save or podman save"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _DIGEST = re.compile("sha256:([0-9a-f]{64})")
 _MAX_INDEXES = 4  # nested

@@ -44,9 +44,9 @@ Read = Callable[[int], bytes]
 def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
     """Yield the entries of an archive, each with an iterator over its content.
 
-    `read` returns at most so many bytes of the archive, and b"" at its end. An iterator is valid until the next entry.
-    The bytes after the end of the archive are read, too, so that a decompressor checks its checksum. Raises `BadSource`
-    if the archive is damaged or has unsupported entries."""
+    `read(n)` returns at most n bytes of the archive, and b"" at its end. An iterator is valid until the next entry. The
+    bytes after the end of the archive are read, too, so that a decompressor checks its checksum. Raises `BadSource` if
+    the archive is damaged or has unsupported entries."""
     extra: dict[str, str] = {}
     everywhere: dict[str, str] = {}
     num_headers = 0

@@ -159,7 +159,8 @@ class Tree:
         path = normalize_path(path, self.budget.limits)
         if not path:
             raise BadSource(
-                "the archive deletes the root folder", hint="correct this path in the image's source, then build again"
+                "the archive deletes the root folder",
+                hint="remove this entry from the image's source, then build again",
             )
         try:
             parent, name = self._parent(path, make=False)
@@ -199,7 +200,8 @@ class Tree:
         """Delete what exists at a path. Returns the descriptor of its parent folder, and its name."""
         if not path:
             raise BadSource(
-                "the archive replaces the root folder", hint="correct this path in the image's source, then build again"
+                "the archive replaces the root folder by a file or link",
+                hint="make the root a folder in the image's source, then build again",
             )
         self.budget.take_file()
         parent, name = self._parent(path)

@@ -84,7 +84,7 @@ class Monitor:
                     while name not in self._events:
                         self._receive(await self._message())
             except TimeoutError:
-                facts = f"not within {deadline_s:g} s"
+                facts = f"waited {deadline_s:g} s"
                 raise MachineError(
                     f"QEMU did not send {name}",
                     facts,

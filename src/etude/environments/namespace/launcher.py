@@ -45,6 +45,7 @@ from etude.records.command import OutputCallback, ProcessStarted
 
 T = TypeVar("T")
 _START_DEADLINE_S = 20.0
+_END_DEADLINE_S = 60.0  # of a killed machine: on a busy host, freeing its memory takes seconds
 _HINT = (
     "machines need user namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces>0), run as root with CAP_SYS_ADMIN "
@@ -199,7 +200,7 @@ class LauncherProcess:
         with contextlib.suppress(MachineError):
             self._send(KILL, number)
 
-    async def kill(self, number: int, *, deadline_s: float = 10.0) -> None:
+    async def kill(self, number: int, *, deadline_s: float = _END_DEADLINE_S) -> None:
         """Kill the machine `number` and wait until all its processes are gone.
 
         Raises `MachineError` if they are not gone after `deadline_s` seconds.

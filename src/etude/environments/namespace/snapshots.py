@@ -1,6 +1,7 @@
 """A cache of prepared file trees. The id of a tree is the digest of its bytes.
 
-The least recently used trees are evicted first. To be sure, prepare a tree again, which is cheap, before it is forked.
+The least recently used trees are evicted first. An evicted tree cannot be forked, so prepare it again before each fork;
+that is cheap.
 """
 
 from __future__ import annotations

@@ -152,9 +152,11 @@ async def envelopes(
                     Code.UNIMPLEMENTED, "compressed messages are not supported", hint="send them uncompressed"
                 )
             if flags & ~_END or (flags and not is_response):
-                raise RpcError(Code.INVALID_ARGUMENT, f"an envelope with flags {flags}")
+                raise RpcError(Code.INVALID_ARGUMENT, f"an envelope has the invalid flags {flags}")
             if length > max_bytes:
-                raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message of {length} bytes; at most {max_bytes} are allowed")
+                raise RpcError(
+                    Code.RESOURCE_EXHAUSTED, f"a message has {length} bytes; at most {max_bytes} are allowed"
+                )
             if len(buffer) < _HEAD.size + length:
                 break
             data = bytes(buffer[_HEAD.size : _HEAD.size + length])

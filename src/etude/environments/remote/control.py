@@ -149,13 +149,14 @@ class SandboxRoutes:
         return Response(status_code=204)
 
     async def timeout(self, request: Request) -> Response:
-        """Handle `POST /sandboxes/{id}/timeout`: set the end of the sandbox's lease to so many seconds from now."""
+        """Handle `POST /sandboxes/{id}/timeout`: let the sandbox's lease end this many seconds from now."""
         sandbox = self._find_sandbox(request)
         self._manager.renew(sandbox, (await _read_message(request, m.Lease)).timeout)
         return Response(status_code=204)
 
     async def refresh(self, request: Request) -> Response:
-        """Handle `POST /sandboxes/{id}/refreshes`: extend the sandbox's lease to at least so many seconds from now."""
+        """Handle `POST /sandboxes/{id}/refreshes`: extend the sandbox's lease to at least this many seconds from
+        now."""
         sandbox = self._find_sandbox(request)
         self._manager.renew(sandbox, (await _read_message(request, m.Refresh)).duration, at_least=True)
         return Response(status_code=204)

@@ -216,7 +216,7 @@ class EnvdRoutes:
             if time.monotonic() - last > every_s:
                 yield m.Watched(keepalive={})
                 last = time.monotonic()
-        raise RpcError(Code.DEADLINE_EXCEEDED, f"watched for {deadline_s:g} s")
+        raise RpcError(Code.DEADLINE_EXCEEDED, f"the deadline of {deadline_s:g} s has passed")
 
     async def create_watcher(self, sandbox: Sandbox, request: Request, message: m.Watch) -> object:
         """Handle the RPC `Filesystem/CreateWatcher`: begin to watch a folder and return the watcher's id.
@@ -261,7 +261,7 @@ class EnvdRoutes:
             except RpcError as error:
                 return Response(error.body(), error.code.status, media_type=connect.JSON)
             except TimeoutError:
-                late = RpcError(Code.DEADLINE_EXCEEDED, f"{request.url.path}: not within the deadline")
+                late = RpcError(Code.DEADLINE_EXCEEDED, f"{request.url.path} took longer than its deadline")
                 return Response(late.body(), late.code.status, media_type=connect.JSON)
             return Response(msgspec.json.encode(reply), media_type=connect.JSON)
 
@@ -365,4 +365,4 @@ async def resize(machine: Machine, process: Process, size: m.Size) -> None:
 
 def _check(size: m.Size) -> None:
     if not (0 < size.rows <= _MAX_SIDE and 0 < size.cols <= _MAX_SIDE):
-        raise RpcError(Code.INVALID_ARGUMENT, f"a terminal of {size.rows} rows and {size.cols} columns")
+        raise RpcError(Code.INVALID_ARGUMENT, f"a terminal cannot have {size.rows} rows and {size.cols} columns")

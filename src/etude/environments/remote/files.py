@@ -215,7 +215,7 @@ class Files:
         except ValueError as error:
             raise RpcError(Code.INVALID_ARGUMENT, str(error)) from None
         if result.timed_out:
-            raise RpcError(Code.DEADLINE_EXCEEDED, f"{paths[0]}: not within {_DEADLINE_S:g} s")
+            raise RpcError(Code.DEADLINE_EXCEEDED, f"{paths[0]}: the request took more than {_DEADLINE_S:g} s")
         if len(out) > max_bytes:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"{paths[0]} has more than {max_bytes} bytes")
         return result.exit_code, bytes(out), bytes(err)

@@ -152,7 +152,7 @@ class HttpClient:
         except aiohttp.ClientConnectorError as error:
             raise RpcError(Code.UNAVAILABLE, str(error), hint="unsent") from None
         except TimeoutError:
-            raise RpcError(Code.DEADLINE_EXCEEDED, f"not within {deadline_s:g} s") from None
+            raise RpcError(Code.DEADLINE_EXCEEDED, f"the call took more than {deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise RpcError(Code.UNAVAILABLE, str(error) or type(error).__name__) from None
 

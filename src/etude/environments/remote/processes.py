@@ -115,7 +115,8 @@ class Input:
             if offset is not None:
                 if offset > self._received:
                     raise RpcError(
-                        Code.OUT_OF_RANGE, f"input from byte {offset} on, but {self._received} were received"
+                        Code.OUT_OF_RANGE,
+                        f"the input starts at byte {offset}, but only {self._received} bytes were received",
                     )
                 data = data[self._received - offset :]
             if self._closed and data:
@@ -222,8 +223,8 @@ class Processes:
     def start(self, spec: m.Start, *, user: str, deadline_s: float) -> Process:
         """Run the command of a request, or return the process that was started with the same key.
 
-        `user` is the machine user that runs it. Raises `RpcError` (RESOURCE_EXHAUSTED) if too many commands run or
-        output is recorded."""
+        `user` is the machine user that runs it. Raises `RpcError` (RESOURCE_EXHAUSTED) if too many commands run or the
+        machine's recorded results are too large."""
         process = Process(spec, user=user, log_bytes=self._log_bytes)
         known = self._running.get(process.key) or self._ended.get(process.key)
         if known is not None:

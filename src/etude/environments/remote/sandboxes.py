@@ -433,7 +433,7 @@ async def run_backend_call(work: Awaitable[T], *, deadline_s: float, what: str) 
     except ValueError as error:
         raise ApiError(400, what, str(error), hint="correct the request as the message says") from None
     except TimeoutError:
-        raise ApiError(504, what, f"not within {deadline_s:g} s", hint="try again later") from None
+        raise ApiError(504, what, f"it took more than {deadline_s:g} s", hint="try again later") from None
     except OSError as error:
         raise ApiError(507, what, str(error), hint="check the disks of the sandbox and of the server") from None
 
@@ -451,9 +451,10 @@ class _Snapshot(NamedTuple):
 class AccountSnapshots:
     """The snapshots of one account, found by id or name.
 
-    An account has at most `MAX_SNAPSHOTS`. Over that, the least recently used one is deleted that has no name or a name
-    given by etude's clients, which prepare such snapshots again. All others stay until they are deleted, and the
-    runtime must keep them: for each, `hold` is called with its id in the runtime.
+    A snapshot is disposable if it has no name, or only a name that etude's clients gave: they prepare it again. An
+    account has at most `MAX_SNAPSHOTS`; when another is added, the least recently used disposable one is deleted. All
+    others stay until the account deletes them. `hold` is called with the runtime's id of each of these, so that the
+    runtime keeps it.
 
     >>> snapshots = AccountSnapshots(lambda state: None)
     >>> first = snapshots.add("tree", "mine")

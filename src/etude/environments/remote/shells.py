@@ -64,14 +64,14 @@ class Shell:
                         arrived.cancel()
             except TimeoutError:
                 await self._kill()
-                raise RpcError(Code.DEADLINE_EXCEEDED, f"not within {_DEADLINE_S:g} s") from None
+                raise RpcError(Code.DEADLINE_EXCEEDED, f"the request took more than {_DEADLINE_S:g} s") from None
             except asyncio.CancelledError:
                 await asyncio.shield(self._kill())  # its output would be mixed with that of the next request
                 raise
             if not response.arrived.is_set():
                 self._raise_ended(self._life)
             if response.code is None:
-                raise RpcError(Code.RESOURCE_EXHAUSTED, f"more than {max_bytes} bytes")
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"the result has more than {max_bytes} bytes")
             return response.code, bytes(response.out), bytes(response.err)
 
     def _start(self) -> None:

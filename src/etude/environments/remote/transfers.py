@@ -59,7 +59,7 @@ class FileRoutes:
         except RpcError as error:
             return _file_error(error)
         except TimeoutError:
-            facts = f"not within {self._config.deadline_s:g} s"
+            facts = f"it took more than {self._config.deadline_s:g} s"
             raise ApiError(504, "the file was not read", facts, hint="try again later") from None
         name = quote(posixpath.basename(path))
         headers = {"content-disposition": f"inline; filename*=UTF-8''{name}"}
@@ -73,7 +73,7 @@ class FileRoutes:
             async with asyncio.timeout(self._config.deadline_s), self._uploads:
                 return await self._upload(request)
         except TimeoutError:
-            facts = f"not within {self._config.deadline_s:g} s"
+            facts = f"it took more than {self._config.deadline_s:g} s"
             raise ApiError(504, "the files were not written", facts, hint="send less at a time") from None
 
     async def _upload(self, request: Request) -> Response:
@@ -98,7 +98,7 @@ class FileRoutes:
         else:
             raise ApiError(
                 400,
-                f"content-type {content_type[:60]!r}, or no path",
+                f"content-type {content_type[:60]!r} is not supported, or the path is missing",
                 hint="send a form, or a path and application/octet-stream",
             )
         if len({name for name, _ in uploads}) < len(uploads):

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
-from etude.errors import EngineError
+from etude.errors import EngineError, MalformedRequest
 from etude.evals.doctor.sides import EngineSide, Sampled, sample_ways
 from etude.inference.client import HttpEngine
-from etude.inference.errors import MalformedRequest
 from etude.inference.operator_trace import Results, as_tensor
 
 T = TypeVar("T")
@@ -103,7 +102,9 @@ class RemoteReferenceEngine:
 
 
 class VllmEngine:
-    """The `EngineSide` of vLLM's OpenAI-compatible server. It does not report the results of its operators."""
+    """A running vLLM server that is compared with the learner (an `EngineSide`), through its OpenAI-compatible API.
+
+    It does not report the outputs of single operators, such as a norm."""
 
     ways = ("batched", "alone")
 

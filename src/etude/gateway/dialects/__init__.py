@@ -1,9 +1,14 @@
 """The APIs of the gateway, called dialects: chat completions, text completions, Responses, Messages. One module each.
 
-request = DIALECTS["chat"].read(body)               # a ChatRequest, or RequestRefused head = new_head(request)
-DIALECTS["chat"].body(request, head, [answer])      # the body of a whole response stream =
-DIALECTS["chat"].stream(request, head, chat) stream.tokens(ids), stream.finish(answer), stream.end()   # the events of a
-streamed one"""
+The steps from the body of a request to that of its response, or to the events of a stream:
+
+    dialect = DIALECTS["chat"]
+    request = dialect.read(data)                     # a ChatRequest; raises RequestRefused
+    head = new_head(request)
+    dialect.body(request, head, [answer])            # the body of a response that is not streamed
+    stream = dialect.stream(request, head, chat)
+    stream.tokens(ids), stream.finish(answer), stream.end()   # the events of a stream
+"""
 
 from etude.gateway.dialects import chat, messages, responses, text
 from etude.gateway.dialects.dialect import Dialect, EventStream, new_head

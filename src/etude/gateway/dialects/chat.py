@@ -16,11 +16,11 @@ from etude.gateway.requests import (
     ABSENT,
     BodyDecoder,
     ChatRequest,
-    MessageCache,
+    Conversations,
     ToolsCache,
     canonical_call,
-    checked_messages,
     chosen_tools,
+    message_reader,
 )
 
 NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
@@ -73,13 +73,20 @@ class _Choice(msgspec.Struct):
     allowed_tools: _Allowed | None = None
 
 
-class _Schema(msgspec.Struct):
+class _Schema(msgspec.Struct, forbid_unknown_fields=True):
     schema: dict[str, Any] | bool | None = None
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
 
 
-class _Format(msgspec.Struct):
+class _Format(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
+    schema: Any = None  # of Responses
+    name: Any = None
+    strict: Any = None
+    description: Any = None
 
 
 class _ChatBody(Body, kw_only=True):
@@ -99,16 +106,20 @@ def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a chat completion request. Raises `RequestRefused` (HTTP status 400)."""
     body = _decoder.decode(data)
     fields = common(body)
-    messages = _cache.read(body.messages, "messages")
+    messages = _conversations.read(body.messages, len(data))
     tools, must_call = _tools(body)
     form, schema = body.response_format, None
-    if form is not None and form.type != "text":
+    if form is not None and (form.type == "json_schema" or form.schema is not None):
         schema = form.json_schema.schema if form.json_schema is not None else None
-        schema = {"type": "object"} if schema is None else schema
+        if schema is None:
+            hint = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+            raise invalid_request(f"response_format lacks json_schema.schema\n  hint: send {hint}", "response_format")
+    elif form is not None and form.type == "json_object":
+        schema = {"type": "object"}
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("top_logprobs needs logprobs = true", "top_logprobs")
     return ChatRequest(
-        messages=checked_messages(messages, "messages"),
+        messages=messages,
         tools=tools,
         must_call=must_call,
         parallel=body.parallel_tool_calls is not False,
@@ -155,7 +166,7 @@ def _canonical(message: _Message, where: str) -> list[Message]:
     return [canonical]
 
 
-_cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
+_conversations = Conversations(message_reader(msgspec.json.Decoder(_Message), _canonical, "messages"), "messages")
 _tools_cache = ToolsCache(dict[str, Any], lambda tools: tools)
 
 

@@ -27,8 +27,9 @@ class DeclaredTool(msgspec.Struct):
 
     - `type`: "function", "custom" (takes one text), "namespace" (a group of tools), or a type that is refused
     - `parameters`: JSON schema of a function's arguments
-    - `format`: of a custom tool's text: any text, or a grammar
-    - `tools`: the tools in a namespace"""
+    - `format`: what text a custom tool takes: any text, or the texts of a grammar
+    - `tools`: the tools in a namespace
+    - `function`: the field in which the chat completions API declares a function; a tool that has it is refused"""
 
     type: str
     name: str = ""
@@ -36,6 +37,7 @@ class DeclaredTool(msgspec.Struct):
     parameters: dict[str, Any] | None = None
     format: _Format | None = None
     tools: list[DeclaredTool] = []
+    function: Any = None
 
 
 class ToolName(NamedTuple):
@@ -72,9 +74,11 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
         return
     if tool.type not in ("function", "custom"):
         what = f"{where}: tools of type {tool.type[:100]!r} are not offered by this model"
-        hint = (
-            "give tools of type function, custom or namespace, which the client executes; switch the others off there"
-        )
+        hint = "switch these tools off in the client; it executes those of type function, custom or namespace itself"
+        raise invalid_request(f"{what}\n  hint: {hint}", where)
+    if tool.function is not None:
+        what = f"{where} has the form of chat completions"
+        hint = 'send {"type": "function", "name": ..., "description": ..., "parameters": {...}}'
         raise invalid_request(f"{what}\n  hint: {hint}", where)
     description, schema, form = tool.description, tool.parameters, tool.format
     if tool.type == "custom":
@@ -83,7 +87,7 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
             if form.syntax == "regex":
                 text["pattern"] = f"^(?:{form.definition})$"
             elif must_call:
-                what = f"{where}.format: a call with an input under a grammar of lark cannot be enforced"
+                what = f"{where}.format: this model cannot be forced to call a tool with a Lark grammar"
                 raise invalid_request(f"{what}\n  hint: use tool_choice = auto, or syntax = regex", "tool_choice")
             description = f"{description or ''}\n\nThe input follows this grammar ({form.syntax}):\n{form.definition}"
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
@@ -91,7 +95,7 @@ def _functions(tool: DeclaredTool, namespace: str, where: str, must_call: bool) 
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, ToolName]:
-    """Return a dict: name of the function that the model sees -> how the response must name that tool.
+    """Map the name of each function that the model sees to the name that the response must give to the tool.
 
     `tools`: the list `tools` of the request's decoded JSON body."""
     found: dict[str, ToolName] = {}

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from etude.capture import Chat
+from etude.capture.streams import StreamedText
 from etude.gateway.answers import Answer, ResponseHead
 from etude.gateway.errors import RequestRefused
 from etude.gateway.requests import ChatRequest
-from etude.gateway.streams import StreamedText
 from etude.records.wire import I32
 
 
@@ -86,7 +86,7 @@ class Dialect:
     """One API of a vendor: how its requests are read, and how its responses, events and errors are written.
 
     - `name`: "chat", "text", "responses" or "messages".
-    - `path`: of its requests, such as "/v1/chat/completions".
+    - `path`: the URL path of its requests, such as "/v1/chat/completions".
     - `read`: parse and check the JSON body of a request. Raises only `RequestRefused`.
     - `body`: return the JSON body of a whole response.
     - `stream`: return the `EventStream` of a streamed response.

@@ -16,14 +16,14 @@ from etude.gateway.requests import (
     ABSENT,
     BodyDecoder,
     ChatRequest,
-    MessageCache,
+    Conversations,
     ToolsCache,
     canonical_call,
     check_range,
     check_stops,
-    checked_messages,
     chosen_tools,
     function_tool,
+    message_reader,
     read_sampling,
 )
 
@@ -153,16 +153,16 @@ def read_count(data: bytes) -> ChatRequest:
         if not edit.type.startswith("clear_thinking"):  # earlier reasoning is in the context only as it was sampled
             what = f"context_management of type {edit.type[:100]!r} is not offered by this model"
             raise invalid_request(f"{what}\n  hint: leave it out", "context_management")
-    messages = _system(body.system)
-    messages += _cache.read(body.messages, "messages")
+    messages = _conversations.read(body.messages, len(data), _system(body.system))
     choice = body.tool_choice or _ToolChoice("auto")
     tools = _tools_cache.read(body.tools)
     form = body.output_config.format if body.output_config is not None else None
     return ChatRequest(
         sampling=read_sampling(body),
         schema=None if form is None else form.schema,
+        schema_field="output_config.format",
         model=body.model,
-        messages=checked_messages(messages, "messages"),
+        messages=messages,
         tools=chosen_tools(tools, choice.name if choice.type == "tool" else None, none=choice.type == "none"),
         must_call=choice.type in ("any", "tool"),
         parallel=not choice.disable_parallel_tool_use,
@@ -175,11 +175,11 @@ def read_count(data: bytes) -> ChatRequest:
     )
 
 
-def _system(system: str | list[_Block] | None) -> list[Message]:
+def _system(system: str | list[_Block] | None) -> str:
     if isinstance(system, list):
         blocks = [b for i, b in enumerate(system) if not b.text.startswith(BILLING) and _is_text(b, f"system[{i}]")]
-        system = "\n".join(block.text for block in blocks)
-    return [{"role": "system", "content": system}] if system else []
+        return "\n".join(block.text for block in blocks)
+    return system or ""
 
 
 def _is_text(block: _Block, where: str) -> bool:
@@ -230,7 +230,7 @@ def _assistant(blocks: Sequence[_Block], where: str) -> Message:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-_cache = MessageCache(msgspec.json.Decoder(_Message), _canonical)
+_conversations = Conversations(message_reader(msgspec.json.Decoder(_Message), _canonical, "messages"), "messages")
 
 
 def _tool(tool: _Tool, where: str) -> dict[str, Any]:

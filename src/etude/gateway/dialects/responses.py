@@ -18,11 +18,11 @@ from etude.gateway.requests import (
     ABSENT,
     BodyDecoder,
     ChatRequest,
+    Conversations,
     ParseCache,
     ToolsCache,
     canonical_call,
     check_range,
-    checked_messages,
     chosen_tools,
     read_sampling,
 )
@@ -83,9 +83,13 @@ class _Choice(msgspec.Struct):
     tools: list[_Choice] = []
 
 
-class _Format(msgspec.Struct):
+class _Format(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | bool | None = None
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: Any = None  # of chat completions
 
 
 class _Text(msgspec.Struct):
@@ -131,11 +135,11 @@ def read(data: bytes) -> ChatRequest:
     """Parse and check the JSON body of a request of the Responses API. Raises `RequestRefused` (HTTP status 400)."""
     body = _decoder.decode(data)
     check_range("max_output_tokens", body.max_output_tokens, 1)
-    messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
+        messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
         messages.append({"role": "user", "content": body.input})
     else:
-        messages += _messages(body.input)
+        messages = _conversations.read(body.input, len(data), body.instructions or "")
     choice = body.tool_choice or "auto"
     only: list[str] | None = None
     if isinstance(choice, _Choice):
@@ -148,15 +152,24 @@ def read(data: bytes) -> ChatRequest:
         must = choice == "required"
     tools = _tools[must].read(body.tools)
     form = body.text.format if body.text is not None else None
-    schema = None if form is None or form.type == "text" else {"type": "object"} if form.schema is None else form.schema
+    schema: dict[str, Any] | bool | None = None
+    if form is not None and form.type == "json_schema":
+        schema = form.schema
+        if schema is None:
+            hint = '{"type": "json_schema", "name": ..., "schema": {...}}'
+            raise invalid_request(f"text.format lacks schema\n  hint: send {hint}", "text.format")
+    elif form is not None and form.type == "json_object":
+        schema = {"type": "object"}
     offered = chosen_tools(tools, only, none=choice == "none")
     logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
     return ChatRequest(
         model=body.model,
-        messages=checked_messages(messages, "input"),
+        messages=messages,
         tools=offered,
         sampling=read_sampling(body),
         schema=schema,
+        prompt_field="input",
+        schema_field="text.format",
         top_logprobs=(body.top_logprobs or 0) if logprobs else None,
         must_call=must,
         parallel=body.parallel_tool_calls is not False,
@@ -178,8 +191,9 @@ def _echoed(data: bytes) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _messages(items: Sequence[msgspec.Raw]) -> list[Message]:
-    """Convert the items of a conversation. Those of one turn of the model become one message."""
+def _messages(items: Sequence[msgspec.Raw], first: int) -> list[Message]:
+    """Convert items of a conversation. Those of one turn of the model become one message. `first`: number of the first
+    item."""
     messages: list[Message] = []
     turn: list[bytes] = []  # the items of the model's turn that is being put together
     is_said = False  # whether they have a text or a call
@@ -191,7 +205,7 @@ def _messages(items: Sequence[msgspec.Raw]) -> list[Message]:
         turn.clear()
         is_said = False
 
-    for i, item in enumerate(items):
+    for i, item in enumerate(items, first):
         raw = bytes(item)
         message = _items.read(raw, f"input[{i}]")
         if message["role"] == "assistant":
@@ -238,6 +252,7 @@ def _turn(items: Sequence[_Item], where: str) -> KeptMessage:
     return KeptMessage(turn)
 
 
+_conversations = Conversations(_messages, "input")
 _items = ParseCache(msgspec.json.Decoder(_Item), _message)
 _turns = ParseCache(msgspec.json.Decoder(list[_Item]), _turn)
 _tools = {must: ToolsCache(DeclaredTool, partial(functions, must_call=must)) for must in (False, True)}

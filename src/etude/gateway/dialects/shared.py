@@ -10,7 +10,7 @@ import msgspec
 from etude.capture import Chat
 from etude.gateway.answers import Answer, ResponseHead, num_sampled, summary_usage
 from etude.gateway.dialects.dialect import EventStream, data_event
-from etude.gateway.errors import RequestRefused, openai_error
+from etude.gateway.errors import RequestRefused, invalid_request, openai_error
 from etude.gateway.requests import ChatRequest, check_range, check_stops, read_sampling
 
 DONE = b"data: [DONE]\n\n"
@@ -96,6 +96,9 @@ def common(body: Body) -> dict[str, Any]:
     """Check the shared parameters, and return them as keyword arguments of `ChatRequest`. Raises `RequestRefused`."""
     check_range("max_tokens", body.max_tokens, 1)
     check_range("max_completion_tokens", body.max_completion_tokens, 1)
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        what = f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ"
+        raise invalid_request(f"{what}\n  hint: send only one of them", "max_tokens")
     return {
         "sampling": read_sampling(body),
         "n": body.n or 1,

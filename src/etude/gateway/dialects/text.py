@@ -37,7 +37,10 @@ def read(data: bytes) -> ChatRequest:
     check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     fields = common(body)
     return ChatRequest(
-        prompt=prompt, top_logprobs=body.logprobs, **{**fields, "max_tokens": fields["max_tokens"] or TEXT_TOKENS}
+        prompt=prompt,
+        prompt_field="prompt",
+        top_logprobs=body.logprobs,
+        **{**fields, "max_tokens": fields["max_tokens"] or TEXT_TOKENS},
     )
 
 

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from etude.errors import EngineError
+from etude.errors import EngineError, MalformedRequest
 from etude.grammars import kind_of
-from etude.inference.errors import InvalidGrammar, MalformedRequest
+from etude.inference.errors import InvalidGrammar
 from etude.models.config import ModelConfig
 from etude.records.completion import (
     Completion,
@@ -44,12 +44,13 @@ class BrokenAnswer(EngineError):
 class AnswerPart:
     """A part of a server's streamed response, or the parts so far together (`JoinedAnswer.part`).
 
-    - `token_ids`, `logprobs`: of the sampled tokens.
-    - `finish_reason`: "stop" or "length" in the last part, else None.
+    - `token_ids`, `logprobs`: the sampled tokens, and their log-probabilities.
+    - `finish_reason`: "stop", "length" or "abort" in the last part, else None.
     - `spans`: pairs (adoption, number of tokens) of the complete response, in its last part: which weights sampled
       what.
     - `num_cached`: prompt tokens whose KV was reused.
-    - `routed`: encoded routes (experts chosen by the MoE routers), when the server sends them."""
+    - `routed`: encoded routes (experts chosen by the MoE routers), when the server sends them.
+    - `message`: why the server aborted the request, if it says so."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -58,6 +59,7 @@ class AnswerPart:
     num_cached: int = 0
     routed: str | None = None  # encoded routes, when the server sends them
     likeliest: list[list[tuple[float, int]]] = field(default_factory=list)  # (log-probability, id) for each token
+    message: str = ""
 
 
 class JoinedAnswer:
@@ -85,6 +87,7 @@ class JoinedAnswer:
             spans=other.spans or had.spans,
             num_cached=other.num_cached or had.num_cached,
             routed=other.routed or had.routed,
+            message=other.message or had.message,
         )
 
 
@@ -148,7 +151,8 @@ def make_completion(
     if min(answer.logprobs) <= NON_FINITE_LOGPROB or not np.isfinite(answer.logprobs).all():
         raise broken_answer(server, engine, "a sampled token whose log-probability is not finite")
     stopped = answer.token_ids[-1] in request.sampling.stop_token_ids
-    if answer.finish_reason not in ("stop", "length") or stopped != (answer.finish_reason == "stop"):
+    ended = answer.finish_reason == "abort"  # by the caller, maybe after a stop token
+    if not ended and (answer.finish_reason not in ("stop", "length") or stopped != (answer.finish_reason == "stop")):
         raise broken_answer(server, engine, f"an end by {answer.finish_reason!r} at token {answer.token_ids[-1]}")
     spans = tuple(VersionSpan(versions[number], n, number - adoption) for number, n in answer.spans)
     if spans[0].kv_epoch:
@@ -229,7 +233,7 @@ def grammar_of(sampling: Sampling, server: str) -> tuple[str, Any] | None:
     kind, value = kind_of(sampling.grammar)
     if kind == "lark":
         hint = "use an engine of kind reference, or a grammar of a JSON schema or a regular expression"
-        raise InvalidGrammar(f"{server} takes no Lark grammar", "tool calls are forced by Lark grammars", hint=hint)
+        raise InvalidGrammar(f"{server} takes no Lark grammar", "etude forces tool calls by Lark grammars", hint=hint)
     return kind, value if not isinstance(value, bool) else {} if value else {"not": {}}
 
 

@@ -56,7 +56,8 @@ class Dialect(Protocol):
         ...
 
     def decode_routes(self, data: str | None, model: ModelConfig, *, count: int) -> Routes:
-        """Decode the routes in a response, `AnswerPart.routed`, to [count, MoE layers, top_k]. Raises `ValueError`."""
+        """Decode routes (experts chosen by the MoE routers) from `AnswerPart.routed` to [count, MoE layers, top_k].
+        Raises `ValueError`."""
         ...
 
 
@@ -112,6 +113,10 @@ class ServerClient(abc.ABC):
         """Fetch the routes that the worker extension recorded of the ended request `name`, and drop them there.
 
         The result is base64 for `answers.decode_kept_routes`, or None when there is none."""
+
+    @abc.abstractmethod
+    async def end(self, name: str) -> None:
+        """Abort the request `name`: the last part of its response then has the finish reason "abort"."""
 
     def forget(self, name: str) -> None:  # noqa: B027 - most servers drop a request whose connection is closed
         """Tell the server to drop the cancelled request `name`, whose connection is closed."""

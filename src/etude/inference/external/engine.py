@@ -57,13 +57,14 @@ class _ActiveRequest:
     arrived: float
     unread: int  # tokens of its prompt, until its first token arrives
     outdated: bool = False
+    ended: bool = False  # by the caller, before its last token
     next_check: asyncio.TimerHandle | None = None
 
 
 class ExternalEngine:
     """An engine that serves with the vLLM or SGLang server of `client`.
 
-    It implements `seams.Engine` and `seams.Streaming`.
+    It implements `seams.Engine`, `seams.Streaming` and `seams.Ending`.
 
     Call `start` first. `version` is the version that the server has loaded, `kv_tokens` the size of its KV cache in
     tokens, and `parity` the class of processes that compute the same bits."""
@@ -89,6 +90,7 @@ class ExternalEngine:
         self._num = Counter[Traffic]()  # requests by class
         self._tokens = 0  # tokens of these requests, including those still to sample
         self._active = set[_ActiveRequest]()
+        self._sent: dict[str, _SentRequest] = {}  # streamed requests by their id
         self._last_progress = time.monotonic()  # when the latest token arrived or swap ended, monotonic
         self._paused = self._swapping = False
         self._accepting = asyncio.Event()  # cleared during a swap
@@ -111,7 +113,8 @@ class ExternalEngine:
         if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != num_tokens:
             raise EngineError(
                 f"{self.name} lacks a capability that every engine needs",
-                f"{len(trial.token_ids)} tokens of {num_tokens}, {len(logprobs)} log-probabilities, version {version}",
+                f"the trial gave {len(trial.token_ids)} of {num_tokens} tokens, {len(logprobs)} of {len(prompt) - 1} "
+                f"log-probabilities, and version {version}",
                 hint=f"etude engines check {self.client.server.lower()} tests this installation",
             )
         self.counters = Counters()
@@ -138,6 +141,12 @@ class ExternalEngine:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+
+    async def end(self, request_id: str) -> None:
+        if (sent := self._sent.get(request_id)) is not None:
+            sent.active.ended = True
+            with contextlib.suppress(EngineError):
+                await self.client.end(sent.name)
 
     async def pause(self) -> None:
         self._paused = True
@@ -274,12 +283,17 @@ class ExternalEngine:
     async def _serve(self, request: CompletionRequest, on_tokens: Callable[[list[int]], None] | None) -> Completion:
         async with self._admit(request) as sent:
             answer = answers.JoinedAnswer()
-            async with contextlib.aclosing(self._answer_parts(request, sent)) as answer_parts:
-                async for part in answer_parts:
-                    self._last_progress, sent.active.unread = time.monotonic(), 0
-                    answer.add(part)
-                    if on_tokens is not None and part.token_ids:
-                        on_tokens(part.token_ids)
+            if on_tokens is not None:
+                self._sent[request.request_id] = sent
+            try:
+                async with contextlib.aclosing(self._answer_parts(request, sent)) as answer_parts:
+                    async for part in answer_parts:
+                        self._last_progress, sent.active.unread = time.monotonic(), 0
+                        answer.add(part)
+                        if on_tokens is not None and part.token_ids:
+                            on_tokens(part.token_ids)
+            finally:
+                self._sent.pop(request.request_id, None)
             return await self._finish(request, sent, answer.part)
 
     @contextlib.asynccontextmanager
@@ -367,6 +381,9 @@ class ExternalEngine:
                 self.client.forget(sent.name)
 
     async def _finish(self, request: CompletionRequest, sent: _SentRequest, answer: AnswerPart) -> Completion:
+        if answer.finish_reason == "abort" and not sent.active.ended:
+            what, hint = f"{self.client.server} of {self.name} aborted a request", "send it again; see the engine's log"
+            raise EngineError(what, answer.message, hint=hint)
         routes = await self._routes(request, sent, answer)
         self.counters.tokens += len(answer.token_ids)
         self.counters.production_tokens += len(answer.token_ids) * (request.traffic is Traffic.PRODUCTION)

@@ -124,7 +124,7 @@ class Environment:
             raise EngineError(
                 f"{kind.name} is not installed",
                 state,
-                hint=f"etude engines install {kind.key}; or name another environment by {kind.variable} or"
+                hint=f"etude engines install {kind.key}; or name another environment with {kind.variable} or"
                 f" {kind.key}.environment",
             )
         if version != kind.version:

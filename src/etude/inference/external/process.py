@@ -77,7 +77,7 @@ class ServerProcess(ServerClient):
         return self.process.poll() is None
 
     async def wait_until_ready(self) -> None:
-        """Wait until the server serves.
+        """Wait until the server accepts requests.
 
         Raises `EngineError` with its last output when it exits first, `DeadlineExceeded` after `START_S` seconds."""
         end = time.monotonic() + START_S

@@ -77,9 +77,12 @@ class SglangClient(ServerClient):
         self._forgetting.add(task)
         task.add_done_callback(self._forgetting.discard)
 
+    async def end(self, name: str) -> None:
+        await self.ask("/abort_request", {"rid": name}, what="end a request", deadline_s=FORGET_S)
+
     async def _abort(self, name: str) -> None:
         with contextlib.suppress(EngineError):  # it is gone, and the request with it
-            await self.ask("/abort_request", {"rid": name}, what="drop a request", deadline_s=FORGET_S)
+            await self.end(name)
 
 
 class SglangProcess(ServerProcess, SglangClient):

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from etude.errors import EngineError
 from etude.inference.external.answers import (
     AnswerPart,
     LabelledSpan,
@@ -135,9 +134,10 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Decode the routes of `count` positions in a response, [count, MoE layers, top_k].
+    """Decode the routes (experts chosen by the MoE routers) of `count` positions in a response.
 
-    `data` is base64 of int32 [positions, layers, top_k], or None. Raises `ValueError`."""
+    `data` is base64 of int32 [positions, layers, top_k]; None: all routes are unknown. Returns [count, MoE layers,
+    top_k]. Raises `ValueError` if the size is wrong."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
     values = np.frombuffer(base64.b64decode(data), "<i4")
@@ -152,15 +152,11 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     sampled, finish = meta.output_token_logprobs or [], meta.finish_reason
     if [one.token_id for one in sampled] != ids:
         raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
-    if finish is not None and finish.type == "abort":
-        raise EngineError(
-            f"SGLang of {engine} aborted a request", finish.message, hint="send it again; the engine's log may say why"
-        )
     logprobs = [one.logprob for one in sampled if one.logprob is not None]
     if len(logprobs) != len(ids):
         raise broken_answer(SERVER, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
     spans = read_spans(meta.weight_versions or [], SERVER, engine) if finish is not None else ()
     rows = meta.output_top_logprobs or []
     likeliest = [[(one.logprob, one.token_id) for one in row if one.logprob is not None] for row in rows]
-    reason = finish.type if finish else None
-    return AnswerPart(ids, logprobs, reason, spans, meta.cached_tokens, meta.routed_experts, likeliest)
+    reason, message = (finish.type, finish.message) if finish else (None, "")
+    return AnswerPart(ids, logprobs, reason, spans, meta.cached_tokens, meta.routed_experts, likeliest, message)

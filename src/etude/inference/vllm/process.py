@@ -63,6 +63,9 @@ class VllmClient(ServerClient):
         results = await self.call("etude_take_routes", [name])
         return next((one[name] for one in results if name in one), None)
 
+    async def end(self, name: str) -> None:
+        await self.ask("/abort_requests", {"request_ids": [f"{protocol.ID_PREFIX}{name}"]}, what="end a request")
+
     async def call(self, method: str, *args: object, deadline_s: float = CONTROL_S) -> list[Any]:
         """Call a method of the worker extension. Returns the result of each worker. Raises `EngineError`."""
         body = {"method": method, "args": args, "timeout": deadline_s}

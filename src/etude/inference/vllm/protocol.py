@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from etude.errors import EngineError
 from etude.inference.external.answers import (
     AnswerPart,
     LabelledSpan,
@@ -46,6 +45,8 @@ __all__ = [
 MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0. At a lower one vLLM samples, and computes log-probabilities, at this temperature."""
 SERVER = "vLLM"
+ID_PREFIX = "generate-tokens-"
+"""With which vLLM begins the id of a request, before the one that it was given."""
 
 
 class _Likely(msgspec.Struct, frozen=True):
@@ -166,9 +167,10 @@ def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
 
 
 def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Decode the routes of `count` positions in a response, [count, MoE layers, top_k].
+    """Decode the routes (experts chosen by the MoE routers) of `count` positions in a response.
 
-    `data` is base64 of an .npy file, [positions, layers, top_k], or None. Raises `ValueError`."""
+    `data` is base64 of an .npy file, [positions, layers, top_k]; None: all routes are unknown. Returns [count, MoE
+    layers, top_k]. Raises `ValueError` if the shape is wrong."""
     if data is None:
         return decode_kept_routes(None, model, start=0, stop=count)
     values = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
@@ -186,8 +188,6 @@ def _part(answer: _Answer, engine: str) -> AnswerPart:
     ids, sampled = choice.token_ids or [], (choice.logprobs.content if choice.logprobs else None) or []
     if [one.token_id for one in sampled] != ids:
         raise broken_answer(SERVER, engine, f"log-probabilities of {len(sampled)} tokens, {len(ids)} tokens")
-    if choice.finish_reason == "abort":
-        raise EngineError(f"vLLM of {engine} aborted a request", hint="send it again; the engine's log may say why")
     spans = _spans(choice, engine) if choice.finish_reason else ()
     likeliest = [[(one.logprob, one.token_id) for one in token.top_logprobs or []] for token in sampled]
     logprobs, reason = [one.logprob for one in sampled], choice.finish_reason

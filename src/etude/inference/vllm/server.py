@@ -116,13 +116,17 @@ class VllmWeightSync(ExternalWeightSync):
             trouble = next((one["trouble"] for one in states if one["trouble"]), "")
             if trouble:
                 raise WeightsError(
-                    f"{self.engine.name} cannot load the newest version", trouble, hint="see etude weights fsck"
+                    f"{self.engine.name} cannot load the newest version",
+                    trouble,
+                    hint="check the store: etude weights fsck",
                 )
             found = [one["prepared"] for one in states]
             if not any(one["preparing"] for one in states):
                 what = f"{self.engine.name} finds no new version in {self.place}"
                 raise WeightsError(
-                    what, "the channel's pointer names a version that it has already", hint="see etude weights log"
+                    what,
+                    "the channel's pointer names a version that it has already",
+                    hint="list the published versions: etude weights log",
                 )
             if all(found):
                 if all(one == found[0] for one in found):
@@ -134,7 +138,7 @@ class VllmWeightSync(ExternalWeightSync):
         raise DeadlineExceeded(
             f"{self.engine.name} did not fetch the newest version within {PREPARE_S:g} s",
             f"requested: {version or 'the newest'}",
-            hint="see the store, and the engine's log",
+            hint="check the store, and see the engine's log",
         )
 
     async def _swap(self) -> Version:
@@ -146,7 +150,7 @@ class VllmWeightSync(ExternalWeightSync):
             raise WeightsError(
                 f"{self.engine.name} could not write a version",
                 trouble,
-                hint="the engine writes all weights again; requests wait until then",
+                hint="wait: the engine writes all weights again, and requests wait until then",
             )
         versions = [msgspec.convert(one["version"], Version) for one in results]
         if any(version != versions[0] for version in versions):

@@ -1,7 +1,7 @@
 """Operations on CPUs with one order of summation each: the parts of `exact.operators.Exact`.
 
-Most are the vendor's fastest routines, called only with sizes for which it was measured, on this machine and with this
-number of threads, that a row's bits do not depend on the rest of the batch.
+Most are the vendor's fastest routines. They are called only with sizes at which a row's bits do not depend on the rest
+of the batch. These sizes are measured on this machine, with the current number of threads.
 
 >>> import torch
 >>> linear(torch.eye(2), torch.tensor([[1.0, 2.0]])).flatten().tolist()

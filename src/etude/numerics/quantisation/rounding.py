@@ -4,9 +4,9 @@ Rounding is IEEE's: to nearest, ties to even, with subnormals, saturating at the
 encoding; a decoder need not know how it was chosen. The scale of an MX block is the smallest power of two with which
 nothing saturates. The specification's own rule (section 6.3: the exponent of the largest number minus that of the
 largest element) cuts up to an eighth (E4M3) or a quarter (E2M1) off a block's largest numbers. The global scale of
-NVFP4 is the smallest power of two with which no block scale saturates, where others take largest / (6 · 448): block
-scales carry the mantissa anyway, and every product of element and scales has six significant bits, which bf16 and fp16
-represent exactly.
+NVFP4 is the smallest power of two with which no block scale saturates. (Others take largest / (6 · 448).) A power of
+two loses nothing, since block scales carry the mantissa. Every product of element and scales then has six significant
+bits, which bf16 and fp16 represent exactly.
 
 Numbers that share a scale with NaN or infinity become NaN: in MX a block, in NVFP4 a token or a matrix. A block of
 zeros stays zeros, with their signs.

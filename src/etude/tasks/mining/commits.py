@@ -1,10 +1,11 @@
 """Make tasks from history: commits whose tests fail on the parent and pass with the commit.
 
-A merge counts as one change from its first parent. The agent gets the files of the parent, without history. Hidden are
-the test files of the commit, the data that they read, their configuration, and the test names: all tests that fail
-before and pass after, and tests of the same files that pass both times. The solution is the code of the commit only.
-The tests run a second time with the other files of the commit replaced by a placeholder: a test must not depend on
-files that an agent can write as it likes, and a test that passes only once is flaky.
+A merge counts as one change from its first parent. The agent gets the files of the parent, without history. The test
+files of the commit, the data that they read and their configuration are hidden. So are the names of the tests to pass:
+all tests that fail before the commit and pass after it, and those of the same files that pass both times. The solution
+is the code of the commit only. The tests run a second time with the other files of the commit replaced by a
+placeholder: a test must not depend on files that an agent can write as it likes, and a test that passes only once is
+flaky.
 
 As in SWE-bench (Jimenez et al. 2024).
 """

@@ -94,7 +94,7 @@ def _without_body(text: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> st
 def covering_tests(path: str, files: Mapping[str, str]) -> list[str]:
     """Return at most five test files of a tree that probably test the module at `path`.
 
-    They are those named after the module, or else those that import it."""
+    They are the test files that are named after the module. If there are none, they are those that import it."""
     stem = PurePosixPath(path).stem
     dotted = path.removesuffix(".py").removesuffix("/__init__").removeprefix("src/").replace("/", ".")
     word = re.compile(rf"\b{re.escape(dotted)}\b|\bfrom\s+\S+\s+import\s[^#\n]*\b{re.escape(stem)}\b")

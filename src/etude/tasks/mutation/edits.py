@@ -1,4 +1,4 @@
-"""Edits of a text, and the mutants that exist for any language: one line is deleted."""
+"""Edits of a text, and the kind of edit that works in any language: deleting a line."""
 
 from __future__ import annotations
 

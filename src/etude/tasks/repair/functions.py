@@ -24,7 +24,7 @@ class Template:
     """An expression over the placeholders A and B (two variables) or A and K (a variable and a constant).
 
     `family` is the kind of its operands: "ab" two numbers, "ak" a number and a constant, "xs" a list, "s" a string.
-    `apply` computes the value from those of the operands. `phrases` describe it, with the same placeholders."""
+    `apply` computes its value from the values of the operands. `phrases` describe it, with the same placeholders."""
 
     family: str  # "ab" two numbers, "ak" a number and a constant, "xs" a list, "s" a string
     expression: str

@@ -76,7 +76,9 @@ class RepairSource:
         return oracle(problem) if kind == "oracle" else random_agent(problem, random.Random(seed))
 
     def copy_probe(self, index: int) -> tuple[Task, Script, str]:
-        """Return a training task, a script that ends with the correct edit, and the last words of that edit."""
+        """Return a training task, a script that ends with the correct edit, and the last words of that edit.
+
+        A model can predict these words only by copying them from its context: a metric of mid-training."""
         problem = self.problem(Split.TRAIN, index)
         return task_of(problem, Split.TRAIN, index), _to_the_edit(problem), f" return {problem.function.body.text}"
 

@@ -36,8 +36,8 @@ class VerifiersSource:
     """A `TaskSource` over the rows of one `verifiers` environment.
 
     `python` is the interpreter that has `verifiers` and the environment. `settings` configure the environment, `env`
-    are the environment variables of the child process. A hash of a row's data decides its split, or of its number if
-    the environment is infinite. Raises `NoSource` if the environment cannot be opened."""
+    are the environment variables of the child process. The split of a row is decided by a hash of its data, or of its
+    number if the environment is infinite. Raises `NoSource` if the environment cannot be opened."""
 
     name = "verifiers"
 

@@ -100,7 +100,11 @@ class Child:
                 hint="check that the environment can be loaded in that interpreter",
             ) from None
         if "ok" not in answer:
-            raise TaskError(f"{request['do']!r} failed", str(answer.get("error")), hint="check the environment")
+            raise TaskError(
+                f"the environment failed at {request['do']!r}",
+                str(answer.get("error")),
+                hint="check the environment's code",
+            )
         return answer["ok"]
 
     def _write(self, process: subprocess.Popen[bytes], data: bytes, until: float) -> None:

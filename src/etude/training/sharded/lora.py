@@ -1,9 +1,9 @@
 """LoRA adapters on a sharded base model.
 
-Base and merged matrices are sharded like a model with all weights trained. A and B of dense matrices are replicated on
-all ranks, those of experts on the ranks with these experts: a few per cent of the memory. Each rank merges its rows,
-with the same bits as in the full matrix. Gradients are summed over ranks in the same tree as in one process, so all
-replicas take equal steps. One of the replicas is published and saved."""
+Base and merged matrices are sharded like a model with all weights trained. The adapters of dense matrices are
+replicated on all ranks, and those of experts on the ranks that have these experts. This takes a few per cent of the
+memory. Each rank merges its rows, with the same bits as in the full matrix. Gradients are summed over ranks in the same
+tree as in one process, so all replicas take equal steps. One of the replicas is published and saved."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The ranks of a learner as device meshes, with deadlines for every collective.
 
-| mesh | ranks | shares |
+| mesh | ranks | divides |
 | --- | --- | --- |
 | dense | all | rows of every parameter outside experts |
 | expert × expert_fsdp | neighbours × ranks with equal remainder | experts; then each rank's part of them |

@@ -47,20 +47,20 @@ class CatchUpCost:
         return replace(self, since=self.since + delta_bytes + table_bytes + snapshot_bytes // PASSES_PER_FETCH)
 
     def with_version(self, manifest: Manifest) -> CatchUpCost:
-        """Return the cost after one more published version, which has no anchor."""
+        """Return the cost after one more published version, which has no full snapshot (anchor)."""
         delta_bytes = manifest.delta.num_bytes if manifest.delta else 0
         return self.with_delta(delta_bytes, table_bytes(manifest), manifest.snapshot_bytes)
 
     @property
     def is_due(self) -> bool:
-        """Whether an anchor should be written: what follows the last anchor costs more than that anchor."""
+        """Whether a full snapshot (anchor) should be written: what follows the last one costs more than that one."""
         return self.since > self.anchor_bytes
 
 
 def catch_up_cost(store: BlobStore, at: Manifest) -> CatchUpCost:
-    """Compute the catch-up cost of version `at`, by reading the manifests back to the last anchor.
+    """Compute the catch-up cost of version `at`, by reading the manifests back to the last full snapshot (anchor).
 
-    If no anchor is found, `anchor_bytes` is 0.
+    If none is found, `anchor_bytes` is 0.
     """
     behind: list[Manifest] = []
     while (anchor := plans.snapshot(store, at)) is None and at.base is not None:

@@ -100,7 +100,7 @@ def _refuse_doomed(
         store.delete(key)
     raise WeightsError(
         f"{manifest.version} is being garbage-collected",
-        f"it has not been a head of channel {name!r} for longer than versions are kept",
+        f"no pointer of channel {name!r} has named it for longer than versions are kept",
         hint="choose a newer version; to keep a version, point a branch at it before garbage collection starts",
     )
 

@@ -38,9 +38,11 @@ class Outcome(enum.Enum):
 def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -> Outcome:
     """Move the pointer at `key` from the bytes `expected` (None: no pointer yet) to the bytes `pointer`.
 
-    If the store fails to answer, the pointer is read back: its random nonce tells whether it is this writer's. Raises
-    `StoreError` if the store failed and the pointer did not move; then the call can be repeated. Raises `CommitUnknown`
-    if the pointer could not be read back either.
+    Returns what happened. A pointer with other bytes than `expected` is replaced only if it is missing or damaged. If
+    the store does not answer, the pointer is read back: its random nonce tells whether this writer wrote it.
+
+    Raises `StoreError` if the store failed and the pointer did not move; then the call can be repeated. Raises
+    `CommitUnknown` if the pointer could not be read back either.
     """
     lost: StoreError | None = None
     try:

@@ -1,7 +1,7 @@
 """Writes deltas over several versions at once, so that a late reader fetches fewer bytes than version by version.
 
 A weight that changed in several steps is stored once in such a *composed* delta. Sixteen single deltas take 1.31 bits
-per weight; one composed delta over the same sixteen versions takes .55 (AdamW, 1e-6). A compactor runs beside the
+per weight; one composed delta over the same sixteen versions takes 0.55 (AdamW, 1e-6). A compactor runs beside the
 writer, preferably near the store. It keeps one full version in memory and, for each of the last steps, the values that
 the step overwrote (`undo_record`): never a second snapshot. It stores a list of its deltas beside the version
 (`manifest.later_key`). Readers need not trust it: the digests in the target's manifest verify the result.

@@ -119,8 +119,8 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
 def mark(store: BlobStore, name: str, records: Collection[garbage_records.SweepRecord]) -> Marks:
     """Determine which stored keys of channel `name` are needed.
 
-    Those are needed that its pointers lead to, and those that `records` of earlier collections (oldest first) lead to.
-    Without records, everything that a pointer leads to is needed.
+    A key is needed if a pointer of the channel leads to it, or if one of the `records` of earlier collections (oldest
+    first) does.
     """
     pointers = history.pointers(store, name)
     roots = [pointer.head for pointer in pointers.values()]

@@ -166,14 +166,14 @@ def stored(store: BlobStore, name: str, version: Version | None = None) -> Itera
 def committed(store: BlobStore, name: str) -> list[tuple[Ref, Manifest]]:
     """Return the stored manifests that were certainly published, with their references, sorted by key.
 
-    They are those that another manifest builds on or was trained from. The newest version is not among them: only the
-    pointer shows that it was published.
+    They are the manifests that another one builds on or was trained from. The newest version is not among them: only
+    the pointer shows that it was published.
     """
     return built_on([*stored(store, name)])
 
 
 def built_on(manifests: Sequence[tuple[Ref, Manifest]]) -> list[tuple[Ref, Manifest]]:
-    """Return those of the given manifests that another of them builds on or was trained from."""
+    """Return the given manifests that another given manifest builds on or was trained from."""
     named = {ref.key for _, manifest in manifests for ref in (manifest.parent, manifest.base) if ref}
     return [(ref, manifest) for ref, manifest in manifests if ref.key in named]
 

@@ -220,9 +220,9 @@ def later_than(store: BlobStore, version: Version, name: str = "policy") -> list
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     """Find a version of a channel by its step ("3", "v000003") or by a longer prefix of its name.
 
-    The versions that the newest was trained through come first, then the others before it, then all stored manifests:
-    after a rollback, some are newer than the pointer's version. Raises `NoVersion` with the nearest names, or with all
-    that match; `WeightsError` if damage hides older versions.
+    It is looked for among the versions that the newest was trained from, then among all that were published before it,
+    then among all stored manifests (after a rollback, some are newer than the pointer's version). Raises `NoVersion`
+    with the nearest names, or with all that match; `WeightsError` if damage hides older versions.
     """
     trained, _ = history.readable(store, name)
     require_pointer(store, name)

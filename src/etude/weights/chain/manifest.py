@@ -62,9 +62,10 @@ class Ref(msgspec.Struct, frozen=True):
 class StoredObject(msgspec.Struct, frozen=True):
     """A stored file with encoded tensors, as a manifest lists it. The file never changes.
 
-    The objects of a way contain the tensors of the manifest's list in order, each the next `num_tensors` of them.
-    `num_bytes` and `sha256` (hex) are of the complete file, `header_bytes` and `header_sha256` of its header. The
-    header contains digests of everything after it. So a reader of a part of the file can verify that part alone.
+    The objects of one delta or snapshot (a `Way`) contain the tensors of the manifest's list in order, each the next
+    `num_tensors` of them. `num_bytes` and `sha256` (hex) are of the complete file, `header_bytes` and `header_sha256`
+    of its header. The header contains digests of everything after it. So a reader of a part of the file can verify that
+    part alone.
     """
 
     key: str

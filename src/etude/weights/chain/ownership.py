@@ -32,7 +32,7 @@ class OwnedManifests:
 
 
 def owned_manifests(store: BlobStore, name: str, signer: Signer | None) -> OwnedManifests:
-    """Return the readable manifests of a channel that the key of `signer` signed, and those that these refer to.
+    """Return the readable manifests of a channel that the key of `signer` signed, and the manifests that they refer to.
 
     If no manifest of the channel is signed, all are returned. Raises `WeightsError` if some are signed and `signer` is
     None or has another key.

@@ -254,7 +254,7 @@ def try_plans(
             search.exclude(at.way)
     raise WeightsError(
         f"cannot build {target.version}" + (f" from {held}" if held else ""),
-        "; ".join(failures) or "there is neither an anchor nor a delta from the held version",
+        "; ".join(failures) or "there is neither a full snapshot (anchor) nor a delta from the held version",
         hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
     )
 
@@ -321,7 +321,7 @@ def verify_lazily(
     if wrong:
         raise TensorMismatch(
             f"tensor {entry.name!r} of {manifest.version} has another {wrong} than published",
-            hint="its objects match their digests, so the base was wrong: rebuild from an anchor",
+            hint="its objects match their digests, so the base was wrong: rebuild it from a full snapshot (anchor)",
         )
 
 

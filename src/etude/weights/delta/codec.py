@@ -128,8 +128,8 @@ def changes(
     """Decode a delta object. Return, per spec, its `Changes` (empty if nothing changes) or the full new tensor.
 
     The full new tensor is returned if the object stores it in full. Unlike `decode`, this needs memory in proportion to
-    the changes. `in_order`: whether positions must ascend, as `Changes` promises. With False those of a matrix with
-    very long rows may not ascend, which saves a copy. Raises `WeightsError`.
+    the changes. `in_order`: whether positions must ascend, as `Changes` promises. With False, the positions of a matrix
+    with very long rows may be unordered, which saves a copy. Raises `WeightsError`.
     """
     header, held = _open(data, specs, old)
     made: dict[int, Changes | Tensor] = {}
@@ -206,10 +206,10 @@ def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple
 
 
 def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> bytes:
-    """Return the shorter encoding of a tile: `coded` (its changes), or all its new items as compressed byte planes.
+    """Return the shorter of two encodings of a tile, which is a part of a tensor that is coded alone.
 
-    A tile is a part of a tensor that is coded alone. `new` returns its new items; it is called only if `coded` is long.
-    """
+    They are `coded`, the changes of the tile, and the new values of all its items as compressed byte planes. `new`
+    returns these values; it is called only if `coded` has at least 3/4 of their uncompressed size."""
     if len(coded) * 4 < tile.size * kind.items.itemsize * 3:
         return coded
     return min(coded, bytes((_PLANES,)) + streams.encode_planes(new()), key=len)

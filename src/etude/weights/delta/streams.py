@@ -34,7 +34,8 @@ _HUFFMAN = (
 
 def damaged(what: str) -> WeightsError:
     """Create the error for bytes that no encoder wrote. `what`: what is wrong with them."""
-    return WeightsError("the delta is damaged", what, hint="fetch it again; a follower uses the nearest anchor instead")
+    hint = "fetch it again; a follower uses the nearest full snapshot instead"
+    return WeightsError("the delta is damaged", what, hint=hint)
 
 
 def varint(value: int) -> bytes:

@@ -64,12 +64,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not is_checkpoint(path):
         hint = "give a local directory with *.safetensors, or one such file"
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
+    index: str | None = None
+    files: dict[str, str] = {}
     if path.is_file():
-        names, index = [WEIGHTS], None
+        names = [WEIGHTS]
         verify_files(path.parent, [path.name], kind=CheckpointError)
     else:
         names = _names(path)
-        index = _read_index(path / INDEX) if (path / INDEX).is_file() else None
+        if (path / INDEX).is_file():
+            index, files = read_index(path / INDEX)
         verify_files(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
     headers: dict[str, str] = {}
     places: dict[str, tuple[str, Place]] = {}
@@ -87,7 +90,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             places[tensor] = name, found[tensor]
         tensors |= map_file(file, found)
     if index is not None:
-        _check_index(path, json.loads(index)["weight_map"], places)
+        _check_index(path, files, places)
     return Checkpoint(path, headers, places, dict(sorted(tensors.items())), index)
 
 
@@ -177,9 +180,12 @@ class CheckpointWriter:
         """Write one tensor. Raises `CheckpointError`, `StoreError`."""
         file, place = self._places.get(name, (None, None))
         if file is None or place is None or place.spec != tensor.spec:
-            what = f"{tensor.dtype} {list(tensor.shape)}"
             where = f"the header has {place.dtype} {list(place.shape)}" if place else "no header has it"
-            raise CheckpointError(f"{name!r} is {what}", where, hint="the headers are of another checkpoint")
+            raise CheckpointError(
+                f"tensor {name!r} does not fit the checkpoint's headers",
+                f"it is {tensor.dtype} {list(tensor.shape)}; {where}",
+                hint="make the headers from the tensors that are written: `layout`",
+            )
         with store_errors(f"{self._folder} cannot be written"):
             self._files[file].seek(place.start)
             self._files[file].write(tensor.codes.data.cast("B") if tensor.codes.size else b"")
@@ -217,26 +223,33 @@ class CheckpointWriter:
 
 def _names(folder: Path) -> list[str]:
     if (folder / INDEX).is_file():
-        return sorted(set(json.loads(_read_index(folder / INDEX))["weight_map"].values()))
+        return sorted(set(read_index(folder / INDEX)[1].values()))
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     return sorted(file.name for file in folder.glob("*.safetensors"))
 
 
-def _read_index(path: Path) -> str:
-    """Read the text of an index, which must only name files of its own directory. Raises `CheckpointError`."""
+def read_index(path: Path, *, hint: str = _HINT_INDEX) -> tuple[str, dict[str, str]]:
+    """Read an index, which may only name files of its own directory. Return its text, and tensor name -> file name.
+
+    `hint`: that of errors. Raises `CheckpointError`.
+    """
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
         text = path.read_text("utf-8")
-        shards = json.loads(text)["weight_map"].values()
-        if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
-            raise ValueError("it has a name that is not a file name")
+        files: dict[str, str] = json.loads(text)["weight_map"]
+        plain = all(isinstance(file, str) and Path(file).name == file for file in files.values())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", str(error.strerror), hint=_HINT_INDEX) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a valid index", repr(error), hint=_HINT_INDEX) from None
-    return text
+        raise CheckpointError(f"{path} cannot be read", str(error.strerror), hint=hint) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON", str(error), hint=hint) from None
+    except (KeyError, TypeError, AttributeError):
+        facts = 'it has no "weight_map" from tensor names to file names'
+        raise CheckpointError(f"{path} names no shards", facts, hint=hint) from None
+    if not plain:
+        raise CheckpointError(f"{path} names no shards", "a name in it is not a file name", hint=hint)
+    return text, files
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:

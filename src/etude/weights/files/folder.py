@@ -179,7 +179,7 @@ class CheckpointFolder:
             raise WeightsError(
                 f"{self.path} does not hold {self.version}",
                 f"its files have digest {found[:12]}, the version {self.version.digest[:12]}",
-                hint=f"something else wrote them: remove {self.path / STATE}, and follow again",
+                hint=f"another program changed them: delete {self.path / STATE}, then start the follower again",
             )
 
     def _lay_out(
@@ -208,7 +208,7 @@ class CheckpointFolder:
                     raise StoreError(
                         f"{self.path / JOURNAL} is damaged",
                         str(error),
-                        hint=f"the disk altered it: remove {self.path}'s weights and {JOURNAL}, and follow again",
+                        hint=f"delete it and the weights in {self.path}, then start the follower again",
                     ) from None
             self._drop_next()
             (self.path / (JOURNAL + ".tmp")).unlink(missing_ok=True)
@@ -260,12 +260,12 @@ class CheckpointFolder:
             raise StoreError(
                 f"{self.path / STATE} is damaged",
                 str(error),
-                hint="remove it, and follow again: everything is fetched again",
+                hint="delete it, then start the follower again: it fetches everything",
             ) from None
         if state.format != FORMAT:
             raise WeightsError(
                 f"{self.path} is of format {state.format}",
-                f"readable is {FORMAT}",
+                f"this etude reads {FORMAT}",
                 hint="update etude on this machine",
             )
         return state

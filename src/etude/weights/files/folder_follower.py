@@ -27,7 +27,7 @@ class AdoptedVersion:
     """A version that `FolderFollower.advance` wrote to the directory, and the work it took.
 
     `list_bytes`: memory of the decoded lists of changes. `fetch_s`: seconds of fetching, decoding and verifying.
-    `healed`: the errors of the ways to fetch the version that failed before one worked.
+    `healed`: the errors of failed attempts, after which another delta or snapshot worked.
     """
 
     version: Version

@@ -63,8 +63,10 @@ class Place:
         return Spec("u8", (self.stop - self.start,))
 
 
-def read_header(path: Path) -> tuple[str, dict[str, Place]]:
+def read_header(path: Path, *, hint_damaged: str = _HINT) -> tuple[str, dict[str, Place]]:
     """Read the header of a file. Return its text, padding included, and the location of each tensor by name.
+
+    `hint_damaged`: the hint of the error for a damaged file.
 
     Raises `CheckpointError` if the file cannot be read or is damaged.
     """
@@ -81,7 +83,7 @@ def read_header(path: Path) -> tuple[str, dict[str, Place]]:
         hint = "give a checkpoint directory, or a .safetensors file"
         raise CheckpointError(f"{path} cannot be read", str(error.strerror), hint=hint) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint=_HINT) from None
+        raise CheckpointError(f"{path} is damaged", str(error), hint=hint_damaged) from None
 
 
 def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
@@ -102,7 +104,8 @@ def parse_header(text: str, num_bytes: int | None = None) -> dict[str, Place]:
             raise ValueError(f"{name!r} starts at byte {place.start}, the data before it ends at {at}")
         at = place.stop
     if num_bytes is not None and at != num_bytes:
-        raise ValueError(f"it has {num_bytes} bytes, its header describes {at}")
+        cut = ": the file was cut off" if num_bytes < at else ""
+        raise ValueError(f"it has {num_bytes} bytes, its header describes {at}{cut}")
     return places
 
 

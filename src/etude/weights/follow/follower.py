@@ -32,7 +32,7 @@ class Update:
     `changed`: for each tensor with changes, ascending flat positions (uint32 or int64), and the codes (new bits) there.
     `replaced`: tensors that are new, or had another dtype or shape; at the start all. `removed`: names of tensors that
     no longer exist. `fetch_s`: seconds of fetching, decoding and verifying. `fetched_bytes`: without attempts that
-    failed. `healed`: the errors of the ways to fetch the version that failed before one worked.
+    failed. `healed`: the errors of failed attempts, after which another delta or snapshot worked.
     """
 
     version: Version
@@ -113,9 +113,9 @@ class Follower:
         """Fetch, verify and hold the newest version. Return what differs from the version held before.
 
         Return None if the newest is held already or there is none. `at_least`: raise `Behind` if the newest version was
-        published before this one. `exactly`: move to this version, whichever is the newest; `Behind` if the store does
-        not have it. Raises `WeightsError` if the pointer moved back, or if no way to fetch the version works (with the
-        reasons). After an error, the held version is unchanged.
+        published before this one. `exactly`: move to this version, even if another is the newest; raise `Behind` if the
+        store does not have it. Raises `WeightsError` if the pointer moved back, or if no way to fetch the version works
+        (with the reasons). After an error, the held version is unchanged.
         """
         started = time.perf_counter()
         held = self._held.manifest if self._held else None

@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
 def reply(follower: Follower, request: Request, poll_s: float) -> tuple[Response, list[int]]:
     """Create the response to a request, and the list of file descriptors to send with it.
 
-    The list has that of the image, if there is one. Reads the channel's pointer every `poll_s` seconds until there is a
-    new version or the request's time is over.
+    The list has the image's descriptor, if there is an image. Reads the channel's pointer every `poll_s` seconds until
+    there is a new version or the request's time is over.
     """
     end = time.monotonic() + request.wait_s
     try:

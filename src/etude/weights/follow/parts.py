@@ -65,9 +65,10 @@ def full_specs(specs: Mapping[str, Spec]) -> dict[str, Spec]:
         alike = before is None or (before.dtype, before.shape[1:]) == (spec.dtype, spec.shape[1:])
         if not (follows and alike and spec.shape[:1] == (part.stop - part.start,)):
             raise WeightsError(
-                f"{part.name!r} is {spec.dtype} {list(spec.shape)}",
-                f"the parts before it have {rows.get(part.tensor, 0)} rows" + (f" of {before.dtype}" if before else ""),
-                hint="parts of a tensor follow each other from row 0, without a gap",
+                f"part {part.name!r} does not fit the parts before it",
+                f"it is {spec.dtype} {list(spec.shape)}; they have {rows.get(part.tensor, 0)} rows"
+                + (f" of {before.dtype}" if before else ""),
+                hint="publish the parts of a tensor from row 0 on, without a gap and with equal dtype and width",
             )
         rows[part.tensor] = part.stop
         found[part.tensor] = Spec(spec.dtype, (part.stop, *spec.shape[1:]))

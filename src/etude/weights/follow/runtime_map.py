@@ -83,7 +83,7 @@ class Piece:
                 f"{name!r} is published as {spec.dtype} {list(spec.shape)}",
                 f"the engine's place for it is {live} {list(self.window.shape)}"
                 + (f", for {list(self.box)} of it" if self.box else ""),
-                hint="the map is of another model, or the engine uses another format: publish that format",
+                hint="map the tensors of this model; if the engine uses another format, publish that format",
             )
 
     def take(self, spec: Spec, positions: Places, codes: Codes) -> tuple[Places, Codes]:
@@ -200,7 +200,7 @@ def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[
         raise WeightsError(
             f"{', '.join(parts)} have a total length of {sum(parts.values())}",
             f"the fused tensor has {live.shape[axis]} along axis {axis}",
-            hint="the sizes are of another model, or of another tensor-parallel degree",
+            hint="give the lengths that this model's tensors have on one tensor-parallel rank",
         )
     ends = [*itertools.accumulate(parts.values())]
     before = (slice(None),) * axis

@@ -7,8 +7,8 @@ only writes.
 
 On a GPU it writes into vLLM's own parameters. The CPU build packs linear layers and experts for its kernels, in an
 undocumented order. There, an unpacked copy is written and vLLM's own functions pack the changed tensors again. (vLLM's
-own reload does not repack experts and reports no error: measured with 0.32, the mean |change of a logprob| of .0057
-became .305.)
+own reload does not repack experts and reports no error: measured with 0.32, the mean |change of a logprob| of 0.0057
+became 0.305.)
 
 The names of a Hugging Face checkpoint are mapped to vLLM's for decoders with q/k/v, gate/up and experts. Weights that
 cannot be mapped bit for bit are refused: quantised weights, experts that GPU kernels rearranged, absorbed attention.
@@ -185,7 +185,9 @@ class _WeightSync:
     def undo(self) -> None:
         if self._adopted is None:
             raise WeightsError(
-                "there is nothing to undo", "no version was adopted since", hint="one adoption can be undone"
+                "there is nothing to undo",
+                "no version was adopted, or it was undone already",
+                hint="only the last adoption can be undone; etude_prepare fetches another version",
             )
         if self._preparing is not None and not self._preparing.done():
             hint = "wait until etude_prepared reports it"

@@ -1,5 +1,6 @@
-"""Tables that describe tiles to the device programs: blocks of items for programs that read all items, pieces for those
-that write some.
+"""Tables that tell the device programs where the items of tiles are.
+
+Programs that read all items of a tile use blocks, and programs that write some of them use pieces.
 
 A block lies in one piece of one tile. Blocks are in the order of the items of their tile. A block spans several rows
 of a rectangle only if the rows are shorter than a block. The tables are computed on the device, from one row per piece.
@@ -33,7 +34,7 @@ class Blocks:
 
     All tensors are on the device. `table` [blocks, len(FIELDS)] int64: one row per block, with the columns of `FIELDS`.
     `tile` [blocks]: the index of the block's tile. `first` [tiles]: the first block of each tile. `full` (int32): the
-    numbers of the blocks that can be read without masks; `partial`: those of all others.
+    numbers of the blocks that can be read without masks; `partial`: the numbers of all other blocks.
     """
 
     table: torch.Tensor
@@ -83,7 +84,7 @@ def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width
 
 
 def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
-    """Return a table of the rectangles (pieces) of all tiles, and where those of each tile start in it.
+    """Return a table of the rectangles (pieces) of all tiles, and where the pieces of each tile start in it.
 
     The table is [pieces, 6]: address, start, cols, stride, position in the tile, number of items. The second array is
     [tiles + 1].

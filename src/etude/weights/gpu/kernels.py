@@ -141,8 +141,8 @@ class DeviceKernels:
         """Decode the tiles and write the changes into `new`, which contains the old items or *is* `old`.
 
         No list is created on the device. All bytes are checked before the first write: if it raises `WeightsError`,
-        nothing was written. This cannot be undone. Lists (`lists`, then `writer`) can be, and take less of the pause if
-        few items change.
+        nothing was written. This cannot be undone. An update by lists (`lists`, then `writer`) can be undone, and
+        pauses the engine for a shorter time if few items change.
         """
         by_mode = _Payloads(kind, payloads)
         if kind.width < 8:  # two programs could write items of one byte

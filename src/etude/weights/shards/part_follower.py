@@ -111,7 +111,7 @@ def fetch_some(
             search.exclude(walk.at.way if walk.at else plan.hops[-1].way)
     raise WeightsError(
         f"cannot build the wanted part of {target.version}" + (f" from {held}" if held else ""),
-        "; ".join(failures) or "there is neither an anchor nor a delta from the held version",
+        "; ".join(failures) or "there is neither a full snapshot (anchor) nor a delta from the held version",
         hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish repairs it",
     )
 

@@ -163,10 +163,10 @@ class ShardedChannel:
     ) -> Published:
         """Publish the tensors and parts of all ranks as one version. All ranks must call this together.
 
-        All ranks pass the same arguments except for `tensors`: those of the rank, copied unless `owned` is True. The
-        arguments and the result are those of `Channel.publish`. Each name may be published by one rank only, and the
-        parts of a tensor must follow each other without a gap; else `WeightsError`. If a rank fails, all ranks raise
-        and nothing is published.
+        All ranks pass the same arguments except for `tensors`: each passes its own tensors, which are copied unless
+        `owned` is True. The arguments and the result are those of `Channel.publish`. Each name may be published by one
+        rank only, and the parts of a tensor must follow each other without a gap; else `WeightsError`. If a rank fails,
+        all ranks raise and nothing is published.
         """
         shard = self._writer.offer(tensors, owned)
         shards = self._exchange.gather(msgspec.json.encode(shard))

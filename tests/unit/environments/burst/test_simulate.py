@@ -129,7 +129,7 @@ def test_the_command_fails_where_machines_are_lost(capsys):
         ["--plot", "x.png"],
     ],
 )
-def test_the_command_refuses_what_cannot_be_meant(words, capsys):
+def test_the_command_refuses_invalid_arguments(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert words[1] in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_the_same_commit_is_the_same_image_from_any_copy_of_the_repository(tmp_p
     assert build_from_repository(ImageStore(tmp_path / "more"), tmp_path / "clone", "HEAD~1").image == first
 
 
-def test_it_lies_on_top_of_another_image(tmp_path, store, source):
+def test_an_image_of_a_repository_is_built_on_top_of_another_image(tmp_path, store, source):
     (tmp_path / "base/testbed").mkdir(parents=True)
     (tmp_path / "base/testbed/left-over").write_text("")
     (tmp_path / "base/bin").mkdir()

@@ -117,7 +117,7 @@ def test_other_paths_of_a_mirror_are_not_found(packages, path):
     assert get(Mirror(packages), path)[0] == 404
 
 
-def test_it_is_only_read(packages):
+def test_a_mirror_refuses_methods_other_than_reading(packages):
     assert get(Mirror(packages), "/pip/simple/", "POST")[0] == 405
 
 
@@ -195,7 +195,7 @@ def test_npm_installs_from_it(tmp_path, packages):
 
 @settings(max_examples=150)
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=60))
-def test_any_path_is_answered(tmp_path_factory, path):
+def test_any_path_is_answered_with_200_or_404_or_a_bad_request(tmp_path_factory, path):
     mirror = Mirror(Packages(tmp_path_factory.getbasetemp() / "none"))
     with contextlib.suppress(BadRequest):
         assert get(mirror, "/" + path)[0] in (200, 404)

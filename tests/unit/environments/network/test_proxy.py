@@ -189,7 +189,7 @@ SMUGGLED = b"GET http://up.example:PORT/second HTTP/1.1\r\nHost: x\r\n\r\n"
         b"GET http://up.example:PORT/ HTTP/1.1\r\nConnection: x, content-length\r\nContent-Length: 3\r\n\r\nabc",
     ],
 )
-def test_nothing_rides_behind_a_request(head):
+def test_a_second_request_in_the_bytes_of_the_first_is_not_forwarded(head):
     async def test(world):
         answer = await world.ask(head + SMUGGLED)
         assert answer.count(b"HTTP/1.1 200") == 1

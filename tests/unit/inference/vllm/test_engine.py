@@ -133,6 +133,45 @@ def test_an_answer_and_a_stream_become_the_same_completion(tell: Callable[[Story
     tell(story)
 
 
+def test_a_stream_that_is_ended_is_aborted_at_the_server_and_has_the_tokens_so_far(
+    tell: Callable[[Story], None],
+) -> None:
+    lines = [line for line in STREAMED.split(b"\n\n") if line.strip()]
+    aborted = json.loads(lines[-3].removeprefix(b"data: "))
+    aborted["choices"][0] |= {"token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort"}
+
+    async def story(engine: ExternalEngine, server: Server) -> None:
+        async def answer(writer: asyncio.StreamWriter) -> None:
+            spans = [{"version": "0", "start": 0, "end": 2}]
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for line in lines[:2]:
+                writer.write(b"%x\r\n%s\n\n\r\n" % (len(line) + 2, line))
+            await until(lambda: ended or server.asked[-1][0] == "/abort_requests")
+            aborted["choices"][0]["weight_versions"] = spans
+            for line in (b"data: " + json.dumps(aborted).encode(), b"data: [DONE]"):
+                writer.write(b"%x\r\n%s\n\n\r\n" % (len(line) + 2, line))
+            writer.write(b"0\r\n\r\n")
+
+        server.answer, ended = answer, False
+        parts = []
+        async for part in engine.stream(ask()):
+            parts.append(part)
+            if len(parts) == 2:
+                await engine.end("unknown")
+                await engine.end("r")
+        done = parts[-1]
+        assert isinstance(done, Completion)
+        assert done.token_ids.tolist() == [token for ids in parts[:2] for token in ids]  # type: ignore[union-attr]
+        name = next(body["request_id"] for path, body in server.asked if path.startswith("/inference"))
+        told = [body for path, body in server.asked if path == "/abort_requests"]
+        assert told == [{"request_ids": [f"generate-tokens-{name}"]}]
+        ended = True  # by the server itself
+        with pytest.raises(EngineError, match="aborted a request"):
+            await engine.generate(ask())
+
+    tell(story)
+
+
 def test_a_slow_answer_ends_at_its_deadline_by_name_and_vllm_hears_of_it(tell: Callable[[Story], None]) -> None:
     async def story(engine: ExternalEngine, server: Server) -> None:
         server.answer = server.never

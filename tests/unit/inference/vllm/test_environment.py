@@ -142,7 +142,9 @@ def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refus
     assert not (tmp_path / "full").exists()
 
 
-def test_what_is_there_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_list_shows_the_version_or_that_an_install_is_incomplete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made(tmp_path / "old", "0.11.2")
     (tmp_path / "half").mkdir()
     for name, words in (

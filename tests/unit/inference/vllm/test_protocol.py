@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from etude import grammars
-from etude.errors import EngineError
-from etude.inference.errors import InvalidGrammar, MalformedRequest
+from etude.errors import EngineError, MalformedRequest
+from etude.inference.errors import InvalidGrammar
 from etude.inference.external import answers
 from etude.inference.external.answers import AnswerPart, BrokenAnswer
 from etude.inference.vllm import protocol
@@ -153,9 +153,9 @@ def test_an_answer_with_two_choices_is_an_error_and_one_without_choices_is_no_co
         completed(whole_answer(json.dumps(answer | {"choices": []}).encode(), engine="engine-1"))
 
 
-def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
-    with pytest.raises(EngineError, match="aborted a request"):
-        whole_answer(changed(finish_reason="abort"), engine="engine-1")
+def test_a_request_that_vllm_ended_by_an_error_raises_and_one_that_was_aborted_keeps_its_tokens() -> None:
+    aborted = completed(whole_answer(changed(finish_reason="abort"), engine="engine-1"))
+    assert (aborted.token_ids.tolist(), aborted.stop_reason) == (IDS, StopReason.LENGTH)
     with pytest.raises(EngineError, match="answered 500"):
         protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
 

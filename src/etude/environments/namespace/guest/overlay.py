@@ -2,8 +2,8 @@
 
 An image's launcher has a frame as its root: the image (read-only), devices and its own /proc. A machine's root is an
 overlay of the image and a sized tmpfs, mounted in the machine's mount namespace, which then no longer contains the
-frame. The image's files belong to the users that they name, as the machine sees them: its users are a range of host
-ids, and the image is mounted through that range (an ID-mapped mount; below an overlay since Linux 5.19). Without
+frame. Inside the machine, each file belongs to the user that the image gives it. The machine's users are a range of
+host ids, and the image is mounted through that range (an ID-mapped mount; below an overlay since Linux 5.19). Without
 privilege there is one user, who owns everything. If the kernel supports neither mount, the image is copied.
 """
 

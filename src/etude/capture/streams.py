@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etude.capture import Chat
+from etude.capture.chat import Chat
 
 CHARACTER_TOKENS = 4  # most tokens of one character, which has at most four bytes
 THINK, THOUGHT = "<think>", "</think>"
@@ -18,11 +18,11 @@ class StreamedText:
     """Decodes one answer piece by piece, as its tokens are sampled.
 
     - `sent`, `sent_reasoning`: the text and the reasoning that `add` has returned so far.
-    - `stop`: texts before which the answer ends.
+    - `stop`: texts before which the answer ends. `stop_text` is the one that ended it, or "".
     - `in_reasoning`: what `Chat.in_reasoning` returns for the prompt: whether the answer begins with reasoning."""
 
     def __init__(self, chat: Chat, stop: Sequence[str], *, in_reasoning: bool | None = None) -> None:
-        self.sent = self.sent_reasoning = ""
+        self.sent = self.sent_reasoning = self.stop_text = ""
         self._chat, self._stop = chat, stop
         self._ids: list[int] = []
         self._context_start = self._decoded_stop = 0  # ids before the first are only context, before the second decoded
@@ -72,9 +72,9 @@ class StreamedText:
     def _text(self) -> str:
         text = self._pending.lstrip("\n") if self._after_reasoning else self._pending
         self._after_reasoning &= not text
-        end = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
-        self._ended |= end >= 0
-        safe = text[: end if end >= 0 else len(text) - _prefix_length(text, self._stop)]
+        end, self.stop_text = first_stop(text, self._stop)
+        self._ended |= bool(self.stop_text)
+        safe = text[: end if self.stop_text else len(text) - _prefix_length(text, self._stop)]
         self._pending = text[len(safe) :]
         return safe
 
@@ -99,6 +99,18 @@ class StreamedText:
             return ""
         self._context_start, self._decoded_stop = self._decoded_stop, stop
         return text[len(before) :]
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str]:
+    """Return (begin, stop text) of the stop text whose last character comes first in `text`; (-1, "") if none occurs.
+
+    Of several that end there, the one that begins first counts. The result is the same for a text that grows in pieces.
+
+    >>> first_stop("a bcd", ["bcd", "c", "bc"])
+    (2, 'bc')
+    """
+    found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1:] if found else (-1, "")
 
 
 def split_unfinished(text: str, in_reasoning: bool | None) -> tuple[str, str]:

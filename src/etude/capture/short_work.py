@@ -1,0 +1,39 @@
+"""Runs functions whose time grows with their input: short input on the event loop, long input in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+_SHORT_S = 0.02  # after more CPU time than this, less runs on the event loop
+
+
+class ShortWork:
+    """Runs functions with short input on the event loop, where they delay it little, and all others in a thread.
+
+    `most` is the largest size of an input that counts as short, in a unit of the caller, such as characters. The limit
+    is halved when a function on the event loop took more than 20 ms of CPU time, after one that took more than 20 ms.
+    Each one that took less raises it again, up to `most`. `in_thread` runs a function in a thread."""
+
+    def __init__(self, most: int, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread) -> None:
+        self._most = self._limit = most
+        self._in_thread = in_thread
+        self._was_long = False
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Run `work`, whose input has this size, and return its result. Raises what `work` raises."""
+        if size > self._limit:
+            return cast(T, await self._in_thread(work))
+        clock = time.thread_time if self._was_long else time.perf_counter  # the first is a slow system call
+        began = clock()
+        result = work()
+        took_long = clock() - began > _SHORT_S
+        if not took_long:
+            self._limit = min(self._most, self._limit + self._most // 64)
+        elif self._was_long:
+            self._limit //= 2
+        self._was_long = took_long
+        return result

@@ -1,0 +1,128 @@
+"""The commands ``etude judge calibrate`` and ``etude judge accounts``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.table import Table
+
+from etude.cli.locations import console, open_ledger, open_run
+from etude.config import read
+from etude.errors import Exit, InputError, nearest
+from etude.harness import ChatFormat
+from etude.loop.limits import build_config
+from etude.loop.locations import rollout_files
+from etude.plugins import Kind, make
+from etude.records import Graded
+from etude.rewards.config import RewardsConfig
+from etude.rewards.judges.calibration import (
+    AspectReport,
+    Estimate,
+    Half,
+    Label,
+    as_json,
+    calibrate,
+    distance,
+    read_labels,
+)
+from etude.rewards.judges.evidence import Evidence
+from etude.rewards.judges.store import JudgeStore
+from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm
+
+
+def calibrate_judge(args: argparse.Namespace) -> int:
+    """Ask a judge of a config about labelled works, and print how it agrees with people. Returns 0."""
+    rewards = build_config(read(args.config, args.set)).rewards
+    term = _judge(rewards, args.term)
+    auditor = _judge(rewards, args.auditor) if args.auditor else None
+    half = Half(args.half)
+    every = read_labels(args.labels, term.judge.rubric, _evidence_of(args.run, term))
+    labels = [label for label in every if label.half is half]
+    reports, far = asyncio.run(_measure(term, auditor, labels))
+    screen = console()
+    screen.print(f"judge {args.term}, version {term.version}: {len(labels)} of {len(every)} labels, half {half}")
+    table = Table("aspect", "labels", "unknown", "kappa", "AUC", "exact", "length", "first", "biases")
+    for one in reports:
+        table.add_row(*_row(one))
+    screen.print(table)
+    if half is Half.TUNE:
+        screen.print("these labels are for tuning the rubric: report the numbers of --half report")
+    if far is not None:
+        screen.print(f"distance to {args.auditor}: {_shown(far)}")
+        screen.print(f"[[rewards.audits]]: tolerance = {max(0.001, far.high):.3f}", markup=False)
+    if args.json is not None:
+        facts = {"term": args.term, "version": term.version, "half": str(half), "auditor": args.auditor}
+        args.json.write_text(as_json(reports, **facts, tolerance=None if far is None else far.high))
+    return Exit.DONE
+
+
+async def _measure(
+    term: JudgeTerm | GroupJudgeTerm, auditor: JudgeTerm | GroupJudgeTerm | None, labels: list[Label]
+) -> tuple[list[AspectReport], Estimate | None]:
+    reports = await calibrate(term.judge, labels)
+    if auditor is None:
+        return reports, None
+    works = {label.work.digest: label.work for label in labels if label.other is None}
+    return reports, await distance(term.judge, auditor.judge, list(works.values()))
+
+
+def _judge(rewards: RewardsConfig, name: str) -> JudgeTerm | GroupJudgeTerm:
+    terms = {term.name: term for term in rewards.terms}
+    if name not in terms:
+        hint = nearest(name, terms) if terms else "write [[rewards.terms]] with kind = {kind = 'judge', ...}"
+        raise InputError(f"the config has no reward term {name!r}", hint=hint)
+    found = make(Kind.REWARD, terms[name].kind, where=f"rewards.terms: {name}")
+    if not isinstance(found, JudgeTerm | GroupJudgeTerm):
+        raise InputError(
+            f"the reward term {name!r} is no judge", f"its kind is {terms[name].kind}", hint="name a judge"
+        )
+    return found
+
+
+def _evidence_of(path: Path | None, term: JudgeTerm | GroupJudgeTerm) -> Callable[[str], Evidence]:
+    """Return a function that makes evidence of a stored rollout of a run, by its id, as the run's term does."""
+
+    def evidence(rollout_id: str) -> Evidence:
+        if path is None:
+            raise InputError(f"a label names rollout {rollout_id}", "no run is given", hint="add --run RUN")
+        run = open_run(path)
+        ledger = open_ledger(run)
+        try:
+            found = ledger.finished(rollout_id)
+        finally:
+            ledger.close()
+        if found is None or found.summary is None or found.summary.stored is None:
+            hint = "label rollouts of the last steps, or write their work into the labels"
+            raise InputError(f"rollout {rollout_id} is not stored in {run.path}", hint=hint)
+        if not isinstance(found.outcome, Graded):
+            raise InputError(f"rollout {rollout_id} was not graded", hint="label graded rollouts")
+        term.readable = ChatFormat.load(run / "tokenizer").readable
+        return term.evidence(rollout_files(run).read(found.summary), found.outcome)
+
+    return evidence
+
+
+def _row(one: AspectReport) -> list[str]:
+    numbers = [_shown(one.kappa), _shown(one.auc), f"{one.exact:.0%}", _shown(one.length), _shown(one.prefers_first)]
+    return [one.aspect, str(one.num_labels), str(one.num_unknown), *numbers, "; ".join(one.biases) or "none found"]
+
+
+def _shown(one: Estimate | None) -> str:
+    return "" if one is None else f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+
+
+def accounts(args: argparse.Namespace) -> int:
+    """Print what the judges that used a cache have done and spent. Returns 0."""
+    if not args.cache.is_file():
+        raise InputError(f"{args.cache} does not exist", hint="give the file that `cache` of the judge names")
+    store = JudgeStore(args.cache)
+    table = Table("judge", "model", "asked", "cached", "unknown", "dollars", "without price", "last unknown")
+    for one in store.accounts():
+        counts = (str(one.calls), str(one.cached), str(one.unknown), f"{one.dollars:.4f}", str(one.unpriced))
+        table.add_row(one.judge, one.model, *counts, one.last_unknown)
+    store.close()
+    console().print(table)
+    return Exit.DONE

@@ -1,0 +1,333 @@
+"""The commands ``etude rewards list``, ``set``, ``recompute`` and ``explain``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from etude.cli.locations import console, open_ledger, open_run
+from etude.config import Plugin, build, overridden, to_plain
+from etude.errors import Exit, InputError, RunError, nearest
+from etude.experience import SCHEMES, Ledger
+from etude.experience.admission import LittleSignal
+from etude.experience.credit import Credit, assign_credit
+from etude.experience.recomputing import RecomputedStep, recompute, recorded_composition
+from etude.experience.traces import RecordedRollout, read_outcomes, read_step, recorded_steps, trace_path
+from etude.loop.config import RunConfig, read_config
+from etude.loop.locations import traces_folder
+from etude.loop.reward_settings import RewardChange, RewardSettings, record_change
+from etude.plugins import Kind, make
+from etude.records import Graded
+from etude.records.reward import BUILT_IN, Term
+from etude.rewards import Composition
+from etude.rewards.config import RewardsConfig, TermConfig
+from etude.run import RunFolder
+from etude.seams import CreditScheme
+from etude.telemetry import read_events
+
+NAMED = 5  # rollouts in the message about a difference
+
+
+def list_terms(args: argparse.Namespace) -> int:
+    """Print the reward terms of a run: settings, versions, share of unknown values, and means by step. Returns 0."""
+    run = open_run(args.run)
+    settings, folder = RewardSettings(run, read_config(run)), traces_folder(run)
+    steps = recorded_steps(folder)
+    values: dict[str, dict[int, list[Term]]] = defaultdict(lambda: defaultdict(list))
+    weights: dict[int, Mapping[str, float]] = {}
+    for step in steps:
+        rewards, rollouts = read_outcomes(trace_path(folder, step))
+        weights[step] = rewards.get("weights", settings.composition(step).weights)
+        for one in rollouts:
+            if isinstance(one.outcome, Graded):
+                for term in one.outcome.terms:
+                    values[term.name][step].append(term)
+    last = steps[-max(1, args.steps) :]
+    table = Table(
+        "term", "kind", "version", "weight", "from step", "when", "unknown", *(f"mean {step}" for step in last)
+    )
+    configured: dict[str, tuple[RewardChange, TermConfig]] = {}
+    for change in settings.changes:
+        for own in change.rewards.terms:
+            if own.name not in configured or configured[own.name][1] != own:
+                configured[own.name] = change, own
+    for name in dict.fromkeys([*BUILT_IN, *values, *configured]):
+        found = [term for some in values[name].values() for term in some]
+        if not found and name not in configured:
+            continue
+        since, now = configured.get(name, (None, None))
+        unknown = sum(one.value is None for one in found)
+        table.add_row(
+            name,
+            "grader or host" if now is None else now.kind.path,
+            ", ".join(sorted({one.version for one in found})),
+            _weight(name, None if now is None else now.weight, weights),
+            "" if now is None or since is None else str(max(since.from_step, now.from_step)),
+            "" if now is None else now.when,
+            f"{unknown / len(found):.1%}" if found else "",
+            *(_mean(values[name][step]) for step in last),
+        )
+    screen = console()
+    screen.print(table)
+    for event in _waiting(run):
+        screen.print(
+            f"{event['group_id']} waits for {', '.join(event['terms'])}: {next(iter(event['reasons'].values()), '')}"
+        )
+    return 0
+
+
+def _weight(name: str, configured: float | None, used: Mapping[int, Mapping[str, float]]) -> str:
+    """The weights of a term as steps used them: one, or the first and the last."""
+    found = [weights[name] for _, weights in sorted(used.items()) if name in weights]
+    if not found:
+        return "" if configured is None else f"{configured:g}"
+    return f"{found[-1]:.4g}" if len(set(found)) == 1 else f"{found[0]:.4g} -> {found[-1]:.4g}"
+
+
+def _mean(terms: Sequence[Term]) -> str:
+    known = [term.value for term in terms if term.value is not None]
+    return f"{sum(known) / len(known):.4g}" if known else ""
+
+
+def _waiting(run: RunFolder) -> Iterator[dict[str, Any]]:
+    """The last event of each group that waits for a term now."""
+    found = {e["group_id"]: e for e in read_events(run / "events") if e.get("kind") == "rewards.unknown"}
+    return (event for event in found.values() if event["state"] == "waiting" and run.holder() is not None)
+
+
+def set_terms(args: argparse.Namespace) -> int:
+    """Record other reward settings for the later steps of a run, running or stopped. Returns 0."""
+    run = open_run(args.run)
+    config = read_config(run)
+    settings = RewardSettings(run, config)
+
+    def last_step() -> int:
+        running = run.holder() is not None  # then the next batch may be formed right now
+        return max(_steps(run), default=0) + running
+
+    before = settings.at(args.from_step or last_step() + 1)
+    rewards = changed_rewards(before, args.change)
+    if rewards == before:
+        hint = f"see: etude rewards list {run.path}"
+        raise InputError("nothing would change", "these are the settings of the run", hint=hint)
+    change = record_change(run, rewards, from_step=args.from_step, last_step=last_step)
+    print(f"from step {change.from_step} on:")
+    for term in rewards.terms:
+        gate = f", when {term.when}" if term.when else ""
+        print(f"  {term.name} ({term.kind}): weight {term.weight:g}{gate}, missing {term.missing}")
+    return 0
+
+
+def changed_rewards(rewards: RewardsConfig, changes: Sequence[str]) -> RewardsConfig:
+    """Return reward settings with changes such as "brief.weight=0.5" applied. A new name with a kind is a new term.
+
+    Raises `ConfigError` for values that are not valid."""
+    plain = {one["name"]: one for one in to_plain(rewards)["terms"]}
+    for name, new in overridden(changes, plain).items():
+        if not isinstance(new, Mapping):
+            raise InputError(f"{name}={new!r} is no setting of a term", hint=f"write e.g. {name}.weight=0.5")
+        if name not in plain and "kind" not in new:
+            hint = f"{nearest(name, plain)}; a new term needs its class: {name}.kind=my_package.module:Name"
+            raise InputError(f"there is no reward term {name!r}", hint=hint)
+        plain[name] = {"name": name, **new}
+    return build(RewardsConfig, to_plain(rewards) | {"terms": list(plain.values())}, "rewards")
+
+
+def _steps(run: RunFolder) -> list[int]:
+    ledger = open_ledger(run)
+    try:
+        return ledger.steps()
+    finally:
+        ledger.close()
+
+
+def recompute_run(args: argparse.Namespace) -> int:
+    """Compute rewards, credit and batches of a run again from its stored terms. Returns exit code 1 if they differ.
+
+    With `--set` the settings are other ones: then the differences are what they would have changed, and the exit code
+    is 0."""
+    run = open_run(args.run)
+    config, folder = read_config(run), traces_folder(run)
+    settings, experience = RewardSettings(run, config), config.experience
+    changes = overridden(args.set)
+    full = experience.signal_groups if experience.little_signal is LittleSignal.SCALE else 0
+    done = list[RecomputedStep]()
+    steps = recorded_steps(folder) if args.step is None else [args.step]
+    if not steps:
+        raise RunError(
+            f"{run.path} has no recorded step", hint="RL has not formed a batch yet; wait for its first step"
+        )
+    for step in steps:
+        recorded = read_step(trace_path(folder, step))
+        composition = recorded_composition(recorded.rewards, settings.composition(step))
+        known = {
+            term.name
+            for tree in recorded.trees
+            if isinstance(tree.rollout.outcome, Graded)
+            for term in tree.rollout.outcome.terms
+        }
+        how, scheme = _changed(composition, config, changes, known)
+        done.append(recompute(recorded, how, scheme, max_lag=experience.max_lag, full_groups=full))
+    equal = all(one.equal for one in done)
+    if args.json:
+        print(json.dumps({"run": str(run.path), "equal": equal, "steps": [_plain(one) for one in done]}, indent=2))
+    else:
+        _print_recomputed(done, others=bool(changes))
+    return Exit.DONE if equal or changes else Exit.FAILED
+
+
+def _scheme(config: RunConfig) -> CreditScheme:
+    credit = config.experience.credit
+    found: CreditScheme = make(Kind.CREDIT, credit) if isinstance(credit, Plugin) else SCHEMES[credit]
+    return found
+
+
+def _changed(
+    composition: Composition, config: RunConfig, changes: Mapping[str, Any], known: set[str]
+) -> tuple[Composition, CreditScheme]:
+    """Return how a step is composed and credited with changes such as {"brief": {"weight": 0.5}, "kl": 0.1}."""
+    scheme, own = _scheme(config), {"kl", "require_submit", "quarantine"}
+    weights, when, plain = dict(composition.weights), dict(composition.when), dict[str, Any]()
+    for name, value in changes.items():
+        if name == "credit" and value in list(Credit):
+            scheme = SCHEMES[Credit(value)]
+        elif name in own and isinstance(value, int | float):
+            plain[name] = value
+        elif name in known and isinstance(value, Mapping) and value.keys() <= {"weight", "when"}:
+            if "weight" in value:
+                weights[name] = float(value["weight"])
+            if "when" in value:
+                when[name] = str(value["when"])
+        else:
+            hint = f"{nearest(name, [*known, *own, 'credit'])}; write e.g. --set NAME.weight=0.5, --set NAME.when=tests"
+            raise InputError(
+                f"--set {name}: {value!r} cannot be recomputed", "the stored terms do not have it", hint=hint
+            )
+    when = {name: gate for name, gate in when.items() if gate}
+    weights = {name: weight for name, weight in weights.items() if weight}
+    return dataclasses.replace(composition, weights=weights, when=when, **plain), scheme
+
+
+def _plain(one: RecomputedStep) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "equal": one.equal,
+        "digest": one.digest,
+        "recorded_digest": one.recorded_digest,
+        "rollouts": [
+            {
+                "rollout_id": rollout.rollout_id,
+                "recorded": rollout.recorded,
+                "reward": rollout.reward.value,
+                "advantage": rollout.advantage,
+                "missing": rollout.reward.missing,
+            }
+            for rollout in one.rollouts
+        ],
+    }
+
+
+def _print_recomputed(done: Sequence[RecomputedStep], *, others: bool) -> None:
+    screen = console()
+    table = Table(
+        "step", "rollouts", "reward mean, recorded", "recomputed", "other rewards", "groups with a signal", "batch"
+    )
+    for one in done:
+        recorded = [rollout.recorded for rollout in one.rollouts if rollout.recorded is not None]
+        again = [rollout.reward.value for rollout in one.rollouts]
+        signal = {rollout.group_id for rollout in one.rollouts if rollout.trained_with is not None}
+        table.add_row(
+            str(one.step),
+            str(len(one.rollouts)),
+            f"{sum(recorded) / max(1, len(recorded)):.4g}",
+            f"{sum(again) / max(1, len(again)):.4g}",
+            str(len(one.different)),
+            str(len(signal)),
+            "equal" if one.equal else f"differs: {one.digest[:12]}",
+        )
+    screen.print(table)
+    if all(one.equal for one in done):
+        screen.print(f"equal bit for bit: rewards, advantages and batches of {len(done)} steps")
+        return
+    different = [one for one in done if not one.equal]
+    what = "would have been other ones" if others else "differ from what was recorded"
+    screen.print(f"{len(different)} of {len(done)} steps {what}")
+    for rollout in [rollout for one in different for rollout in one.different][:NAMED]:
+        screen.print(
+            f"  {rollout.rollout_id}: reward {rollout.recorded!r} recorded, {rollout.reward.value!r} recomputed"
+        )
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Print how the reward and the advantage of a rollout come to be: each term, gate and weight. Returns 0."""
+    run = open_run(args.run)
+    config, ledger = read_config(run), open_ledger(run)
+    try:
+        row = ledger.row(args.rollout_id)
+        step, siblings, composition = _siblings(run, config, ledger, row.group_id, row.step)
+    finally:
+        ledger.close()
+    screen = console()
+    outcome = next((one.outcome for one in siblings if one.rollout_id == args.rollout_id), None)
+    if not isinstance(outcome, Graded):
+        facts = f"it is {row.state}" + (f": {outcome.reason}" if outcome else "")
+        raise InputError(f"rollout {args.rollout_id} has no reward", facts, hint="only a graded rollout has one")
+    judged = [(one, one.outcome) for one in siblings if isinstance(one.outcome, Graded)]
+    scheme = _scheme(config)
+    credit = assign_credit([graded for _, graded in judged], composition, scheme)
+    ids = [one.rollout_id for one, _ in judged]
+    reward, advantage = credit[ids.index(args.rollout_id)]
+    table = Table("term", "value", "gate", "weight", "adds", "version", "evidence")
+    named = {term.name: term for term in outcome.terms}
+    for name in dict.fromkeys([*named, *composition.weights]):
+        term, weight = named.get(name), 1.0 if name == "grade" else composition.weights.get(name)
+        value, gate = (None if term is None else term.value), composition.when.get(name)
+        is_open = composition.counts(name, named)
+        counted = weight is not None and value is not None and bool(is_open) and name not in reward.missing
+        table.add_row(
+            name,
+            "unknown" if value is None else f"{value:g}",
+            "" if gate is None else f"{gate}: {'unknown' if is_open is None else 'open' if is_open else 'closed'}",
+            "" if weight is None else f"{weight:.6g}",
+            f"{weight * value:+.6g}" if counted and weight is not None and value is not None else "",
+            "" if term is None else term.version,
+            "" if term is None else term.evidence,
+        )
+    screen.print(f"{args.rollout_id}, {'step ' + str(step) if step else 'not in a batch yet'}")
+    screen.print(table)
+    for name in reward.missing:
+        screen.print(
+            f"{name} counts for no sibling: it is not known, of one version, for every sibling whose gate is open"
+        )
+    removed = f", removed by {', '.join(reward.gates)}" if reward.gates else ""
+    penalty = f"; minus the KL penalty {composition.kl:g} times k1" if composition.kl else ""
+    screen.print(f"reward {reward.value:.6g} ({reward.raw:.6g} before a penalty{removed}{penalty}): {reward.reason}")
+    for turn, part in reward.turns:
+        screen.print(f"  of it turn {turn}: {part:+.6g}")
+    others = ", ".join(f"{i} {one.value:.4g}" for i, (one, _) in zip(ids, credit, strict=True))
+    screen.print(f"advantage {advantage:+.6g} by {scheme.name} among the rewards {others}")
+    return 0
+
+
+def _siblings(
+    run: RunFolder, config: RunConfig, ledger: Ledger, group_id: str, step: int | None
+) -> tuple[int | None, list[RecordedRollout], Composition]:
+    """Return the step of a group, its rollouts with their terms, and how they are composed."""
+    settings = RewardSettings(run, config)
+    if step is not None:
+        rewards, rollouts = read_outcomes(trace_path(traces_folder(run), step))
+        composition = recorded_composition(rewards, settings.composition(step))
+        return step, [one for one in rollouts if one.group_id == group_id], composition
+    next_step = max(ledger.steps(), default=0) + 1
+    settings.recall(ledger, next_step)
+    found = [
+        RecordedRollout(one.rollout_id, group_id, None, None, None, None, one.outcome)
+        for one in ledger.group(group_id).finished
+    ]
+    return None, found, settings.composition(next_step)

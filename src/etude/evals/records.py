@@ -1,0 +1,128 @@
+"""Results of suites as files: one JSON file for each suite and model, beside its rollouts (docs/formats/suites.md).
+
+``FOLDER/SUITE/LABEL.json`` and ``FOLDER/SUITE/LABEL.parquet``. The leaderboard reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from etude.errors import StoreError
+from etude.evals.result import EvalResult
+from etude.evals.rows import EvalRow, read_rows
+from etude.evals.suites import Gate, Purpose, Suite
+from etude.file_checksums import ChecksumMismatch, sealed, verify_json
+from etude.run import write_durably
+
+FORMAT = 1
+
+
+class GateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gate found. `value`: of its metric; None: unknown. `failure`: why it is not passed; "": it is."""
+
+    gate: Gate
+    value: float | None
+    failure: str
+
+
+class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a suite on one model.
+
+    - `suite`, `purpose`, `suite_digest`: what was measured. Results can be compared if their digests are equal.
+    - `label`: the model's name in tables. `model`: its checkpoint, or its name at `url`; "": no URL. `version`: of the
+      weights; None: unknown. `prompted`: whether it got the suite's prompt.
+    - `price_name`: its name in the table of prices.
+    - `result`: the numbers. `general_bits_per_byte`: the loss on the suite's general text; None: not measured.
+    - `gates`: one report for each gate. `date`: of the end, in ISO 8601."""
+
+    suite: str
+    purpose: Purpose
+    suite_digest: str
+    label: str
+    model: str
+    url: str
+    version: str | None
+    prompted: bool
+    price_name: str
+    result: EvalResult
+    general_bits_per_byte: float | None
+    gates: tuple[GateReport, ...]
+    date: str
+    format: int = FORMAT
+
+
+def record_path(folder: Path, suite: str, label: str) -> Path:
+    """Return the JSON file of a suite's result on a model. The rollouts are beside it, with the suffix ".parquet".
+
+    >>> record_path(Path("evals"), "repair", "gpt-5 mini/high").as_posix()
+    'evals/repair/gpt-5-mini-high.json'
+    """
+    return folder / suite / (re.sub(r"[^A-Za-z0-9@._-]+", "-", label).lstrip(".") + ".json")
+
+
+def write_record(folder: Path, record: EvalRecord) -> Path:
+    """Write a result, and return its path. Raises `StoreError`."""
+    path = record_path(folder, record.suite, record.label)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(sealed(msgspec.to_builtins(record, str_keys=True)), indent=2).encode())
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written", str(error), hint="free disk space, or check the permissions of the folder"
+        ) from None
+    return path
+
+
+def read_record(path: Path) -> EvalRecord:
+    """Read a result. Raises `StoreError` for a missing or damaged file, and for one of another format."""
+    try:
+        raw = json.loads(path.read_bytes())
+        verify_json(raw, path, must=True)
+        found = msgspec.convert(raw, EvalRecord, strict=False)
+    except FileNotFoundError:
+        raise StoreError(f"no result at {path}", hint="evaluate first: etude eval SUITE") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read", str(error), hint="check its permissions and the disk") from None
+    except ChecksumMismatch as error:
+        hint = "restore it from a backup, or evaluate again: etude eval SUITE"
+        raise StoreError(f"{path} is damaged", error.facts, hint=hint) from None
+    except (ValueError, RecursionError) as error:
+        hint = "evaluate again: etude eval SUITE"
+        raise StoreError(f"{path} is not a result of an evaluation", str(error), hint=hint) from None
+    if found.format != FORMAT:
+        raise StoreError(
+            f"{path} has format {found.format}", f"this etude reads {FORMAT}", hint="evaluate again: etude eval SUITE"
+        )
+    return found
+
+
+def read_records(folder: Path) -> list[tuple[EvalRecord, Path]]:
+    """Read all results of a folder with their paths, sorted by suite and label. Raises `StoreError`."""
+    found = [(read_record(path), path) for path in sorted(folder.glob("*/*.json"))]
+    if not found:
+        raise StoreError(f"{folder} has no result", hint="evaluate first: etude eval SUITE --out FOLDER")
+    return sorted(found, key=lambda one: (one[0].suite, one[0].label))
+
+
+def rows_beside(path: Path) -> list[EvalRow]:
+    """Read the rollouts of the result at `path`. Raises `StoreError`."""
+    return read_rows(path.with_suffix(".parquet"))
+
+
+def gate_reports(suite: Suite, values: Mapping[str, float | None]) -> tuple[GateReport, ...]:
+    """Compare the gates of a suite with the values of their metrics."""
+    return tuple(
+        GateReport(gate=gate, value=values[gate.metric], failure=gate.failure(values[gate.metric]))
+        for gate in suite.gates
+    )
+
+
+def plain(record: EvalRecord) -> dict[str, Any]:
+    """Return a result as plain data, for JSON."""
+    found: dict[str, Any] = msgspec.to_builtins(record, str_keys=True)
+    return found

@@ -1,0 +1,152 @@
+"""Suites of evaluations as TOML files (docs/formats/suites.md): what is measured, on which tasks, and what must hold.
+
+A suite is named by its file, or by the name of a built-in one (`BUILT_IN`)."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from etude import config
+from etude.config import ranged
+from etude.errors import InputError, nearest
+from etude.evals.result import EvalResult
+from etude.records.task import Split, Task
+
+_FOLDER = Path(str(resources.files("etude.evals"))) / "built_in"
+BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+"""The names of the built-in suites."""
+
+
+class Purpose(enum.StrEnum):
+    """What a suite measures."""
+
+    CORRECTNESS = "correctness"
+    INSTRUCTION_FOLLOWING = "instruction following"
+    TOOL_USE = "tool use"
+    BREVITY = "brevity"
+    INTERRUPTION = "interruption"
+    LONG_HORIZON = "long horizon"
+
+
+METRICS = (
+    *("rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean", "prompt_mean", "cached_share", "cheats"),
+    *("latency_p50_s", "latency_p99_s", "machine_s", "dollars", "dollars_per_solved", "dollars_per_kept"),
+    *("num_invalid", "general_bits_per_byte"),
+)
+"""The numbers that a gate may name: fields of `EvalResult`, the number of invalid rollouts, and the loss on the suite's
+general text."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A bound that a number of an evaluation must keep. Raises `ValueError` for an unknown number, or without a bound.
+
+    `metric` is one of `METRICS`. `at_least`, `at_most`: the bounds, both included; None: none."""
+
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"metric = {self.metric!r} is unknown: {nearest(self.metric, METRICS)}")
+        if self.at_least is None and self.at_most is None:
+            raise ValueError(f"the gate of {self.metric} has neither at_least nor at_most")
+
+    def failure(self, value: float | None) -> str:
+        """Return why the gate is not passed with this value of its metric; "" if it is. An unknown value does not
+        pass.
+
+        >>> Gate("rate", at_least=0.5).failure(0.4), Gate("rate", at_least=0.5).failure(0.5)
+        ('rate = 0.4, must be at least 0.5', '')
+        """
+        if value is None:
+            return f"{self.metric} is unknown"
+        if self.at_least is not None and value < self.at_least:
+            return f"{self.metric} = {value:.4g}, must be at least {self.at_least:g}"
+        if self.at_most is not None and value > self.at_most:
+            return f"{self.metric} = {value:.4g}, must be at most {self.at_most:g}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite: which tasks are played how often, with which limits, and the gates of its result.
+
+    - `tasks`: a section as the `[tasks]` of a run's config. Empty: the tasks of the config that is evaluated.
+    - `splits`: the splits whose first tasks are played, `num_tasks` altogether. Tasks that a model was trained on are
+      refused.
+    - `samples`: rollouts per task; pass@k is given up to this k.
+    - `seed`, `temperature`: of the sampling.
+    - `prompt`: the system message of the prompted baseline, and of models at a URL. "": none.
+    - `harness`: settings that replace those of the config's `[harness]`.
+    - `general_text`: a text file, relative to the suite's, on which the loss of each checkpoint is measured. None: not
+      measured."""
+
+    name: str
+    purpose: Purpose
+    tasks: Mapping[str, Any] = field(default_factory=dict)
+    splits: tuple[Split, ...] = (Split.HELDOUT,)
+    num_tasks: int = ranged(128, low=1)
+    samples: int = ranged(1, low=1, high=1024)
+    seed: int = ranged(0, low=0)
+    temperature: float = ranged(1.0, low=0.0, high=4.0)
+    prompt: str = ""
+    harness: Mapping[str, Any] = field(default_factory=dict)
+    general_text: Path | None = None
+    gates: tuple[Gate, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.splits or len(set(self.splits)) < len(self.splits):
+            raise ValueError("splits must name at least one split, and none twice")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name = {self.name!r} is not a plain name: results are stored in a folder of this name")
+
+    def digest(self, tasks: Sequence[Task]) -> str:
+        """Return 16 hex digits that identify what is measured: the settings, and the content of the tasks.
+
+        Gates, and the path of the general text, have no part in it."""
+        plain = config.to_plain(self)
+        for key in ("gates", "general_text", "name"):
+            plain.pop(key, None)
+        content = json.dumps([plain, [task.task_id for task in tasks]], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def read_suite(name: str, overrides: Sequence[str] = ()) -> Suite:
+    """Read a suite: a TOML file, or the name of a built-in one. `overrides` are settings such as "num_tasks=8".
+
+    Raises `InputError` if there is none, and `ConfigError` for an invalid file.
+
+    >>> read_suite("repair", ["samples=4"]).samples
+    4
+    """
+    path = Path(name)
+    if not path.is_file():
+        if name not in BUILT_IN:
+            hint = f"{nearest(name, BUILT_IN)}; or give a .toml file"
+            if path.is_dir():
+                hint = f"to play the tasks of a checkpoint's own run: etude eval own --checkpoint {name}"
+            raise InputError(f"no suite {name!r}", "neither a file nor a built-in suite", hint=hint)
+        path = _FOLDER / f"{name}.toml"
+    found = config.build(Suite, config.read(path, overrides, noun="suite", example="docs/formats/suites.md"))
+    if found.general_text is None or found.general_text.is_absolute():
+        return found
+    return config.build(Suite, {**config.read(path, overrides), "general_text": str(path.parent / found.general_text)})
+
+
+def value_of(result: EvalResult, metric: str, *, general_bits_per_byte: float | None = None) -> float | None:
+    """Return a number of a result that a gate may name (`METRICS`); None if it is unknown."""
+    if metric == "num_invalid":
+        return float(sum(result.invalid.values()))
+    if metric == "general_bits_per_byte":
+        return general_bits_per_byte
+    value: float | None = getattr(result, metric)
+    return value

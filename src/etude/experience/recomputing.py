@@ -1,0 +1,120 @@
+"""Computes the rewards, the credit and the batch of a recorded step again, by the same settings or by others.
+
+Everything needed is in the trace of the step: raw terms, turns, and the settings that were used. By these settings the
+result must be equal bit for bit. By others it says what the step would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from etude.experience.credit import assign_credit, turn_advantages
+from etude.experience.packing import batch_of, samples_of
+from etude.experience.traces import RecordedStep, batch_digest
+from etude.records.reward import Reward
+from etude.records.rollout import Graded
+from etude.records.summary import BatchPlan, Member, turn_places
+from etude.rewards import Composition
+from etude.seams import CreditScheme
+
+
+@dataclass(frozen=True)
+class RecomputedRollout:
+    """One graded rollout of a recorded step. `recorded`: the reward in the trace.
+
+    `trained_with`: the advantages of its tokens in the batch, lowest and highest; None if it has no sample."""
+
+    rollout_id: str
+    group_id: str
+    recorded: float | None
+    reward: Reward
+    advantage: float
+    trained_with: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class RecomputedStep:
+    """A step computed again. `digest`: the `batch_digest` of its batch; `recorded_digest`: that in the trace."""
+
+    step: int
+    rollouts: tuple[RecomputedRollout, ...]
+    digest: str
+    recorded_digest: str
+
+    @property
+    def different(self) -> tuple[RecomputedRollout, ...]:
+        """The rollouts with another reward than recorded."""
+        return tuple(one for one in self.rollouts if one.recorded != one.reward.value)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all rewards and everything in the batch are equal bit for bit."""
+        return self.digest == self.recorded_digest and not self.different
+
+
+def recorded_composition(rewards: Mapping[str, Any], default: Composition) -> Composition:
+    """Return the composition that a trace recorded; `default` for a trace of an earlier version, which has none."""
+    names = {field.name for field in fields(Composition)}
+    return Composition(**{name: rewards[name] for name in names}) if names <= rewards.keys() else default
+
+
+def recompute(
+    recorded: RecordedStep, composition: Composition, scheme: CreditScheme, *, max_lag: int, full_groups: int = 0
+) -> RecomputedStep:
+    """Compute the rewards, advantages and the batch of a recorded step.
+
+    `max_lag` and `full_groups` are those of the run, as in `plan_batch`. Raises `EtudeError` when a reward or an
+    advantage is not finite."""
+    groups: dict[str, list[int]] = {}
+    for i, tree in enumerate(recorded.trees):
+        if isinstance(tree.rollout.outcome, Graded):
+            groups.setdefault(tree.rollout.group_id, []).append(i)
+    credit = dict[int, tuple[Reward, float, tuple[float, ...]]]()
+    for some in groups.values():
+        outcomes = [one for i in some if isinstance(one := recorded.trees[i].rollout.outcome, Graded)]
+        given = assign_credit(outcomes, composition, scheme)
+        places = [turn_places(recorded.trees[i].trace) for i in some]
+        by_turn = turn_advantages([reward for reward, _ in given], places, scheme)
+        credit |= {i: (*one, turns) for i, one, turns in zip(some, given, by_turn, strict=True)}
+    members = list[Member]()
+    for i, tree in enumerate(recorded.trees):
+        reward, advantage, turns = credit.get(i, (None, 0.0, ()))
+        members.append(
+            Member(
+                rollout_id=tree.rollout.rollout_id,
+                group_id=tree.rollout.group_id,
+                reward=reward,
+                advantage=advantage,
+                turn_advantages=turns,
+                masks_stale=True,
+            )
+        )
+    plan = BatchPlan(
+        batch_id=recorded.batch_id,
+        step=recorded.step,
+        max_lag=max_lag,
+        members=tuple(members),
+        num_loss_tokens=recorded.num_loss_tokens,
+        full_groups=full_groups,
+    )
+    made = [
+        samples_of(plan, member, tree.trace, temperature=recorded.temperature)
+        for member, tree in zip(members, recorded.trees, strict=True)
+    ]
+    batch = batch_of(plan, [sample for some in made for _, sample in some])
+    found = list[RecomputedRollout]()
+    for i, (reward, advantage, _) in sorted(credit.items()):
+        tokens = [float(value) for _, sample in made[i] for value in (sample.advantages.min(), sample.advantages.max())]
+        rollout = recorded.trees[i].rollout
+        found.append(
+            RecomputedRollout(
+                rollout_id=rollout.rollout_id,
+                group_id=rollout.group_id,
+                recorded=rollout.reward,
+                reward=reward,
+                advantage=advantage,
+                trained_with=(min(tokens), max(tokens)) if tokens else None,
+            )
+        )
+    return RecomputedStep(recorded.step, tuple(found), batch_digest(batch), recorded.digest)

@@ -1,0 +1,74 @@
+"""Watches the reward terms of a run for drift before each step, and says whether the run goes on.
+
+The state of the tests is in the ledger, so a run that is resumed continues them. Resuming a run that an alarm held
+accepts it: that test begins anew. A run whose training an alarm ended does not train again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from etude.errors import RewardDrift
+from etude.experience import Group, Ledger
+from etude.records import Graded
+from etude.rewards.drift import ALPHA, AuditConfig, AuditState, AuditStep, OnDrift, observe
+from etude.telemetry import Telemetry
+
+STATES = "audits"  # in the ledger: name of the audit → `AuditState`
+
+
+class DriftMonitor:
+    """The audits of a run. Create it before the run trains; call `observe` with the groups of each step."""
+
+    def __init__(self, ledger: Ledger, telemetry: Telemetry) -> None:
+        self.ledger, self.telemetry = ledger, telemetry
+        self.facts: dict[str, dict[str, Any]] = {}  # of the last observed step, by name of the audit
+        self._states = msgspec.convert(ledger.recall(STATES) or {}, dict[str, AuditState])
+        self._accepted = {name for name, state in self._states.items() if state.raised is not None}
+
+    def ended(self, audits: Sequence[AuditConfig]) -> bool:
+        """Return whether an alarm has ended training."""
+        raised = {name for name, state in self._states.items() if state.raised is not None}
+        return any(one.on_drift is OnDrift.END and one.name in raised for one in audits)
+
+    def observe(self, audits: Sequence[AuditConfig], step: int, groups: Sequence[Group]) -> None:
+        """Add the groups that `step` will train on to the tests, and store their states.
+
+        Raises `RewardDrift` at the alarm of an audit that holds the run. Call it in the ledger's thread."""
+        graded: Mapping[str, Sequence[Graded]] = {one.group_id: [outcome for _, outcome in one.valid] for one in groups}
+        found: dict[str, AuditStep] = {}
+        for one in audits:
+            state = self._states.setdefault(one.name, AuditState())
+            if one.name in self._accepted and one.on_drift is not OnDrift.END:
+                self._states[one.name] = state = AuditState(step=state.step - 1)
+            found[one.name] = observe(one, state, step, graded)
+        self._accepted.clear()
+        self.facts = {name: msgspec.to_builtins(one) for name, one in found.items()}
+        if not audits:
+            return
+        stored = msgspec.to_builtins(self._states)
+        self.ledger.transaction(lambda: self.ledger.remember(STATES, stored))
+        held = list[RewardDrift]()
+        for one in audits:
+            if found[one.name].alarm:
+                self.telemetry.event(
+                    "rewards.drift", step=step, audit=one.name, action=str(one.on_drift), **self.facts[one.name]
+                )
+                if one.on_drift is OnDrift.HOLD:
+                    held.append(_error(one, step, found[one.name]))
+        if held:
+            raise held[0]
+
+
+def _error(audit: AuditConfig, step: int, found: AuditStep) -> RewardDrift:
+    means = f"mean of {audit.term} {found.term:.3f}, of {audit.by} {found.by:.3f}" if found.term is not None else ""
+    far = f"; distance {found.distance:.3f}" if found.distance is not None else ""
+    far += f", tolerance {audit.tolerance:g}" if audit.tolerance is not None else ""
+    return RewardDrift(
+        f"reward term {audit.term!r} drifts from {audit.by!r}",
+        f"before step {step}, e-value {found.e_value:.3g} (alarm at {1 / ALPHA:g}): {means}{far}",
+        hint=f"compare rollouts: etude rewards explain; then mend the rubric, or set {audit.term}.weight=0 with "
+        f"etude rewards set, and resume. Resuming accepts the alarm: the test begins anew",
+    )

@@ -1,0 +1,191 @@
+"""Measures the reward terms of each group when all its rollouts have ended. Then the group is ready for a batch.
+
+All siblings are measured by the same version of a term. A value that is unknown, because a service is away, is
+measured again with back-off until the term's deadline (`retry_s`). Then the group goes without the term, or waits for
+it (`missing`). Nothing of a group is stored before all of it is measured.
+
+| | consumes | produces | waits for | unblocked by |
+| --- | --- | --- | --- | --- |
+| `run` | groups whose rollouts have ended | scored groups | a grader, an unknown term | the term, its deadline |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from etude.errors import DeadlineExceeded, LedgerError
+from etude.experience import Group, Ledger
+from etude.loop.reward_settings import RewardSettings
+from etude.loop.rollout_scheduler import RolloutScheduler
+from etude.loop.run_in_thread import SerialExecutor
+from etude.loop.run_processes import RunProcesses
+from etude.records import Graded
+from etude.records.reward import Measured
+from etude.records.summary import RolloutSummary
+from etude.rewards.config import Missing, TermConfig
+from etude.telemetry import Telemetry
+
+FIRST_S, MOST_S = 1.0, 60.0
+"""An unknown term is measured again after so many seconds: at first, and at most. The wait doubles each time."""
+WAIT_S = 86_400.0
+"""A group waits so many seconds for an unknown term (`Missing.WAIT`); then the run ends with an error."""
+
+
+class GroupScorer:
+    """Measures the terms of groups in the graders, and stores them in the ledger."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        ledger_thread: SerialExecutor,
+        processes: RunProcesses,
+        telemetry: Telemetry,
+        settings: RewardSettings,
+    ) -> None:
+        self.ledger, self.ledger_thread, self.processes = ledger, ledger_thread, processes
+        self.telemetry, self.settings = telemetry, settings
+        self.scored = dict[str, tuple[TermConfig, ...]]()  # groups that no batch has taken, with the terms they have
+        self.next_step = 1  # the next step whose batch is formed
+        self._begun = set[str]()  # those, and groups that are being scored
+        self._reported = settings.changes
+        self._more = asyncio.Event()
+
+    async def run(self, scheduler: RolloutScheduler) -> None:
+        """Score every group whose rollouts have ended, until cancelled. Raises `PluginError` for a term that fails."""
+        ended = await self.ledger_thread(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for group_id in sorted(ended):
+                    tasks.create_task(self._score(group_id), name=f"terms of {group_id}")
+                ended = await scheduler.progress()
+
+    async def progress(self) -> None:
+        """Wait until a further group is scored. Has no deadline: every rollout and every term has its own."""
+        await self._more.wait()
+        self._more.clear()
+
+    def begin(self, step: int) -> None:
+        """Begin a lineage, whose first batch is that of `step`: score all groups that have ended again."""
+        self.next_step = step
+        self.scored.clear()
+        self._begun.clear()
+
+    def taken(self, group_ids: Sequence[str], step: int) -> None:
+        """Forget the groups that the batch of `step` took."""
+        self.next_step = step + 1
+        for group_id in group_ids:
+            del self.scored[group_id]
+        self._begun.difference_update(group_ids)
+
+    async def _score(self, group_id: str) -> None:
+        if group_id in self._begun:
+            return
+        self._begun.add(group_id)
+        await self.measure(group_id, self.settings.measured(self.next_step))
+        self._more.set()
+
+    async def complete(self, group_ids: Sequence[str], step: int) -> None:
+        """Measure what scored groups lack of the terms of `step`, which will train on them.
+
+        They lack terms if the settings changed after they were scored. Raises `PluginError`."""
+        self.settings.refresh()
+        if (now := self.settings.changes) is not self._reported:
+            self.telemetry.event("rewards.changed", step=step, from_steps=[one.from_step for one in now])
+            self._reported = now
+        terms = self.settings.at(step).terms
+        lacking = [one for one in group_ids if not set(terms) <= set(self.scored[one])]
+        await asyncio.gather(*(self.measure(group_id, terms) for group_id in lacking))
+
+    async def measure(self, group_id: str, terms: tuple[TermConfig, ...]) -> None:
+        """Measure what the rollouts of a group lack of these terms, and store it. Raises `PluginError`."""
+        try:
+            if terms:
+                await self._measure(group_id, terms)
+            self.scored[group_id] = terms
+        except LedgerError:  # a stored rollout cannot be read: forming the batch reports it
+            self.scored[group_id] = ()
+
+    async def _measure(self, group_id: str, terms: tuple[TermConfig, ...]) -> None:
+        group: Group = await self.ledger_thread(self.ledger.group, group_id)
+        summaries, had = [one for one, _ in group.valid], [one for _, one in group.valid]
+        if not had:
+            return
+        graded, began, pause_s = had, time.monotonic(), FIRST_S
+        while True:
+            found = await self.processes.measure(terms, summaries, graded)
+            graded = [one.with_terms(*(new.term for new in some)) for one, some in zip(graded, found, strict=True)]
+            waited_s = time.monotonic() - began
+            if not (again := self._to_retry(group_id, terms, found, waited_s)):
+                break
+            if pause_s == FIRST_S:
+                self._log("waiting", group_id, again, summaries, graded, waited_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_S)
+        unknown = [term for term in terms if any(_unknown(one, term.name) for one in graded)]
+        if unknown:
+            self._log("without", group_id, unknown, summaries, graded, waited_s)
+        elif pause_s > FIRST_S:
+            self._log("known", group_id, (), summaries, graded, waited_s)
+        composition = self.settings.composition(self.next_step)
+        changed = {
+            summary.rollout_id: (new, composition.of(new).value)
+            for summary, old, new in zip(summaries, had, graded, strict=True)
+            if new != old
+        }
+        if changed:
+            await self.ledger_thread(self.ledger.add_terms, changed)
+
+    def _to_retry(
+        self, group_id: str, terms: Sequence[TermConfig], found: Sequence[Sequence[Measured]], waited_s: float
+    ) -> list[TermConfig]:
+        """Return the unknown terms that are to be measured again. Raises `DeadlineExceeded` after `WAIT_S`."""
+        self.settings.refresh()  # a user may let a group go on without the term that it waits for
+        now = {one.name: one for one in self.settings.measured(self.next_step)}
+        retried = {one.term.name: one.term for some in found for one in some if one.retry}
+        waits = [now[term.name] for term in terms if term.name in retried and term.name in now]
+        late = [one for one in waits if _patient(one) and waited_s > WAIT_S]
+        if late:
+            name = late[0].name
+            raise DeadlineExceeded(
+                f"reward term {name!r} of group {group_id} is unknown",
+                f"waited {waited_s:.0f} s: {retried[name].evidence}",
+                hint=f"mend it and resume; or go without it: etude rewards set RUN {name}.missing=without",
+            )
+        return [one for one in waits if _patient(one) or waited_s < one.retry_s]
+
+    def _log(
+        self,
+        state: str,
+        group_id: str,
+        terms: Sequence[TermConfig],
+        summaries: Sequence[RolloutSummary],
+        graded: Sequence[Graded],
+        waited_s: float,
+    ) -> None:
+        """Report what a group waits for, went without, or got after all."""
+        names = [term.name for term in terms]
+        reasons = {
+            f"{summary.rollout_id} {term.name}": term.evidence
+            for summary, one in zip(summaries, graded, strict=True)
+            for term in one.terms
+            if term.name in names and term.value is None
+        }
+        self.telemetry.event(
+            "rewards.unknown",
+            group_id=group_id,
+            state=state,
+            terms=names,
+            reasons=dict(list(reasons.items())[:3]),
+            waited_s=round(waited_s, 3),
+        )
+
+
+def _patient(term: TermConfig) -> bool:
+    """Whether groups wait for a term. They do not wait for one that is only measured."""
+    return term.missing is Missing.WAIT and bool(term.weight)
+
+
+def _unknown(graded: Graded, name: str) -> bool:
+    return any(term.name == name and term.value is None for term in graded.terms)

@@ -1,0 +1,164 @@
+"""The reward settings of a run by step: those of its config, then the changes that were recorded for later steps.
+
+A change has all reward terms as they are from a step on. It is recorded in rewards.json by `etude rewards set`, also
+while the run is running, or when a run is resumed with other `[rewards]` settings. Steps before keep theirs, so a
+recorded step can be composed and replayed again. The format is in `docs/formats/run.md`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from etude.config import build, plugins_in, to_plain, with_digests
+from etude.errors import ConfigError, InputError, RunError
+from etude.experience import Ledger
+from etude.file_checksums import sealed_list, verify_json
+from etude.loop.config import RunConfig, check_same_plugins
+from etude.plugins import check_all
+from etude.records import Graded
+from etude.records.summary import BatchPlan
+from etude.rewards import Composition
+from etude.rewards.config import RewardsConfig, TermConfig
+from etude.rewards.effort import Tuned, next_weight
+from etude.run import HINT_COPY, RunFolder, write_durably
+
+FILE = "rewards.json"
+TUNED = "reward_weights"  # in the ledger: version step → term → `Tuned`
+
+
+@dataclass(frozen=True)
+class RewardChange:
+    """The reward settings of a run from a step on, and when they were recorded (ISO 8601, UTC)."""
+
+    from_step: int
+    rewards: RewardsConfig
+    since: str = ""
+
+
+class RewardSettings:
+    """The reward settings of a run, by step. `refresh` reads changes that were recorded meanwhile."""
+
+    def __init__(self, run: RunFolder, config: RunConfig) -> None:
+        self._run, self._config = run, config
+        self._seen: tuple[int, int] | None = None
+        self.tuned: Mapping[str, Tuned] = {}  # the state of self-tuned weights before the next step, by term
+        self.changes: list[RewardChange] = []
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read rewards.json again if it was replaced, and return whether it was. Raises `RunError`."""
+        try:
+            found = os.stat(self._run / FILE)
+            seen = found.st_ino, found.st_mtime_ns
+        except FileNotFoundError:
+            seen = None
+        if self.changes and seen == self._seen:
+            return False
+        self._seen, self.changes = seen, [RewardChange(0, self._config.rewards), *read_changes(self._run)]
+        return True
+
+    def at(self, step: int) -> RewardsConfig:
+        """Return the settings of version step `step`: of several changes before it, those that were recorded last."""
+        return next(one.rewards for one in reversed(self.changes) if one.from_step <= step)
+
+    def measured(self, step: int) -> tuple[TermConfig, ...]:
+        """Return the terms to measure for a group that `step` or a later step will train on, as they are set last."""
+        first = next(i for i in range(len(self.changes) - 1, -1, -1) if self.changes[i].from_step <= step)
+        return tuple({term.name: term for one in self.changes[first:] for term in one.rewards.terms}.values())
+
+    def composition(self, step: int) -> Composition:
+        """Return how the rewards of version step `step` are composed."""
+        rewards = self.at(step)
+        tuned = {name: state.weight for name, state in self.tuned.items()}
+        return replace(self._config.composition, weights=rewards.weights(step, tuned), when=rewards.gates)
+
+    def recall(self, ledger: Ledger, step: int) -> None:
+        """Set `tuned` to what the ledger has for version step `step`."""
+        self.tuned = _tuned(ledger, step)
+
+    def remember(self, ledger: Ledger, plan: BatchPlan) -> dict[str, Tuned]:
+        """Compute and store the state of self-tuned weights after the step of a plan, and return it.
+
+        Call it in a transaction. States of steps that no restart can go back to are dropped."""
+        solved = [
+            member.summary.num_sampled
+            for member in plan.members
+            if member.summary is not None and isinstance(member.outcome, Graded) and member.outcome.grade > 0
+        ]
+        before = _tuned(ledger, plan.step)
+        tuned = {
+            one.name: next_weight(before.get(one.name, Tuned()), solved, target=one.target, limit=one.weight)
+            for one in self.at(plan.step).terms
+            if one.target and one.from_step <= plan.step
+        }
+        if tuned:
+            pruned = int(ledger.recall("pruned") or 0)
+            had = {step: one for step, one in (ledger.recall(TUNED) or {}).items() if pruned < int(step) <= plan.step}
+            ledger.remember(TUNED, had | {str(plan.step + 1): msgspec.to_builtins(tuned)})
+        return tuned
+
+
+def _tuned(ledger: Ledger, step: int) -> dict[str, Tuned]:
+    return msgspec.convert((ledger.recall(TUNED) or {}).get(str(step), {}), dict[str, Tuned])
+
+
+def read_changes(run: RunFolder) -> list[RewardChange]:
+    """Read the recorded changes of a run, oldest first. Raises `RunError` when rewards.json is damaged."""
+    path = run / FILE
+    if not path.exists():
+        return []
+    digests = {one["path"]: one["digest"] for one in run.plugins()}
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text())
+        verify_json(found, path, kind=RunError)
+        return [
+            RewardChange(
+                int(one["from_step"]), with_digests(build(RewardsConfig, one["rewards"]), digests), str(one["since"])
+            )
+            for one in found
+        ]
+    except (ValueError, TypeError, KeyError, ConfigError) as error:
+        raise RunError(f"{path} is damaged", str(error), hint=HINT_COPY) from None
+
+
+def record_change(
+    run: RunFolder, rewards: RewardsConfig, *, from_step: int | None, last_step: Callable[[], int]
+) -> RewardChange:
+    """Record durably that the rewards of a run are composed by other settings from `from_step` on.
+
+    `last_step` returns the last step whose batch is formed, or may be right now: steps up to it keep their settings. It
+    is called again at the end, since a running run goes on meanwhile. `from_step`: None for the one after it. The code
+    of new plug-ins is recorded, too. Raises `InputError` for a `from_step` that is not after the last step,
+    `PluginRefused` and `RunRefused` for plug-ins that cannot be used or have changed, and `RunError` when rewards.json
+    is damaged or cannot be written."""
+    _require_later(from_step, last_step())
+    plugins = check_all(list(dict.fromkeys(plugins_in(rewards, "rewards"))))
+    check_same_plugins(run, plugins, accept=False)
+    known = {one["path"]: one for one in run.plugins()}
+    if new := {one.path: msgspec.to_builtins(one) for one in plugins if one.path not in known}:
+        run.record_plugins([*known.values(), *new.values()])
+    last = last_step()
+    _require_later(from_step, last)
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    change = RewardChange(last + 1 if from_step is None else from_step, rewards, since)
+    plain = [
+        {"from_step": one.from_step, "since": one.since, "rewards": to_plain(one.rewards)}
+        for one in [*read_changes(run), change]
+    ]
+    write_durably(run / FILE, json.dumps(sealed_list(plain), indent=2).encode())
+    return change
+
+
+def _require_later(from_step: int | None, last: int) -> None:
+    if from_step is not None and from_step <= last:
+        raise InputError(
+            f"step {from_step} cannot get other rewards",
+            f"the batch of step {last} was formed already, or is being formed",
+            hint=f"choose a later one: --from-step {last + 1}",
+        )

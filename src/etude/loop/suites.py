@@ -1,0 +1,162 @@
+"""Plays the suites of `etude.evals.suites` with a config: its tasks, its limits, and the models to compare.
+
+A suite whose tasks a model was trained on is refused, by the digest of each task and by its problem."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.config import build, to_plain
+from etude.errors import EtudeError, SuiteRefused
+from etude.evals.suites import Suite
+from etude.experience.database import NoLedger
+from etude.loop.checkpoints import newest_checkpoint
+from etude.loop.config import RunConfig, open_tasks, read_config
+from etude.loop.evaluation import tasks_of
+from etude.loop.locations import read_ledger
+from etude.records.task import Split, Task
+from etude.rollouts.model_url import Endpoint
+from etude.run import RunFolder
+from etude.seams import TaskSource
+
+URL_CONTEXT = 1 << 20
+"""The context of models at a URL, in bytes: their server says when a conversation is too long."""
+URL_TURN_TOKENS = 4096
+MOST_COMPARED = 20_000
+"""The most training tasks of an endless source that are compared with a suite."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate: a checkpoint directory or a model at a URL. `run`: the run that trained it; None: unknown.
+
+    `label` names it in results. `prompted`: whether it gets the suite's prompt."""
+
+    label: str
+    model: Path | Endpoint
+    run: RunFolder | None = None
+    prompted: bool = False
+
+
+def subjects_of(model: Path, *, label: str, beside: bool, prompt: str) -> list[Subject]:
+    """Return the model to evaluate, and with `beside` also the untrained one: once plain, and once with `prompt`.
+
+    `model` is a checkpoint directory or a run, whose newest checkpoint is meant. The untrained model is the run's
+    starting checkpoint. `label`: for the results; "": made from the path. Raises `SuiteRefused` if `beside` is wanted
+    of a checkpoint that is in no run."""
+    run = run_of(model)
+    is_run = run is not None and run.path.resolve() == model.resolve()
+    checkpoint = newest_checkpoint(run) if run is not None and is_run else model
+    place = f"{run.path.resolve().name}@{checkpoint.name}" if run is not None else checkpoint.resolve().name
+    found = [Subject(label or place, checkpoint, run)]
+    if not beside:
+        return found
+    if run is None:
+        raise SuiteRefused(
+            f"{model} has no untrained model beside it",
+            "it is in no run folder",
+            hint="give a run, or leave out --beside",
+        )
+    untrained = run / "checkpoints" / "mid"
+    found.append(Subject(f"{run.path.resolve().name}@untrained", untrained, run))
+    if prompt:
+        found.append(Subject(f"{run.path.resolve().name}@untrained, prompted", untrained, run, prompted=True))
+    return found
+
+
+def run_of(model: Path) -> RunFolder | None:
+    """Return the run of a path: the path itself, or the run whose checkpoint it is; None if there is none."""
+    for place in (model, model.resolve().parent.parent):
+        if (place / "run.json").is_file():
+            return RunFolder.open(place)
+    return None
+
+
+def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, source: str = "") -> RunConfig:
+    """Return the config with which a suite is played on a model.
+
+    `given` are the settings of the run or of a config file. The suite replaces tasks and limits, and `source`, if
+    given, the suite's task source. Raises `ConfigError`."""
+    plain = {**given}
+    harness = {**plain.get("harness", {}), **suite.harness}
+    if suite.tasks:
+        plain["tasks"] = {**suite.tasks}
+    if source:
+        plain["tasks"] = {**plain.get("tasks", {}), "source": source}
+    plain["tasks"] = {**plain.get("tasks", {}), "canaries": 0.0}
+    plain["seed"] = suite.seed
+    is_url = isinstance(subject.model, Endpoint)
+    if (is_url or subject.prompted) and suite.prompt:
+        harness["prompt"] = suite.prompt
+    if is_url:
+        harness |= {"context_tokens": URL_CONTEXT, "turn_tokens": URL_TURN_TOKENS, "summary_tokens": 0}
+        for section in ("engine", "model"):
+            plain[section] = {**plain.get(section, {}), "context_tokens": URL_CONTEXT}
+        plain.pop("start", None)
+    plain["harness"] = harness
+    return build(RunConfig, plain)
+
+
+def suite_tasks(suite: Suite, config: RunConfig) -> list[Task]:
+    """Return the tasks of a suite. Raises `SuiteRefused` if there are none, and `TaskError`."""
+    tasks = tasks_of(open_tasks(config, canaries=False), suite.splits, suite.num_tasks)
+    if not tasks:
+        splits = " and ".join(suite.splits)
+        raise SuiteRefused(
+            f"suite {suite.name} has no task", f"{config.tasks.source} has none in {splits}", hint="change its splits"
+        )
+    return tasks
+
+
+def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> None:
+    """Check that a run has not trained on tasks of a suite. Raises `SuiteRefused` with their number and one of them.
+
+    Compared are the digests of the tasks, and their problems, with those of the training tasks: all of a source that
+    ends, else those that RL has admitted. Tasks of the training split of the run's own source count as trained on in
+    any case, since mid-training may show them."""
+    config = read_config(run)
+    own = open_tasks(config, canaries=False)
+    size = own.size(Split.TRAIN)
+    count = size if size is not None else min(_admitted(run), MOST_COMPARED)
+    trained, problems = set[str](), set[str]()
+    for index in range(count):
+        task = own.task(Split.TRAIN, index)
+        trained.add(task.task_id)
+        problems |= {task.problem} - {""}
+    found = [
+        task for task in tasks if task.task_id in trained or task.problem in problems or _in_training_split(task, own)
+    ]
+    if found:
+        first = found[0]
+        raise SuiteRefused(
+            f"suite {suite.name} has {len(found)} of {len(tasks)} tasks that {run.path.name} was trained on",
+            f"such as {first.split} task {first.index} ({first.task_id})",
+            hint="evaluate on splits that are never trained on: heldout, validation or transfer",
+        )
+
+
+def _in_training_split(task: Task, own: TaskSource) -> bool:
+    if task.split is not Split.TRAIN or task.source != own.name:
+        return False
+    with contextlib.suppress(EtudeError):
+        return own.task(Split.TRAIN, task.index).task_id == task.task_id
+    return False
+
+
+def _admitted(run: RunFolder) -> int:
+    """How many training tasks RL has admitted; 0 if it has not begun."""
+    try:
+        with contextlib.closing(read_ledger(run)) as ledger:
+            return ledger.cursor(Split.TRAIN)
+    except NoLedger:
+        return 0
+
+
+def settings_of(run: RunFolder) -> dict[str, Any]:
+    """Return the settings of a run as nested dicts."""
+    plain: dict[str, Any] = to_plain(read_config(run))
+    return plain

@@ -1,0 +1,293 @@
+"""Put a question to a model: over HTTP in the dialect of OpenAI or Anthropic, or to a `Policy`.
+
+aiohttp is the client, as for engines: it is a dependency of `etude[train]` anyway. The vendors' SDKs would add their
+own retries under those of `Judge`, which counts every try against a budget and a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import enum
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from etude import grammars
+from etude.errors import ContextFull, EngineError, MalformedRequest
+from etude.records.completion import CompletionRequest, Sampling, StopReason
+from etude.records.wire import I32
+from etude.rewards.judges.questions import Question
+from etude.seams import Policy
+
+if TYPE_CHECKING:
+    import aiohttp
+
+MAX_REPLY_BYTES = 4 << 20
+MAX_TOKENS = 2_048
+"""Limit of an answer, with the reasoning of models that count it."""
+_BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
+_CUT = {"length", "max_tokens", "model_context_window_exceeded"}
+_ENDED = {"stop", "end_turn", "stop_sequence"}
+
+
+class Dialect(enum.StrEnum):
+    """The API that a server speaks. OPENAI: chat completions. ANTHROPIC: messages."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of a model: its text, the name of the model that the server gives, and the tokens that it counts.
+
+    Counts are None when the server does not say them. `num_input` includes `num_cached`."""
+
+    text: str
+    model: str
+    num_input: int | None = None
+    num_cached: int | None = None
+    num_output: int | None = None
+
+
+class NoReply(Exception):
+    """A model gave no answer; the message says why.
+
+    `retry`: whether it may answer the same question later. `after_s`: how long the server asks to wait. `charged`:
+    whether the call may have been charged all the same. `reply`: what was counted, if anything was."""
+
+    def __init__(
+        self, why: str, *, retry: bool, after_s: float | None = None, charged: bool, reply: Reply | None = None
+    ) -> None:
+        super().__init__(why)
+        self.retry, self.after_s, self.charged, self.reply = retry, after_s, charged, reply
+
+
+class Asker(Protocol):
+    """A model that can be asked. `identity` names all that decides its answers; it is part of a judge's version."""
+
+    @property
+    def identity(self) -> tuple[str, ...]: ...
+
+    async def ask(self, question: Question) -> Reply:
+        """Ask once. Raises `NoReply`. Cancelling ends the request."""
+        ...
+
+
+@dataclass
+class HttpAsker:
+    """A model behind a URL.
+
+    `url` is the base URL that the vendor's SDK takes: with ``/v1`` for OpenAI's dialect, without for Anthropic's.
+    `key` is sent as the API key; "" for none. `options` are further fields of the body, such as temperature."""
+
+    url: str
+    model: str
+    dialect: Dialect = Dialect.OPENAI
+    key: str = field(default="", repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    _session: aiohttp.ClientSession | None = field(default=None, init=False, repr=False)
+    _num_open: int = field(default=0, init=False, repr=False)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        return (self.dialect, self.url.rstrip("/"), self.model, json.dumps(self.options, sort_keys=True, default=str))
+
+    async def ask(self, question: Question) -> Reply:
+        import aiohttp
+
+        openai = self.dialect is Dialect.OPENAI
+        path = "/chat/completions" if openai else "/v1/messages"
+        body = self._openai(question) if openai else self._anthropic(question)
+        headers = {"content-type": "application/json"}
+        if not openai:
+            headers |= {"anthropic-version": "2023-06-01"} | ({"x-api-key": self.key} if self.key else {})
+        elif self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        try:
+            async with (
+                self._connected() as session,
+                session.post(
+                    self.url.rstrip("/") + path, data=json.dumps(body), headers=headers, allow_redirects=False
+                ) as answer,
+            ):
+                data = await answer.content.read(MAX_REPLY_BYTES + 1)
+                while len(data) <= MAX_REPLY_BYTES and (more := await answer.content.read(MAX_REPLY_BYTES)):
+                    data += more
+                status, after = answer.status, answer.headers.get("retry-after")
+        except aiohttp.ClientConnectorError as error:
+            raise NoReply(f"the judge cannot be reached: {error}", retry=True, charged=False) from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = f"the connection to the judge broke: {type(error).__name__}: {error}"
+            raise NoReply(why, retry=True, charged=True) from None
+        if status != 200:
+            why = f"the judge answered with status {status}: {self._shown(data)}"
+            raise NoReply(why, retry=status in _BUSY, after_s=_after_s(after), charged=False)
+        if len(data) > MAX_REPLY_BYTES:
+            raise NoReply(f"the judge's answer is longer than {MAX_REPLY_BYTES} bytes", retry=True, charged=True)
+        try:
+            found = json.loads(data)
+            return _of_openai(found) if openai else _of_anthropic(found)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            why = f"the judge's answer is not of the dialect {self.dialect}: {self._shown(data)}"
+            raise NoReply(why, retry=True, charged=True) from None
+
+    def _openai(self, question: Question) -> dict[str, Any]:
+        messages = [{"role": "system", "content": question.system}, {"role": "user", "content": question.user}]
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "max_completion_tokens": MAX_TOKENS}
+        if question.schema is not None:
+            form = {"name": "verdict", "strict": True, "schema": question.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        return body | dict(self.options)
+
+    def _anthropic(self, question: Question) -> dict[str, Any]:
+        messages = [{"role": "user", "content": question.user}]
+        body = {"model": self.model, "max_tokens": MAX_TOKENS, "system": question.system, "messages": messages}
+        if question.schema is not None:
+            body["output_config"] = {"format": {"type": "json_schema", "schema": question.schema}}
+        return body | dict(self.options)
+
+    def _shown(self, data: bytes) -> str:
+        text = " ".join(data[:2000].decode(errors="replace").split())
+        return (text.replace(self.key, "***") if self.key else text)[:300]
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Yield connections that all calls under way share. The last call closes them."""
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0))
+        self._num_open += 1
+        session = self._session
+        try:
+            yield session
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._session = None
+                await session.close()
+
+
+def _of_openai(found: Mapping[str, Any]) -> Reply:
+    used = found.get("usage") or {}
+    [choice] = found["choices"]
+    message, ended = choice["message"], choice.get("finish_reason")
+    reply = Reply(
+        text=message.get("content") or "",
+        model=str(found.get("model") or ""),
+        num_input=_count(used.get("prompt_tokens")),
+        num_cached=_count((used.get("prompt_tokens_details") or {}).get("cached_tokens", 0)),
+        num_output=_count(used.get("completion_tokens")),
+    )
+    return _checked(reply, ended, message.get("refusal"))
+
+
+def _of_anthropic(found: Mapping[str, Any]) -> Reply:
+    used = found.get("usage") or {}
+    text = "".join(block["text"] for block in found["content"] if block["type"] == "text")
+    fresh, cached = _count(used.get("input_tokens")), _count(used.get("cache_read_input_tokens") or 0)
+    reply = Reply(
+        text=text,
+        model=str(found.get("model") or ""),
+        num_input=None if fresh is None or cached is None else fresh + cached,
+        num_cached=cached,
+        num_output=_count(used.get("output_tokens")),
+    )
+    return _checked(reply, found.get("stop_reason"), None)
+
+
+def _checked(reply: Reply, ended: object, refusal: object) -> Reply:
+    """Return a reply that ended by itself. Raises `NoReply` for others."""
+    if not isinstance(reply.text, str):
+        raise TypeError("the text of an answer is no text")
+    if refusal or ended in ("refusal", "content_filter"):
+        raise NoReply(f"the judge refuses: {str(refusal or ended)[:200]}", retry=False, charged=True, reply=reply)
+    if ended in _CUT:
+        raise NoReply("the judge's answer was cut off", retry=False, charged=True, reply=reply)
+    if ended not in _ENDED:
+        raise NoReply(f"the judge's answer ended with {str(ended)[:80]!r}", retry=True, charged=True, reply=reply)
+    return reply
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _after_s(header: str | None) -> float | None:
+    """Return the seconds of a Retry-After header, which is a number or a date; None for none or nonsense."""
+    if header is None:
+        return None
+    if header.strip().replace(".", "", 1).isdecimal():
+        return min(float(header), 86_400.0)
+    try:
+        at = email.utils.parsedate_to_datetime(header)
+    except ValueError:
+        return None
+    return min(max(0.0, at.timestamp() - time.time()), 86_400.0)
+
+
+class Encoding(Protocol):
+    """The part of a chat format (`etude.capture.Chat`) that asking a policy needs."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def encode_prompt(
+        self, messages: Sequence[dict[str, Any]], signatures: Any, *, max_tokens: int | None = None
+    ) -> I32: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class PolicyAsker:
+    """A model of one's own as a judge, over `Policy`. Answers are sampled greedily, under a grammar of their form.
+
+    `name` names the weights, such as a checkpoint's digest: it is part of the judge's version."""
+
+    policy: Policy
+    chat: Encoding
+    name: str
+    max_tokens: int = 256
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        return ("policy", self.name)
+
+    async def ask(self, question: Question) -> Reply:
+        messages = [{"role": "system", "content": question.system}, {"role": "user", "content": question.user}]
+        name = f"judge-{uuid.uuid4().hex}"
+        request = CompletionRequest(
+            request_id=name,
+            session_id=name,
+            prompt_ids=await asyncio.to_thread(self.chat.encode_prompt, messages, {}),
+            sampling=Sampling(
+                max_tokens=self.max_tokens,
+                stop_token_ids=self.chat.stop_token_ids,
+                temperature=0.0,
+                grammar=_grammar(question),
+            ),
+            routes_from=None,
+            keep_session=False,
+        )
+        try:
+            done = await self.policy.complete(request)
+        except EngineError as error:
+            why, retry = f"the judge did not answer: {error}", not isinstance(error, ContextFull | MalformedRequest)
+            raise NoReply(why, retry=retry, charged=False) from None
+        stops = set(self.chat.stop_token_ids)
+        text = self.chat.decode(token for token in done.token_ids.tolist() if token not in stops)
+        reply = Reply(text, self.name, len(request.prompt_ids), done.num_cached, len(done.token_ids))
+        return _checked(reply, "stop" if done.stop_reason is StopReason.STOP else "length", None)
+
+
+def _grammar(question: Question) -> str:
+    """Return the grammar of an answer: JSON of the schema, or a value alone. "" for free text."""
+    if question.schema is not None:
+        return grammars.from_json_schema(question.schema)
+    values = question.domain.schema.get("enum")
+    return grammars.from_regex("|".join(map(str, values))) if question.form == "value" and values else ""

@@ -1,0 +1,373 @@
+"""Compare a judge with people: agreement, and biases by length, position and author.
+
+Labels are divided into two halves by a hash of the work. A rubric is tuned with one half, and what is reported comes
+from the other, so a rubric that was fitted to its labels does not look better than it is."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import InputError
+from etude.rewards.judges.evidence import Evidence
+from etude.rewards.judges.judge import Judge, Verdict
+from etude.rewards.judges.questions import FIRST, SECOND
+from etude.rewards.judges.rubrics import Aspect, Rubric
+
+T = TypeVar("T")
+RESAMPLED = 1000
+_Z = 1.96
+Given = str | dict[str, Any] | None
+
+
+class Half(enum.StrEnum):
+    """A half of the labels. TUNE: to improve a rubric with. REPORT: to measure it with."""
+
+    TUNE = "tune"
+    REPORT = "report"
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a file of labels."""
+
+    label: int | str
+    work: Given = None
+    rollout: str | None = None
+    first: Given = None
+    second: Given = None
+    aspect: str = ""
+    author: str = ""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a person says about one work, or which of two works is better.
+
+    `score`: of the aspect's scale; for two works 1 if the first is better, -1 if the second is, 0 for a tie. `author`:
+    who did the work; the judge is not told."""
+
+    aspect: Aspect
+    work: Evidence
+    other: Evidence | None
+    score: int
+    author: str
+
+    @property
+    def half(self) -> Half:
+        """The half that the label belongs to, by a hash of the works. Their order does not matter."""
+        digests = sorted({self.work.digest, self.other.digest if self.other else self.work.digest})
+        return list(Half)[hashlib.sha256(repr(digests).encode()).digest()[0] % 2]
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low > 0.0 or self.high < 0.0
+
+
+class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a judge agrees with people about one aspect, over `num_labels` works or pairs that it gave a verdict on.
+
+    - `num_unknown`: works or pairs without a verdict. They are in no other number.
+    - `kappa`: Cohen's kappa with squared weights, which are all equal on a scale of two. 1: agrees, 0: as by chance.
+    - `auc`: probability that the judge puts two works that people score differently in their order; ties count half.
+      On a scale of two it is the area under the ROC curve. None for pairs.
+    - `exact`: share of equal scores.
+    - `length`: Spearman correlation of judge minus people with the length of the work. None for pairs.
+    - `prefers_first`: share of pairs in which the work shown first wins in both orders, minus that of the second. None
+      for works.
+    - `authors`: judge minus people for the works of each author, minus that of all others, in points of the scale."""
+
+    aspect: str
+    num_labels: int
+    num_unknown: int
+    kappa: Estimate
+    auc: Estimate | None
+    exact: float
+    length: Estimate | None
+    prefers_first: Estimate | None
+    authors: dict[str, Estimate]
+
+    @property
+    def biases(self) -> list[str]:
+        """The biases whose interval excludes 0, in words."""
+        found = []
+        if self.length is not None and self.length.differs:
+            found.append(f"{'longer' if self.length.value > 0 else 'shorter'} works get more than from people")
+        if self.prefers_first is not None and self.prefers_first.differs:
+            found.append(f"the {'first' if self.prefers_first.value > 0 else 'second'} of two works is preferred")
+        for author, one in self.authors.items():
+            if one.differs:
+                found.append(f"works by {author} get {'more' if one.value > 0 else 'less'} than from people")
+        return found
+
+
+def read_labels(path: Path, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> list[Label]:
+    """Read a file of labels, JSON lines. Raises `InputError` that names the line of a label that is not valid.
+
+    A line has `label`, and `work` (a text, or a mapping of kinds of evidence to texts), or `rollout` (an id, which
+    `of_rollout` makes evidence of), or `first` and `second`. `label` is a score of the aspect's scale; for two works
+    it is "first", "second" or "tie". `aspect` may be left out if the rubric has one. `author` is optional."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "give a file of JSON lines; see docs/guides/judges.md"
+        raise InputError(f"the labels in {path} cannot be read", str(error), hint=hint) from None
+    labels = list[Label]()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                labels.append(_label(msgspec.json.decode(line, type=_Row), rubric, of_rollout))
+            except (msgspec.DecodeError, ValueError) as error:
+                hint = 'write e.g. {"work": "a text", "label": 4}; see docs/guides/judges.md'
+                raise InputError(f"line {number} of {path} is no label", str(error), hint=hint) from None
+    return labels
+
+
+def _label(row: _Row, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> Label:
+    aspects = {aspect.name: aspect for aspect in rubric.aspects}
+    name = row.aspect or (rubric.aspects[0].name if len(aspects) == 1 else "")
+    if name not in aspects:
+        raise ValueError(f"aspect is {name!r}, and the rubric has {', '.join(aspects)}")
+    aspect = aspects[name]
+    given = [what for what in ("work", "rollout", "first", "second") if getattr(row, what) is not None]
+    if given not in (["work"], ["rollout"], ["first", "second"]):
+        raise ValueError(f"it has {' and '.join(given) or 'no work'}: give work, or rollout, or first and second")
+    if row.first is not None:
+        scores = {"first": 1, "second": -1, "tie": 0}
+        if row.label not in scores:
+            raise ValueError(f"label is {row.label!r}: of two works it is first, second or tie")
+        return Label(aspect, _evidence(row.first), _evidence(row.second), scores[str(row.label)], row.author)
+    if not isinstance(row.label, int) or not aspect.lowest <= row.label <= aspect.highest:
+        raise ValueError(f"label is {row.label!r}, and the scale is {aspect.lowest} to {aspect.highest}")
+    work = of_rollout(row.rollout) if row.rollout is not None else _evidence(row.work)
+    return Label(aspect, work, None, row.label, row.author)
+
+
+def _evidence(given: Given) -> Evidence:
+    if isinstance(given, str):
+        return Evidence.of_text(given)
+    return Evidence.of_mapping(given or {})
+
+
+async def calibrate(judge: Judge, labels: Sequence[Label]) -> list[AspectReport]:
+    """Ask a judge about labelled works, and compare it with the labels, aspect by aspect; works and pairs apart.
+
+    Raises `InputError` if there are fewer than two labels of an aspect, or all are of one class: then nothing can be
+    measured."""
+    reports = []
+    kinds = dict.fromkeys((label.aspect.name, label.other is not None) for label in labels)
+    for name, of_pairs in kinds:
+        own = [one for one in labels if one.aspect.name == name and (one.other is not None) == of_pairs]
+        _check_classes(name, own)
+        reports.append(await (_of_pairs if of_pairs else _of_works)(judge, own))
+    if not reports:
+        raise InputError("there are no labels in this half", hint="give more labels: halves are made by a hash")
+    return reports
+
+
+def _check_classes(name: str, labels: Sequence[Label]) -> None:
+    classes = sorted({label.score for label in labels})
+    if len(classes) < 2:
+        raise InputError(
+            f"the labels of aspect {name!r} are of one class",
+            f"{len(labels)} labels, all {classes[0]}",
+            hint="label works of several qualities: agreement with one class says nothing",
+        )
+
+
+async def _of_works(judge: Judge, labels: Sequence[Label]) -> AspectReport:
+    aspect = labels[0].aspect
+    verdicts = await _few_at_once(judge, (judge.score(aspect, label.work) for label in labels))
+    known, found = _known(labels, [one.value for one in verdicts], verdicts)
+    people, said = [label.score for label in known], list(map(int, found))
+    lengths = [float(sum(len(part.text) for part in label.work.parts)) for label in known]
+    more = [float(s - p) for s, p in zip(said, people, strict=True)]
+    table = confusion(people, said, aspect.lowest, aspect.highest)
+    return AspectReport(
+        aspect=aspect.name,
+        num_labels=len(known),
+        num_unknown=len(labels) - len(known),
+        kappa=_resampled(table, kappa),
+        auc=_resampled(table, concordance),
+        exact=float(np.trace(table) / table.sum()),
+        length=_correlation(more, lengths),
+        prefers_first=None,
+        authors=_by_author(known, more),
+    )
+
+
+async def _of_pairs(judge: Judge, labels: Sequence[Label]) -> AspectReport:
+    aspect = labels[0].aspect
+    answers = await _few_at_once(
+        judge, (judge.in_both_orders(aspect, label.work, label.other) for label in labels if label.other is not None)
+    )
+    shown = [None if None in (a.value, b.value) else (a.value, b.value) for a, b in answers]
+    unknown = [next((one for one in pair if one.value is None), pair[0]) for pair in answers]
+    known, found = _known(labels, shown, unknown)
+    ahead = {FIRST: 1, SECOND: -1}
+    said = [int(np.sign(ahead.get(a, 0) - ahead.get(b, 0))) for a, b in found]
+    people = [label.score for label in known]
+    table = confusion(people, said, -1, 1)
+    first = [float((a == b == FIRST) - (a == b == SECOND)) for a, b in found]
+    return AspectReport(
+        aspect=aspect.name,
+        num_labels=len(known),
+        num_unknown=len(labels) - len(known),
+        kappa=_resampled(table, kappa),
+        auc=None,
+        exact=float(np.trace(table) / table.sum()),
+        length=None,
+        prefers_first=_mean(first),
+        authors={},
+    )
+
+
+async def _few_at_once(judge: Judge, calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await calls of a judge, so many at once as it allows: the deadline of a question counts its wait for a place."""
+    places = asyncio.Semaphore(judge.limits.at_once)
+
+    async def one(call: Coroutine[Any, Any, T]) -> T:
+        async with places:
+            return await call
+
+    return await asyncio.gather(*map(one, calls))
+
+
+def _known(
+    labels: Sequence[Label], values: Sequence[Any], verdicts: Sequence[Verdict]
+) -> tuple[list[Label], list[Any]]:
+    """Return the labels with a verdict, and the verdicts. Raises `InputError` if people or judge leave one class."""
+    both = [(label, value) for label, value in zip(labels, values, strict=True) if value is not None]
+    if len({label.score for label, _ in both}) < 2:
+        why = next((one.reason for one in verdicts if one.value is None), "")
+        facts = f"{len(both)} of {len(labels)} have a verdict; {why}"
+        raise InputError("the judge gives too few verdicts to be compared", facts, hint="see why it gives none")
+    return [label for label, _ in both], [value for _, value in both]
+
+
+async def distance(judge: Judge, auditor: Judge, works: Sequence[Evidence]) -> Estimate:
+    """Measure the root mean square distance of the values of two judges on works. Its `high` is a tolerance for audits.
+
+    Raises `InputError` if fewer than two works have both values."""
+    values = [await _few_at_once(one, (_value(one, work) for work in works)) for one in (judge, auditor)]
+    squares = [(a - b) ** 2 for a, b in zip(*values, strict=True) if a is not None and b is not None]
+    if len(squares) < 2:
+        raise InputError(
+            "the distance to the auditor is unknown", f"{len(squares)} works have both values", hint="see why"
+        )
+    mean = _mean(squares)
+    return Estimate(math.sqrt(mean.value), math.sqrt(max(0.0, mean.low)), math.sqrt(max(0.0, mean.high)))
+
+
+async def _value(judge: Judge, work: Evidence) -> float | None:
+    found = await asyncio.gather(*(judge.score(aspect, work) for aspect in judge.rubric.aspects))
+    scores = {aspect.name: one.value for aspect, one in zip(judge.rubric.aspects, found, strict=True)}
+    return None if None in scores.values() else judge.rubric.value(scores)
+
+
+# statistics
+
+
+Table = npt.NDArray[np.float64]
+
+
+def confusion(people: Sequence[int], judge: Sequence[int], lowest: int, highest: int) -> Table:
+    """Count pairs of scores: [people's score - lowest, judge's score - lowest]."""
+    table = np.zeros((highest - lowest + 1,) * 2)
+    np.add.at(table, (np.array(people) - lowest, np.array(judge) - lowest), 1)
+    return table
+
+
+def kappa(table: Table) -> float:
+    """Cohen's kappa with squared weights (Cohen 1968), of a table of counts. 0.0 if both have one class only.
+
+    >>> float(kappa(np.array([[20.0, 5.0], [10.0, 15.0]])))
+    0.4
+    """
+    levels = np.arange(len(table))
+    weights = (levels[:, None] - levels) ** 2
+    chance = np.outer(table.sum(1), table.sum(0)) / table.sum()
+    expected = (weights * chance).sum()
+    return float(1.0 - (weights * table).sum() / expected) if expected else 0.0
+
+
+def concordance(table: Table) -> float:
+    """Probability that the judge orders two works as people do, given that people score them differently. Ties: half.
+
+    >>> float(concordance(np.array([[3.0, 1.0], [1.0, 3.0]])))
+    0.75
+    """
+    right = total = 0.0
+    for low in range(len(table)):
+        for high in range(low + 1, len(table)):
+            below = np.concatenate([[0.0], np.cumsum(table[low])[:-1]])
+            right += float((table[high] * (below + table[low] / 2)).sum())
+            total += float(table[high].sum() * table[low].sum())
+    return right / total if total else 0.5
+
+
+def _resampled(table: Table, statistic: Callable[[Table], float]) -> Estimate:
+    """The statistic of a table, with the interval of its bootstrap distribution. The draws are always the same."""
+    draw, n = np.random.default_rng(0), int(table.sum())
+    flat = table.reshape(-1) / n
+    found = [statistic(one.reshape(table.shape).astype(float)) for one in draw.multinomial(n, flat, RESAMPLED)]
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Estimate(statistic(table), float(low), float(high))
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    mean = float(np.mean(values))
+    half = _Z * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _correlation(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
+    """Spearman's rank correlation, with Fisher's interval; None for fewer than 5 values, or constant ones."""
+    ranks = [_ranks(np.array(values)) for values in (first, second)]
+    if len(first) < 5 or not all(one.std() for one in ranks):
+        return None
+    value = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    centre, half = math.atanh(min(max(value, -0.999999), 0.999999)), _Z * 1.03 / math.sqrt(len(first) - 3)
+    return Estimate(value, math.tanh(centre - half), math.tanh(centre + half))
+
+
+def _ranks(values: Table) -> Table:
+    """The ranks of values; equal ones share their mean rank."""
+    ordered = np.sort(values)
+    return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")) / 2.0
+
+
+def _by_author(labels: Sequence[Label], more: Sequence[float]) -> dict[str, Estimate]:
+    found: dict[str, Estimate] = {}
+    for author in sorted({label.author for label in labels} - {""}):
+        own = [value for label, value in zip(labels, more, strict=True) if label.author == author]
+        rest = [value for label, value in zip(labels, more, strict=True) if label.author != author]
+        if len(own) > 1 and len(rest) > 1:
+            a, b = _mean(own), _mean(rest)
+            half = math.hypot(a.high - a.value, b.high - b.value)
+            found[author] = Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
+    return found
+
+
+def as_json(reports: Sequence[AspectReport], **facts: Mapping[str, Any] | str | float | None) -> str:
+    """Return reports as JSON text, with further facts about how they were made."""
+    return json.dumps(facts | {"aspects": msgspec.to_builtins(reports)}, indent=2) + "\n"

@@ -1,0 +1,266 @@
+"""A judge: a rubric, a model that is asked, and the limits of asking. What it cannot say is unknown, and never 0.
+
+A question is answered from the store if it was answered before. Otherwise it waits for a free place and its turn, is
+asked, and asked again after failures that may pass, until its deadline. Calls of one process with the same question
+share one call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.prices import UNKNOWN, TokenPrices
+from etude.rewards.judges.asking import MAX_TOKENS, Asker, NoReply, Reply
+from etude.rewards.judges.evidence import Evidence
+from etude.rewards.judges.questions import FIRST, TIE, WORDING, Asking, Question
+from etude.rewards.judges.rubrics import Aspect, Rubric
+from etude.rewards.judges.store import JudgeStore, Stored
+from etude.rewards.judges.verdicts import Form, NoVerdict, read_reply
+
+MAX_NONSENSE = 3
+"""So many replies without a verdict to one question, and it is unknown."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a judge.
+
+    - `at_once`: calls under way in one process.
+    - `per_minute`: calls per minute of all processes that share the store; None: no limit but the server's.
+    - `deadline_s`: seconds for one question with all its tries.
+    - `budget`: dollars that all calls on `account` may cost; None: no limit.
+    - `max_chars`: characters of evidence in one question."""
+
+    at_once: int = 8
+    per_minute: int | None = None
+    deadline_s: float = 120.0
+    budget: float | None = None
+    max_chars: int = 24_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to one question. `value` is the verdict as its domain reads it; None: unknown.
+
+    `reason`: the judge's reason, or why there is no verdict. `retry`: whether an unknown verdict may be known later.
+    `cached`: whether it was in the store."""
+
+    value: Any
+    reason: str = ""
+    retry: bool = False
+    cached: bool = False
+
+
+class _Unknown(Exception):
+    def __init__(self, why: str, *, retry: bool) -> None:
+        super().__init__(why)
+        self.verdict = Verdict(None, f"judge: {why}", retry=retry)
+
+
+@dataclass
+class Judge:
+    """A judge with its rubric. `version` changes with everything that may change a verdict.
+
+    `account` names the judge in the store: money and the server's model are counted by it. `prices`: of the model's
+    tokens. `first_wait_s`: the wait before a second try, which doubles with each further one."""
+
+    rubric: Rubric
+    asker: Asker
+    store: JudgeStore
+    form: Form = Form.JSON
+    limits: Limits = field(default_factory=Limits)
+    hide: tuple[str, ...] = ()
+    prices: TokenPrices = UNKNOWN
+    account: str = "judge"
+    first_wait_s: float = _FIRST_WAIT_S
+    _pending: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict, init=False, repr=False)
+    _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False, repr=False)
+    _paused_until: float = field(default=0.0, init=False, repr=False)
+    _asking: Asking | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        asked = [self.rubric.digest(aspect) for aspect in self.rubric.aspects]
+        parts = (WORDING, self.asker.identity, self.form, self.limits.max_chars, self.hide, asked)
+        self.version = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    async def score(self, aspect: Aspect, work: Evidence) -> Verdict:
+        """Ask for the score of a work; the value is an integer of the aspect's scale."""
+        asking = await self._asked_as()
+        return await self._known_or_asked(asking.about_one(aspect, work), self._key("one", aspect, [work]))
+
+    async def compare(self, aspect: Aspect, first: Evidence, second: Evidence) -> Verdict:
+        """Ask twice which of two works is better, in both orders. The value is the share of the first work.
+
+        It is 1.0 if the first work is better both times, 0.5 if the answers contradict each other or say that both are
+        equal. Works with equal evidence are equal."""
+        if first.digest == second.digest:
+            return Verdict(0.5, "both have the same evidence")
+        answers = await self.in_both_orders(aspect, first, second)
+        for answer in answers:
+            if answer.value is None:
+                return answer
+        ahead = [0.5 if answer.value == TIE else float(answer.value == FIRST) for answer in answers]
+        reason = answers[0].reason if ahead[0] != ahead[1] else f"both orders say {answers[0].value}: undecided"
+        return Verdict((ahead[0] + 1.0 - ahead[1]) / 2, reason)
+
+    async def in_both_orders(self, aspect: Aspect, first: Evidence, second: Evidence) -> list[Verdict]:
+        """Ask which of two works is better, in both orders. The values are FIRST, SECOND or TIE as they were shown."""
+        asking = await self._asked_as()
+        orders = [(first, second), (second, first)]
+        return await asyncio.gather(
+            *(self._known_or_asked(asking.about_two(aspect, *one), self._key("two", aspect, one)) for one in orders)
+        )
+
+    async def rank(self, aspect: Aspect, works: Sequence[Evidence]) -> list[Verdict]:
+        """Ask twice for the order of all works, in one order of presentation and its reverse.
+
+        Returns one verdict for each work: 1.0 for the best, 0.0 for the worst, by the mean of its two places. The order
+        of `works` does not matter, and works with equal evidence have one place. With one work it is 0.5."""
+        distinct = sorted({work.digest: work for work in works}.items())
+        if len(distinct) == 1:
+            return [Verdict(0.5, "all have the same evidence") for _ in works]
+        asking = await self._asked_as()
+        shown = [[work for _, work in distinct], [work for _, work in reversed(distinct)]]
+        answers = await asyncio.gather(
+            *(self._known_or_asked(asking.about_all(aspect, order), self._key("all", aspect, order)) for order in shown)
+        )
+        for answer in answers:
+            if answer.value is None:
+                return [answer for _ in works]
+        places: dict[str, float] = {}
+        for order, answer in zip(shown, answers, strict=True):
+            for place, number in enumerate(answer.value):
+                digest = order[number - 1].digest
+                places[digest] = places.get(digest, 0.0) + place / 2
+        last = len(distinct) - 1
+        return [
+            Verdict(1.0 - places[work.digest] / last, f"place {places[work.digest] + 1:g} of {len(distinct)}")
+            for work in works
+        ]
+
+    def _key(self, what: str, aspect: Aspect, works: Sequence[Evidence]) -> bytes:
+        parts = (what, self.version, self.rubric.digest(aspect), [work.digest for work in works])
+        return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+    async def _asked_as(self) -> Asking:
+        if self._asking is None:
+            secret = await asyncio.to_thread(self.store.secret)
+            self._asking = Asking(self.rubric, self.form, self.limits.max_chars, self.hide, secret)
+        return self._asking
+
+    async def _known_or_asked(self, question: Question, key: bytes) -> Verdict:
+        if key not in self._pending:
+            task = asyncio.create_task(self._answered(question, key), name=f"judge {self.account}")
+            self._pending[key] = task
+            task.add_done_callback(lambda _: self._pending.pop(key, None))
+        return await asyncio.shield(self._pending[key])
+
+    async def _answered(self, question: Question, key: bytes) -> Verdict:
+        found = await asyncio.to_thread(self.store.get, self.account, key)
+        if found is not None:
+            value = question.domain.read(json.loads(found.verdict))
+            return Verdict(value, found.reason, cached=True)
+        try:
+            return await self._asked_in_time(question, key)
+        except _Unknown as unknown:
+            await asyncio.to_thread(self.store.count, self.account, unknown.verdict.reason)
+            return unknown.verdict
+
+    async def _asked_in_time(self, question: Question, key: bytes) -> Verdict:
+        waits = _Waits()
+        try:
+            async with asyncio.timeout(self.limits.deadline_s):
+                return await self._asked(question, key, waits)
+        except TimeoutError:
+            why = f"no verdict within {self.limits.deadline_s:g} s: it waited for {waits.for_what}"
+            raise _Unknown(why + (f"; before, {waits.failed}" if waits.failed else ""), retry=True) from None
+
+    async def _asked(self, question: Question, key: bytes, waits: _Waits) -> Verdict:
+        nonsense, wait_s = 0, self.first_wait_s
+        while True:
+            reply, why, after_s = await self._tried(question, waits)
+            if reply is not None:
+                try:
+                    value, reason = read_reply(reply.text, question.form, question.domain, question.code)
+                    await self._check_served(reply)
+                    row = Stored(json.dumps(value), reason, reply.model)
+                    await asyncio.to_thread(self.store.put, key, row)
+                    await asyncio.to_thread(self.store.count, self.account)
+                    return Verdict(value, reason)
+                except NoVerdict as error:
+                    nonsense, why = nonsense + 1, str(error)
+                    if nonsense == MAX_NONSENSE:
+                        raise _Unknown(f"{nonsense} replies without a verdict: {why}", retry=False) from None
+            waits.failed = why
+            waits.for_what = "the time of another try"
+            await asyncio.sleep(max(after_s or 0.0, wait_s * random.uniform(0.5, 1.0)))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def _tried(self, question: Question, waits: _Waits) -> tuple[Reply | None, str, float | None]:
+        """Ask once, and return the reply; or None, why there is none, and how long the server asks to wait.
+
+        Raises `_Unknown` if there is no use in another try."""
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places, self._paused_until = (loop, asyncio.Semaphore(self.limits.at_once)), 0.0
+        waits.for_what = "a free place"
+        async with self._places[1]:
+            while (pause_s := self._paused_until - loop.time()) > 0:  # what the server asked for counts for all calls
+                waits.for_what = "the server's rate limit"
+                await asyncio.sleep(pause_s)
+            if self.limits.per_minute is not None:
+                waits.for_what = "its turn by per_minute"
+                await asyncio.sleep(await asyncio.to_thread(self.store.turn, self.account, self.limits.per_minute))
+            reserved = await self._reserved(question)
+            spent: float | None = None
+            try:
+                waits.for_what = "the judge's answer"
+                reply = await self.asker.ask(question)
+                spent = self._cost(reply)
+                return reply, "", None
+            except NoReply as failed:
+                spent = 0.0 if not failed.charged else self._cost(failed.reply) if failed.reply else None
+                if failed.after_s:
+                    self._paused_until = max(self._paused_until, loop.time() + failed.after_s)
+                if not failed.retry:
+                    raise _Unknown(str(failed), retry=False) from None
+                return None, str(failed), failed.after_s
+            finally:
+                await asyncio.shield(asyncio.to_thread(self.store.settle, self.account, reserved, spent))
+
+    async def _reserved(self, question: Question) -> float:
+        """Reserve what a call may cost at most: a token has two bytes at least, on average. Raises `_Unknown`."""
+        num_input = len((question.system + question.user).encode()) // 2
+        most = self.prices.cost(num_input, 0, MAX_TOKENS)
+        if self.limits.budget is None or most is None:
+            return 0.0
+        if not await asyncio.to_thread(self.store.reserve, self.account, most, self.limits.budget):
+            raise _Unknown(f"the budget of {self.limits.budget:g} dollars is spent", retry=False)
+        return most
+
+    def _cost(self, reply: Reply) -> float | None:
+        if reply.num_input is None or reply.num_output is None:
+            return None
+        return self.prices.cost(reply.num_input, reply.num_cached or 0, reply.num_output)
+
+    async def _check_served(self, reply: Reply) -> None:
+        """Raise `_Unknown` if another model answered than at first: its verdicts cannot be compared with those."""
+        if reply.model:
+            first = await asyncio.to_thread(self.store.served, self.account, reply.model)
+            if first != reply.model:
+                why = f"{reply.model} answered, and {first} before: name one version in `model`"
+                raise _Unknown(why, retry=True)
+
+
+@dataclass
+class _Waits:
+    """What a question waits for, and its last failure."""
+
+    for_what: str = "a free place"
+    failed: str = ""

@@ -1,0 +1,204 @@
+"""Verdicts that a judge has given, what it has spent, and when it may be asked again, in an SQLite file.
+
+All processes that use a judge share the file. It has about `MAX_VERDICTS` verdicts at most; those that were
+used longest ago are deleted. A verdict has a checksum: a damaged one is asked again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import StoreError
+
+MAX_VERDICTS = 200_000
+_COUNTED = 64  # verdicts are counted, and too many deleted, after so many new ones
+_BUSY_S = 30.0
+_FORMAT = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS verdicts (
+    key BLOB PRIMARY KEY, verdict TEXT NOT NULL, reason TEXT NOT NULL, model TEXT NOT NULL, used REAL NOT NULL,
+    sum BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_use ON verdicts (used);
+CREATE TABLE IF NOT EXISTS judges (
+    judge TEXT PRIMARY KEY, model TEXT NOT NULL DEFAULT '', dollars REAL NOT NULL DEFAULT 0.0,
+    unpriced INTEGER NOT NULL DEFAULT 0, calls INTEGER NOT NULL DEFAULT 0, cached INTEGER NOT NULL DEFAULT 0,
+    unknown INTEGER NOT NULL DEFAULT 0, next_at REAL NOT NULL DEFAULT 0.0, last_unknown TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS secret (bytes BLOB NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stored verdict: its JSON value as text, the reason, and the model that gave it."""
+
+    verdict: str
+    reason: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one judge has done so far.
+
+    `dollars`: spent, or reserved for calls under way. `unpriced`: answered calls whose price is unknown; they are not
+    in `dollars`. `calls`, `cached`: verdicts by a call and from the store. `unknown`: questions that stayed without a
+    verdict, `last_unknown` the reason of the last one. `model`: the model that the server named first."""
+
+    judge: str
+    model: str
+    dollars: float
+    unpriced: int
+    calls: int
+    cached: int
+    unknown: int
+    last_unknown: str
+
+
+class JudgeStore:
+    """The file at `path`, which is created. Its methods may be called from any thread, and raise `StoreError`."""
+
+    def __init__(self, path: Path, *, max_verdicts: int = MAX_VERDICTS) -> None:
+        self.path, self.max_verdicts = path, max_verdicts
+        self._lock, self._num_put = threading.Lock(), 0
+        self._database: sqlite3.Connection | None = None
+
+    def close(self) -> None:
+        """Close the file. The next call opens it again."""
+        with self._lock:
+            database, self._database = self._database, None
+            if database is not None:
+                database.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                if self._database is None:
+                    self._database = self._opened()
+                with self._database:
+                    self._database.execute("BEGIN IMMEDIATE")
+                    yield self._database
+            except (sqlite3.Error, OSError) as error:
+                facts = f"{type(error).__name__}: {error}"
+                hint = (
+                    "free disk space; or delete the file, then verdicts are asked again and what was spent is forgotten"
+                )
+                raise StoreError(f"the verdicts in {self.path} cannot be used", facts, hint=hint) from error
+
+    def _opened(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            [found] = database.execute("PRAGMA user_version").fetchone()
+            if found not in (0, _FORMAT):
+                raise sqlite3.DatabaseError(f"its format is {found}, this etude reads {_FORMAT}")
+            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def secret(self) -> bytes:
+        """Return 16 random bytes, the same for all who use the file."""
+        with self._transaction() as database:
+            found = database.execute("SELECT bytes FROM secret").fetchone()
+            if found is None:
+                found = (secrets.token_bytes(16),)
+                database.execute("INSERT INTO secret VALUES (?)", found)
+            return bytes(found[0])
+
+    # verdicts
+
+    def get(self, judge: str, key: bytes) -> Stored | None:
+        """Return a stored verdict, and count it as one of `judge` that needed no call. None: there is none."""
+        with self._transaction() as database:
+            row = database.execute("SELECT verdict, reason, model, sum FROM verdicts WHERE key = ?", (key,)).fetchone()
+            if row is None:
+                return None
+            if row[3] != _sum(key, *row[:3]):
+                database.execute("DELETE FROM verdicts WHERE key = ?", (key,))
+                return None
+            database.execute("UPDATE verdicts SET used = ? WHERE key = ?", (time.time(), key))
+            self._account(database, judge)
+            database.execute("UPDATE judges SET cached = cached + 1 WHERE judge = ?", (judge,))
+            return Stored(*row[:3])
+
+    def put(self, key: bytes, found: Stored) -> None:
+        """Store a verdict."""
+        row = (found.verdict, found.reason, found.model)
+        with self._transaction() as database:
+            values = (key, *row, time.time(), _sum(key, *row))
+            database.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", values)
+            self._num_put += 1
+            if self._num_put % _COUNTED == 0:
+                [count] = database.execute("SELECT count(*) FROM verdicts").fetchone()
+                oldest = "SELECT key FROM verdicts ORDER BY used LIMIT ?"
+                database.execute(f"DELETE FROM verdicts WHERE key IN ({oldest})", (max(0, count - self.max_verdicts),))
+
+    # money and pace
+
+    def reserve(self, judge: str, dollars: float, budget: float) -> bool:
+        """Reserve money for one call. Returns False, and reserves nothing, if the budget would be exceeded."""
+        with self._transaction() as database:
+            self._account(database, judge)
+            change = "UPDATE judges SET dollars = dollars + ? WHERE judge = ? AND dollars + ? <= ?"
+            return database.execute(change, (dollars, judge, dollars, budget)).rowcount == 1
+
+    def settle(self, judge: str, reserved: float, spent: float | None) -> None:
+        """Replace a reservation by what a call cost. None: unknown; then the reservation stays as spent."""
+        with self._transaction() as database:
+            self._account(database, judge)
+            change = "UPDATE judges SET dollars = max(0.0, dollars + ?), unpriced = unpriced + ? WHERE judge = ?"
+            database.execute(change, (0.0 if spent is None else spent - reserved, int(spent is None), judge))
+
+    def turn(self, judge: str, per_minute: int) -> float:
+        """Take the next place in the sequence of calls, and return the seconds until its time."""
+        with self._transaction() as database:
+            self._account(database, judge)
+            now = time.time()
+            [at] = database.execute("SELECT next_at FROM judges WHERE judge = ?", (judge,)).fetchone()
+            at = min(max(at, now), now + 3600.0)  # a clock that was set back blocks nothing
+            database.execute("UPDATE judges SET next_at = ? WHERE judge = ?", (at + 60.0 / per_minute, judge))
+            return float(at - now)
+
+    def count(self, judge: str, unknown: str = "") -> None:
+        """Count a verdict by a call or, with the reason, a question that stayed without a verdict."""
+        with self._transaction() as database:
+            self._account(database, judge)
+            if unknown:
+                change = "UPDATE judges SET unknown = unknown + 1, last_unknown = ? WHERE judge = ?"
+                database.execute(change, (unknown, judge))
+            else:
+                database.execute("UPDATE judges SET calls = calls + 1 WHERE judge = ?", (judge,))
+
+    def served(self, judge: str, model: str) -> str:
+        """Return the model that a server named first for this judge: `model` if it named none before."""
+        with self._transaction() as database:
+            self._account(database, judge)
+            database.execute("UPDATE judges SET model = ? WHERE judge = ? AND model = ''", (model, judge))
+            return str(database.execute("SELECT model FROM judges WHERE judge = ?", (judge,)).fetchone()[0])
+
+    def accounts(self) -> list[Account]:
+        """Return the accounts of all judges that used the file."""
+        fields = "judge, model, dollars, unpriced, calls, cached, unknown, last_unknown"
+        with self._transaction() as database:
+            return [Account(*row) for row in database.execute(f"SELECT {fields} FROM judges ORDER BY judge")]
+
+    @staticmethod
+    def _account(database: sqlite3.Connection, judge: str) -> None:
+        database.execute("INSERT OR IGNORE INTO judges (judge) VALUES (?)", (judge,))
+
+
+def _sum(key: bytes, *words: str) -> bytes:
+    return hashlib.blake2b(repr((key, words)).encode(), digest_size=8).digest()

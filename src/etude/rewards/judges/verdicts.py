@@ -1,0 +1,188 @@
+"""Verdicts of judges, parsed strictly: what is not exactly a verdict of the asked form is unknown, and never 0."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+MAX_REPLY_CHARS = 50_000
+MAX_REASON_CHARS = 500
+
+
+class Form(enum.StrEnum):
+    """The form of an answer. JSON: one JSON object, requested by the API's own means. LINE: free text whose last line
+    is the verdict. VALUE: the verdict alone, for small models."""
+
+    JSON = "json"
+    LINE = "line"
+    VALUE = "value"
+
+
+class NoVerdict(ValueError):
+    """A reply is not a verdict; the message says why."""
+
+
+class Domain(Protocol):
+    """The set of possible verdicts of a question."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of a verdict."""
+        ...
+
+    @property
+    def shown(self) -> str:
+        """The possible verdicts in words, for the question."""
+        ...
+
+    def read(self, found: object) -> Any:
+        """Return a verdict from its JSON value, or from its text. Raises `NoVerdict`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Integers from `lowest` to `highest`."""
+
+    lowest: int
+    highest: int
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"type": "integer", "enum": list(range(self.lowest, self.highest + 1))}
+
+    @property
+    def shown(self) -> str:
+        return f"an integer from {self.lowest} to {self.highest}"
+
+    def read(self, found: object) -> int:
+        if isinstance(found, str) and re.fullmatch(r"-?[0-9]{1,4}", found):
+            found = int(found)
+        elif isinstance(found, str):
+            raise NoVerdict(f"the verdict {found[:40]!r} is no integer")
+        if type(found) is not int:
+            raise NoVerdict(f"the verdict {str(found)[:40]} is no integer")
+        if not self.lowest <= found <= self.highest:
+            raise NoVerdict(f"the verdict {found} is outside of {self.lowest} to {self.highest}")
+        return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.words)}
+
+    @property
+    def shown(self) -> str:
+        return " or ".join((", ".join(self.words[:-1]), self.words[-1]))
+
+    def read(self, found: object) -> str:
+        if not isinstance(found, str) or found not in self.words:
+            raise NoVerdict(f"the verdict {str(found)[:40]!r} is none of {', '.join(self.words)}")
+        return found
+
+
+@dataclass(frozen=True)
+class Order:
+    """The numbers 1 to `count`, each once, in an order."""
+
+    count: int
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"type": "array", "items": {"type": "integer", "enum": list(range(1, self.count + 1))}}
+
+    @property
+    def shown(self) -> str:
+        return f"the numbers 1 to {self.count}, each once, the best first"
+
+    def read(self, found: object) -> tuple[int, ...]:
+        if isinstance(found, str):
+            found = [int(word) for word in re.findall(r"[0-9]{1,3}", found)] if re.fullmatch(r"[0-9, ]+", found) else []
+        if not isinstance(found, list) or any(type(one) is not int for one in found):
+            raise NoVerdict(f"the verdict {str(found)[:40]} is no list of integers")
+        if sorted(found) != list(range(1, self.count + 1)):
+            raise NoVerdict(f"the verdict {str(found)[:80]} does not have each of 1 to {self.count} once")
+        return tuple(found)
+
+
+def instruction(form: Form, domain: Domain, code: str) -> str:
+    """Return the sentences of a question that say in which form to answer."""
+    if form is Form.VALUE:
+        return f"Answer with {domain.shown}, and nothing else."
+    if form is Form.LINE:
+        return (
+            f"Give the reason in one or two sentences. Then write one last line of exactly this form, where VALUE is "
+            f"{domain.shown}:\nVERDICT {code}: VALUE"
+        )
+    return (
+        f"Answer with one JSON object and nothing else. Its keys are, in this order: reason (one or two sentences), "
+        f'verdict ({domain.shown}), and code (the text "{code}").'
+    )
+
+
+def schema(domain: Domain) -> dict[str, Any]:
+    """Return the JSON schema of an answer of the form `Form.JSON`. All codes have the same, so servers cache it."""
+    properties = {"reason": {"type": "string"}, "verdict": domain.schema, "code": {"type": "string"}}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def read_reply(text: str, form: Form, domain: Domain, code: str) -> tuple[Any, str]:
+    """Return (verdict, reason) from the whole reply of a judge. Raises `NoVerdict`.
+
+    The reply must carry the question's `code`, except in the form `VALUE`. So a verdict that the judge quotes from the
+    evidence is none.
+
+    >>> read_reply("It is short.\\nVERDICT 7f: 4", Form.LINE, Scale(1, 5), "7f")
+    (4, 'It is short.')
+    """
+    if len(text) > MAX_REPLY_CHARS:
+        raise NoVerdict(f"the reply has {len(text)} characters")
+    if form is Form.VALUE:
+        return domain.read(text.strip()), ""
+    return _read_line(text, domain, code) if form is Form.LINE else _read_json(text, domain, code)
+
+
+def _read_line(text: str, domain: Domain, code: str) -> tuple[Any, str]:
+    lines = [line.strip() for line in text.strip().splitlines()]
+    found = [re.fullmatch(rf"VERDICT {re.escape(code)}: (.{{1,200}})", line) for line in lines]
+    if not lines or found[-1] is None:
+        raise NoVerdict(f"the last line of the reply is no verdict: {(lines or [''])[-1][:80]!r}")
+    if any(found[:-1]):
+        raise NoVerdict("the reply has several verdicts")
+    return domain.read(found[-1][1]), " ".join(lines[:-1])[:MAX_REASON_CHARS]
+
+
+def _read_json(text: str, domain: Domain, code: str) -> tuple[Any, str]:
+    try:
+        found = json.loads(text, object_pairs_hook=_pairs, parse_constant=_no_constant)
+    except NoVerdict:
+        raise
+    except (ValueError, RecursionError):
+        raise NoVerdict(f"the reply is not one JSON object: {text.strip()[:80]!r}") from None
+    if not isinstance(found, dict) or found.keys() != {"reason", "verdict", "code"}:
+        raise NoVerdict(f"the reply does not have the keys reason, verdict and code: {text.strip()[:80]!r}")
+    if found["code"] != code:
+        raise NoVerdict(f"the reply has the code {str(found['code'])[:20]!r} of no question")
+    if not isinstance(found["reason"], str):
+        raise NoVerdict("the reason is not a text")
+    return domain.read(found["verdict"]), " ".join(found["reason"].split())[:MAX_REASON_CHARS]
+
+
+def _pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise NoVerdict("the reply has a key twice")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> Any:
+    raise NoVerdict(f"the reply has {name}")

@@ -1,0 +1,136 @@
+"""The built-in reward terms of the process: faults on the way, each with the turn that made it.
+
+The value of each term is minus the number of faults. A credit scheme by turn gives each fault to its turn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from etude.records.reward import Score
+from etude.records.rollout import Graded, Rollout, ToolCall
+
+_PATHS, _OLD, _NEW, _WHOLE = (
+    ("path", "file_path", "file"),
+    ("old_str", "old_string", "old"),
+    ("new_str", "new_string", "new"),
+    ("text", "content", "file_text"),
+)
+
+
+class MalformedCalls(msgspec.Struct, frozen=True):
+    """Minus the number of tool calls that could not be parsed."""
+
+    @property
+    def version(self) -> str:
+        """The version of the definition."""
+        return "1"
+
+    async def score(self, rollout: Rollout, graded: Graded) -> Score:
+        return _faults([(at, "malformed") for at, call in _calls(rollout) if call.malformed])
+
+
+class RepeatedReads(msgspec.Struct, frozen=True):
+    """Minus the number of calls that repeat an earlier call and get the same output: the agent knew it already.
+
+    `tools`: names of the tools that count; () for all. Calls in branches count separately, since another context may
+    not have the output."""
+
+    tools: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        """The version of the definition."""
+        return "1"
+
+    async def score(self, rollout: Rollout, graded: Graded) -> Score:
+        turns, found = rollout.trace.turns, list[tuple[int, str]]()
+        known = list[frozenset[tuple[str, str, str]]]()  # by turn: what its context has seen
+        for at, turn in enumerate(turns):
+            seen = set(known[turn.parent]) if turn.parent is not None else set[tuple[str, str, str]]()
+            for call in turn.calls:
+                key = (call.name, json.dumps(call.arguments, sort_keys=True), call.output)
+                if not call.malformed and (not self.tools or call.name in self.tools):
+                    found += [(at, f"{call.name} again")] if key in seen else []
+                    seen.add(key)
+            known.append(frozenset(seen))
+        return _faults(found)
+
+
+class RevertedEdits(msgspec.Struct, frozen=True):
+    """Minus the number of edits that restore what an earlier edit replaced.
+
+    An edit is a call with a path and a line and text, a path and the whole content, or a path, an old and a new text,
+    whatever the tool is called."""
+
+    @property
+    def version(self) -> str:
+        """The version of the definition."""
+        return "1"
+
+    async def score(self, rollout: Rollout, graded: Graded) -> Score:
+        had, swapped = dict[tuple[str, str], list[str]](), set[tuple[str, str, str]]()
+        found = list[tuple[int, str]]()
+        for at, call in _calls(rollout):
+            path, old, new, text = (_argument(call, names) for names in (_PATHS, _OLD, _NEW, _WHOLE))
+            if call.malformed or path is None:
+                continue
+            if old is not None and new is not None:
+                found += [(at, f"{path} reverted")] if (path, new, old) in swapped else []
+                swapped.add((path, old, new))
+            elif text is not None:
+                line = str(call.arguments.get("line", ""))
+                states = had.setdefault((path, line), _original(rollout.task.files.get(path), line))
+                found += [(at, f"{path} reverted")] if text.strip() in states[:-1] else []
+                if states[-1:] != [text.strip()]:
+                    states.append(text.strip())
+        return _faults(found)
+
+
+class NoTestsRun(msgspec.Struct, frozen=True):
+    """−1 if no call of the rollout ran tests, at its last turn; else 0.
+
+    `pattern`: a regular expression that a call that runs tests contains; searched in its name and arguments."""
+
+    pattern: str = r"\btests?\b|pytest|unittest|tox\b"
+
+    @property
+    def version(self) -> str:
+        """The version of the definition."""
+        return "1"
+
+    async def score(self, rollout: Rollout, graded: Graded) -> Score:
+        ran = re.compile(self.pattern)
+        for at, call in _calls(rollout):
+            if ran.search(" ".join([call.name, *map(str, call.arguments.values())])):
+                return Score(value=0.0, evidence=f"run in turn {at}")
+        return _faults([(len(rollout.trace.turns) - 1, "tests never run")] if rollout.trace.turns else [])
+
+
+def _calls(rollout: Rollout) -> Iterator[tuple[int, ToolCall]]:
+    return ((at, call) for at, turn in enumerate(rollout.trace.turns) for call in turn.calls)
+
+
+def _argument(call: ToolCall, names: tuple[str, ...]) -> str | None:
+    return next((str(call.arguments[name]) for name in names if name in call.arguments), None)
+
+
+def _original(content: str | None, line: str) -> list[str]:
+    """What a line of a file, or the file (line ""), had at first; empty if that is not known."""
+    if content is None:
+        return []
+    if not line:
+        return [content.strip()]
+    lines = content.splitlines()
+    return [lines[int(line) - 1].strip()] if line.isdigit() and 0 < int(line) <= len(lines) else []
+
+
+def _faults(found: list[tuple[int, str]]) -> Score:
+    parts: dict[int, float] = {}
+    for at, _ in found:
+        parts[at] = parts.get(at, 0.0) - 1.0
+    evidence = "; ".join(f"turn {at}: {what}" for at, what in found[:8]) or "none"
+    return Score(value=float(-len(found)), evidence=evidence, turns=tuple(sorted(parts.items())))

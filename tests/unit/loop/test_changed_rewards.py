@@ -1,0 +1,55 @@
+"""Reward settings that are given to a run that is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.cli.run import changed_rewards
+from etude.config import leaves, to_toml
+from etude.errors import RunError, RunRefused
+from etude.loop.config import RunConfig, build, config_to_resume, read_config
+from etude.loop.reward_settings import FILE, RewardSettings, read_changes, record_change
+from etude.run import RunFolder
+
+
+def given(weight: float, **more: Any) -> dict[str, Any]:
+    term = {"name": "brief", "weight": weight, "kind": "examples.plugins.rewards:FewTurns"}
+    return {"rewards": {"terms": [term]}, **more}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    config = build(RunConfig, given(0.5))
+    return RunFolder.create(tmp_path / "r", config_toml=to_toml(config), seed=0, given=leaves(given(0.5)))
+
+
+def test_only_reward_settings_may_change_in_a_run(run: RunFolder) -> None:
+    assert config_to_resume(run, given(0.25)).rewards == build(RunConfig, given(0.5)).rewards
+    with pytest.raises(RunRefused, match="was made with other settings") as caught:
+        config_to_resume(run, given(0.25, seed=7))
+    assert "seed is 7" in caught.value.facts
+
+
+def test_settings_that_differ_from_the_config_and_the_last_change_are_a_change(run: RunFolder) -> None:
+    config = read_config(run)
+    assert changed_rewards(run, config, given(0.5)) == []
+    [change] = changed_rewards(run, config, given(0.25))
+    assert (change.from_step, change.rewards.terms[0].weight) == (1, 0.25)
+    record_change(run, change.rewards, from_step=1, last_step=lambda: 0)
+    assert changed_rewards(run, config, given(0.25)) == []
+    assert changed_rewards(run, config, given(0.5)) == [], "the file with which the run began says nothing new"
+    assert RewardSettings(run, config).composition(1).weights == {"brief": 0.25}
+
+
+def test_a_damaged_record_of_changes_is_named(run: RunFolder) -> None:
+    record_change(run, build(RunConfig, given(0.25)).rewards, from_step=3, last_step=lambda: 0)
+    path = run / FILE
+    path.write_text(path.read_text().replace('"from_step": 3', '"from_step": 4'))
+    with pytest.raises(RunError, match=r"rewards\.json"):
+        read_changes(run)
+    path.write_text("[{]")
+    with pytest.raises(RunError, match=r"rewards\.json is damaged"):
+        read_changes(run)

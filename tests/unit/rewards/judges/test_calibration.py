@@ -1,0 +1,196 @@
+"""A judge compared with people: agreement, biases, the two halves of the labels, and what cannot be measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.judge_server import HIGH, LOW, SIGNATURE, Bias, ScriptedJudge, honest, longer, praises_itself, work
+
+from etude.errors import InputError
+from etude.rewards.judges import Aspect, Evidence, HttpAsker, Judge, JudgeStore, Limits, Rubric
+from etude.rewards.judges.calibration import (
+    AspectReport,
+    Half,
+    Label,
+    calibrate,
+    concordance,
+    confusion,
+    distance,
+    kappa,
+    read_labels,
+)
+
+ASPECT = Aspect("facts", "How many facts does it have?")
+RUBRIC = Rubric((ASPECT,))
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Works of all qualities and lengths by two authors, with true labels."""
+    draw, found = random.Random(seed), []
+    for number in range(count):
+        facts, signed = draw.randint(LOW, HIGH), draw.random() < 0.5
+        text = work(facts, filler=draw.randint(0, 120), signed=signed, more=f"number {number}")
+        found.append({"work": text, "label": facts, "author": "tiny" if signed else "large"})
+    return found
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    draw, found = random.Random(1), []
+    for number in range(count):
+        a, b = draw.randint(LOW, HIGH), draw.randint(LOW, HIGH)
+        label = "first" if a > b else "second" if b > a else "tie"
+        found.append({"first": work(a, more=f"a{number}"), "second": work(b, more=f"b{number}"), "label": label})
+    return found
+
+
+def written(tmp_path: Path, given: list[Any]) -> Path:
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return path
+
+
+def no_rollouts(rollout_id: str) -> Evidence:
+    raise InputError(f"no {rollout_id}", hint="none")
+
+
+def reported(tmp_path: Path, given: list[Any], bias: Bias | None = None, **script: Any) -> AspectReport:
+    labels = read_labels(written(tmp_path, given), RUBRIC, no_rollouts)
+
+    async def use() -> list[AspectReport]:
+        async with ScriptedJudge(bias=bias or honest(), **script).serve() as server:
+            judge = judge_at(server.url, tmp_path / "judges.sqlite")
+            return await calibrate(judge, labels)
+
+    [found] = asyncio.run(use())
+    return found
+
+
+def judge_at(url: str, store: Path) -> Judge:
+    return Judge(RUBRIC, HttpAsker(f"{url}/v1", "judge"), JudgeStore(store), limits=Limits(at_once=16))
+
+
+def test_an_honest_judge_agrees_and_has_no_bias(tmp_path: Path) -> None:
+    found = reported(tmp_path, rows(80), honest(0.1))
+    assert found.kappa.value > 0.9
+    assert found.auc is not None
+    assert found.auc.value > 0.95
+    assert 0.8 < found.exact < 1.0
+    assert found.biases == []
+    assert (found.num_labels, found.num_unknown) == (80, 0)
+
+
+def test_a_judge_that_likes_length_is_said_to(tmp_path: Path) -> None:
+    found = reported(tmp_path, rows(80), longer())
+    assert found.length is not None
+    assert found.length.low > 0.2
+    assert "longer works get more than from people" in found.biases
+    assert found.kappa.value < 0.5
+
+
+def test_a_judge_that_praises_itself_is_said_to(tmp_path: Path) -> None:
+    found = reported(tmp_path, rows(80), praises_itself())
+    assert found.authors["tiny"].low > 0.5
+    assert found.authors["large"].high < -0.5
+    assert "works by tiny get more than from people" in found.biases
+    assert SIGNATURE
+
+
+def test_a_judge_that_prefers_the_first_of_two_is_said_to(tmp_path: Path) -> None:
+    plain = reported(tmp_path / "..", pairs(50))
+    assert plain.prefers_first is not None
+    assert (plain.prefers_first.value, plain.kappa.value, plain.auc) == (0.0, 1.0, None)
+    (tmp_path / "b").mkdir()
+    found = reported(tmp_path / "b", pairs(50), prefers_first=0.6)
+    assert found.prefers_first is not None
+    assert found.prefers_first.low > 0.1
+    assert "the first of two works is preferred" in found.biases
+
+
+def test_labels_of_one_class_are_refused(tmp_path: Path) -> None:
+    same = [row | {"label": 4} for row in rows(10)]
+    with pytest.raises(InputError, match="'facts' are of one class") as refused:
+        reported(tmp_path, same)
+    assert refused.value.facts == "10 labels, all 4"
+
+
+def test_a_judge_without_verdicts_is_not_reported(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="too few verdicts") as refused:
+        reported(tmp_path, rows(6), fault=lambda _: 401)
+    assert "status 401" in refused.value.facts
+
+
+def test_verdicts_that_are_unknown_are_counted_and_are_in_no_number(tmp_path: Path) -> None:
+    found = reported(tmp_path, rows(30), fault=lambda number: 400 if number <= 5 else None)
+    assert (found.num_labels, found.num_unknown, found.exact) == (25, 5, 1.0)
+
+
+def test_each_work_is_in_one_half_whatever_its_label_author_or_place(tmp_path: Path) -> None:
+    given = rows(200)
+    halves = [one.half for one in read_labels(written(tmp_path, given), RUBRIC, no_rollouts)]
+    assert 70 < halves.count(Half.TUNE) < 130
+    other = [row | {"label": 1, "author": "x"} for row in reversed(given)]
+    assert [one.half for one in read_labels(written(tmp_path, other), RUBRIC, no_rollouts)] == halves[::-1]
+    ab = Label(ASPECT, Evidence.of_text("a"), Evidence.of_text("b"), 1, "")
+    ba = Label(ASPECT, Evidence.of_text("b"), Evidence.of_text("a"), -1, "")
+    assert ab.half is ba.half
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"label": 3}, "no work"),
+        ({"work": "a"}, "label"),
+        ({"work": "a", "label": 9}, "the scale is 1 to 5"),
+        ({"work": "a", "label": "good"}, "the scale is 1 to 5"),
+        ({"work": "a", "label": True}, "label"),
+        ({"work": "a", "rollout": "g1.0", "label": 3}, "work and rollout"),
+        ({"first": "a", "label": "first"}, "it has first"),
+        ({"first": "a", "second": "b", "label": 1}, "first, second or tie"),
+        ({"work": {"music": "la"}, "label": 3}, "music"),
+        ({"work": {}, "label": 3}, "no evidence"),
+        ({"work": "a", "label": 3, "aspect": "colour"}, "the rubric has facts"),
+        ({"work": "a", "label": 3, "lable": 3}, "lable"),
+        ("text", "Expected `object`"),
+    ],
+)
+def test_what_is_no_label_is_refused_with_its_line(tmp_path: Path, row: Any, named: str) -> None:
+    path = written(tmp_path, [{"work": "fine", "label": 1}, row])
+    with pytest.raises(InputError, match=r"line 2 of .* is no label") as refused:
+        read_labels(path, RUBRIC, no_rollouts)
+    assert named in refused.value.facts
+
+
+def test_kappa_and_auc_are_those_of_their_definitions() -> None:
+    draw = np.random.default_rng(3)
+    people = draw.integers(1, 6, 60)
+    judge = np.clip(people + draw.integers(-2, 3, 60), 1, 5)
+    table = confusion(people.tolist(), judge.tolist(), 1, 5)
+    chance = ((people[:, None] - judge[None]) ** 2).mean()
+    assert kappa(table) == pytest.approx(1 - ((people - judge) ** 2).mean() / chance)
+    won = [
+        0.5 if judge[i] == judge[k] else float(judge[i] > judge[k])
+        for i in range(60)
+        for k in range(60)
+        if people[i] > people[k]
+    ]
+    assert concordance(table) == pytest.approx(np.mean(won))
+    assert kappa(confusion([0, 0, 1, 1], [0, 0, 1, 1], 0, 1)) == 1.0
+    assert kappa(confusion([0, 1, 0, 1], [0, 0, 1, 1], 0, 1)) == 0.0
+    assert concordance(confusion([0, 1], [1, 0], 0, 1)) == 0.0
+
+
+def test_the_distance_to_an_auditor_is_measured_with_an_upper_bound(tmp_path: Path) -> None:
+    async def use() -> Any:
+        async with ScriptedJudge(bias=honest(0.2)).serve() as first, ScriptedJudge(seed=1).serve() as second:
+            works = [Evidence.of_text(work(n % 5 + 1, more=str(n))) for n in range(100)]
+            stores = [tmp_path / name for name in "ab"]
+            return await distance(judge_at(first.url, stores[0]), judge_at(second.url, stores[1]), works)
+
+    found = asyncio.run(use())
+    assert 0.0 < found.low < found.value < found.high < 0.25

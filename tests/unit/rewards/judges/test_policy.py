@@ -1,0 +1,84 @@
+"""A model of one's own as a judge, over `Policy`: its prompt, the grammar of its answer, and its failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tests.parity import chats
+from tests.unit.rewards.judges.injections import INJECTIONS
+
+from etude.harness import ChatFormat
+from etude.rewards.judges import Aspect, Evidence, Form, Judge, JudgeStore, Limits, PolicyAsker, Rubric, Verdict
+from etude.rewards.judges.questions import Asking
+from etude.testing import EnginePolicy, ScriptedEngine
+
+ASPECT = Aspect("facts", "How many facts does it have?")
+RUBRIC = Rubric((ASPECT,))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    """The chat format of a checkpoint of Qwen's shape, with its special tokens."""
+    return ChatFormat.load(chats.make(tmp_path_factory.mktemp("chat"), "qwen"))
+
+
+def judged(
+    chat: ChatFormat, tmp_path: Path, answers: list[str], form: Form, text: str = "fact"
+) -> tuple[Verdict, ScriptedEngine]:
+    end = chat.stop_token_ids[0]
+    engine = ScriptedEngine([[*chat.encode(answer).tolist(), end] for answer in answers])
+    asker = PolicyAsker(EnginePolicy(engine), chat, name="a digest")
+    store = JudgeStore(tmp_path / "judges.sqlite")
+    judge = Judge(RUBRIC, asker, store, form=form, limits=Limits(deadline_s=5.0), first_wait_s=0.01)
+    found = asyncio.run(judge.score(ASPECT, Evidence.of_text(text)))
+    store.close()
+    return found, engine
+
+
+def test_a_policy_answers_greedily_under_the_grammar_of_the_form(chat: ChatFormat, tmp_path: Path) -> None:
+    found, engine = judged(chat, tmp_path, ["4"], Form.VALUE)
+    assert found.value == 4
+    [request] = engine.requests
+    assert (request.sampling.temperature, request.keep_session) == (0.0, False)
+    assert json.loads(request.sampling.grammar) == {"regex": "1|2|3|4|5"}
+    text = chat.decode(request.prompt_ids, special=True)
+    assert "How many facts does it have?" in text
+    assert "| fact" in text
+
+
+def test_an_answer_in_json_is_sampled_under_its_schema_and_needs_the_code(chat: ChatFormat, tmp_path: Path) -> None:
+    wrong = '{"reason": "r", "verdict": 5, "code": "000000"}'
+    found, engine = judged(chat, tmp_path, [wrong] * 3, Form.JSON)
+    assert found.value is None
+    assert "of no question" in found.reason
+    schema = json.loads(engine.requests[0].sampling.grammar)["json_schema"]
+    assert schema["properties"]["verdict"]["enum"] == [1, 2, 3, 4, 5]
+
+
+def test_an_engine_that_fails_makes_the_verdict_unknown(chat: ChatFormat, tmp_path: Path) -> None:
+    store = JudgeStore(tmp_path / "judges.sqlite")
+    asker = PolicyAsker(EnginePolicy(ScriptedEngine([])), chat, name="a digest")
+    judge = Judge(RUBRIC, asker, store, form=Form.VALUE, limits=Limits(deadline_s=0.3), first_wait_s=0.05)
+    found = asyncio.run(judge.score(ASPECT, Evidence.of_text("fact")))
+    assert (found.value, found.retry) == (None, True)
+    assert "has no answer left" in found.reason
+
+
+def test_no_injected_text_is_a_special_token_of_the_prompt(chat: ChatFormat) -> None:
+    special = {
+        token for token in range(chat.vocab_size) if chat.decode([token]) == "" != chat.decode([token], special=True)
+    }
+    assert len(special) == 3
+
+    def of(text: str) -> list[int]:
+        asking = Asking(RUBRIC, Form.VALUE, 2000, (), b"secret")
+        question = asking.about_one(ASPECT, Evidence.of_text(text))
+        messages = [{"role": "system", "content": question.system}, {"role": "user", "content": question.user}]
+        return [token for token in chat.encode_prompt(messages).tolist() if token in special]
+
+    plain = of("fact")
+    assert len(plain) >= 3
+    assert [name for name, text in INJECTIONS.items() if of(text) != plain] == []

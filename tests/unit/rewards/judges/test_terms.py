@@ -1,0 +1,190 @@
+"""Judges as reward terms: what a config may say, single rollouts and groups, and what is unknown."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.judge_server import ScriptedJudge, work
+
+from etude.config import Plugin, build
+from etude.errors import ConfigError
+from etude.plugins import Kind, make
+from etude.records import Graded, Rollout
+from etude.records.reward import Measured
+from etude.records.task import Trust
+from etude.rewards import NamedTerm, measure_group
+from etude.rewards.config import RewardsConfig
+from etude.rewards.judges.rubrics import read_rubric
+from etude.seams import GroupRewardTerm, InRun, RewardTerm
+from etude.testing.rewards import finished
+
+RUBRIC = """
+about = "Texts with facts."
+[[aspects]]
+name = "facts"
+question = "How many facts does it have?"
+levels = {1 = "one or none", 5 = "five or more"}
+[[aspects.examples]]
+text = "fact"
+score = 1
+reason = "it has one"
+"""
+GRADED = Graded.of(1.0, trust=Trust.DATA, reason="all tests pass")
+
+
+@pytest.fixture
+def rubric(tmp_path: Path) -> Path:
+    path = tmp_path / "facts.toml"
+    path.write_text(RUBRIC)
+    return path
+
+
+def term(rubric: Path, url: str, /, **settings: Any) -> Any:
+    given = {"rubric": str(rubric), "url": f"{url}/v1", "model": "m", "cache": str(rubric.parent / "judges.sqlite")}
+    return make(Kind.REWARD, Plugin("judge", given | {"evidence": ["files"]} | settings))
+
+
+def rollout(number: int, text: str) -> Rollout:
+    made = finished(num_turns=1, exports={"own.py": text.encode()})
+    return msgspec.structs.replace(made, rollout_id=f"g000000.{number}")
+
+
+def measured(rubric: Path, texts: list[str], server: ScriptedJudge | None = None, **settings: Any) -> list[Measured]:
+    async def use() -> list[Measured]:
+        async with (server or ScriptedJudge()).serve() as running:
+            made = term(rubric, running.url, **settings)
+            rollouts = [rollout(i, text) for i, text in enumerate(texts)]
+            found = await measure_group([NamedTerm("facts", made)], rollouts, [GRADED] * len(texts))
+            made.judge.store.close()
+            return [one for [one] in found]
+
+    return asyncio.run(use())
+
+
+def test_a_judge_scores_each_rollout_from_0_to_1_with_the_reason(rubric: Path) -> None:
+    found = measured(rubric, [work(1), work(3), work(5)])
+    assert [one.term.value for one in found] == [0.0, 0.5, 1.0]
+    assert found[1].term.evidence == "facts 3: as scripted"
+
+
+@pytest.mark.parametrize("mode", ["pairwise", "ranking"])
+def test_a_group_is_compared_in_both_orders_and_equal_works_have_equal_values(rubric: Path, mode: str) -> None:
+    server = ScriptedJudge()
+    found = measured(rubric, [work(2), work(5), work(2), work(1)], server, mode=mode)
+    assert [one.term.value for one in found] == [0.5, 1.0, 0.5, 0.0]
+    assert len(server.bodies) == (6 if mode == "pairwise" else 2)
+    assert isinstance(term(rubric, "http://h", mode=mode), GroupRewardTerm)
+    assert [one.term.value for one in measured(rubric, [work(3)], mode=mode)] == [0.5]
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "pairwise", "ranking"])
+def test_a_judge_that_is_away_makes_the_term_unknown_and_asks_for_another_try(rubric: Path, mode: str) -> None:
+    found = measured(rubric, [work(1), work(2)], ScriptedJudge(fault=lambda _: 503), mode=mode, deadline_s=0.2)
+    assert [(one.term.value, one.retry) for one in found] == [(None, True)] * 2
+    assert all("judge: no verdict within 0.2 s" in one.term.evidence for one in found)
+
+
+def test_a_spent_budget_makes_the_term_unknown_and_is_not_tried_again(rubric: Path, tmp_path: Path) -> None:
+    (tmp_path / "prices.toml").write_text("[models.m]\ninput = 10.0\noutput = 30.0\n")
+    found = measured(rubric, [work(1)], prices=str(tmp_path / "prices.toml"), budget=0.001)
+    assert [(one.term.value, one.retry) for one in found] == [(None, False)]
+    assert "the budget of 0.001 dollars is spent" in found[0].term.evidence
+
+
+def test_several_aspects_are_weighted_and_one_unknown_makes_all_unknown(rubric: Path) -> None:
+    more = '[[aspects]]\nname = "kind"\nquestion = "Is it kind?"\nlowest = 0\nhighest = 5\nweight = 3.0\n'
+    rubric.write_text(RUBRIC + more)
+    [found] = measured(rubric, [work(5)])
+    assert found.term.value == 1.0
+    [found] = measured(rubric, [work(4)], ScriptedJudge(bias=lambda text, draw: 0))
+    assert found.term.value is None, "0 is out of the scale of the first aspect"
+    assert "outside of 1 to 5" in found.term.evidence
+
+
+def test_a_term_is_told_its_run_so_that_money_counts_by_run(rubric: Path, tmp_path: Path) -> None:
+    made = term(rubric, "http://host")
+    assert isinstance(made, InRun)
+    assert isinstance(made, RewardTerm)
+    made.enter(tmp_path / "run-7", lambda ids: "text")
+    assert made.judge.account == "facts by m at host, run-7"
+
+
+def test_the_version_changes_with_the_rubric_the_evidence_and_the_mode(rubric: Path) -> None:
+    versions = {term(rubric, "http://h", **one).version for one in ({}, {"evidence": ["task"]}, {"mode": "ranking"})}
+    rubric.write_text(RUBRIC.replace("How many", "Count how many"))
+    versions.add(term(rubric, "http://h").version)
+    assert len(versions) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"url": "api.example.com"}, "is no URL of an API"),
+        ({"url": "https://user:secret@host/v1"}, "is no URL of an API"),
+        ({"model": ""}, "model is empty"),
+        ({"key_env": "NO_SUCH_KEY_HERE"}, "NO_SUCH_KEY_HERE is not set"),
+        ({"budget": 5.0}, "prices of 'm' are unknown"),
+        ({"evidence": []}, "task, trace, files, tests"),
+        ({"evidence": ["files", "files"]}, "task, trace, files, tests"),
+        ({"dialect": "gemini"}, "anthropic"),
+        ({"mode": "pairs"}, "pairwise"),
+        ({"deadline_s": 0.0}, "deadline_s"),
+        ({"at_once": 0}, "at_once"),
+        ({"temprature": 1.0}, "temprature"),
+        ({"rubric": "nowhere.toml"}, "no rubric at nowhere.toml"),
+        ({"prices": "nowhere.toml"}, "no table of prices at nowhere.toml"),
+    ],
+)
+def test_a_judge_that_cannot_work_is_refused_before_a_run(rubric: Path, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        term(rubric, "http://host", **settings)
+    assert named in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("about = 'nothing'", "has no aspects"),
+        ("aspects = 3", "expected a list"),
+        ("[[aspects]]\nname = 'a'", "question"),
+        ("[[aspects]]\nname = 'a'\nquestion = ' '", "has no question"),
+        ("[[aspects]]\nname = 'a'\nquestion = 'q'\nlowest = 5", "lowest = 5 is not below highest = 5"),
+        ("[[aspects]]\nname = 'a'\nquestion = 'q'\nlevels = {9 = 'x'}", "describes level '9'"),
+        ("[[aspects]]\nname = 'a'\nquestion = 'q'\nweight = 0.0", "has weight 0"),
+        ("[[aspects]]\nname = 'a'\nquestion = 'q'\nwieght = 1.0", "wieght"),
+        ("[[aspects]]\nname = 'a'\nquestion = 'q'\nexamples = [{text = 't', score = 7}]", "example of score 7"),
+        ("[[aspects]]\nname = 'a'\nquestion = 'q'\n" * 2, "2 aspects are called 'a'"),
+        (f"[[aspects]]\nname = 'a'\nquestion = '{'q' * 30_000}'", "shorten it"),
+        ("[[aspects]", "is not valid TOML"),
+    ],
+)
+def test_a_rubric_that_asks_nothing_or_is_malformed_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read_rubric(path)
+    assert named in str(refused.value)
+
+
+def test_an_auditor_must_be_another_model_without_a_weight(rubric: Path) -> None:
+    def rewards(**auditor: Any) -> RewardsConfig:
+        def one(name: str, weight: float, model: str) -> dict[str, Any]:
+            kind = {"kind": "judge", "rubric": str(rubric), "url": "http://h/v1", "model": model}
+            return {"name": name, "kind": kind, "weight": weight}
+
+        audit = {"term": "facts", "by": "auditor", "tolerance": 0.1}
+        terms = [one("facts", 1.0, "m"), one("auditor", auditor.get("weight", 0.0), auditor.get("model", "other"))]
+        return build(RewardsConfig, {"terms": terms, "audits": [audit]})
+
+    assert rewards().audits[0].name == "facts by auditor"
+    with pytest.raises(ConfigError) as refused:
+        rewards(weight=0.5)
+    assert "set its weight to 0.0" in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        rewards(model="m")
+    assert "is the same model as 'facts'" in str(refused.value)
