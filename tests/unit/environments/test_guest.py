@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,20 @@ def test_files_of_a_dead_owner_are_deleted_and_files_of_a_living_one_kept(tmp_pa
     assert sorted(p.name for p in (tmp_path / "pids").iterdir()) == ["etude-2-alive", "etude-3-new"]
     cgroups.remove_all([*first, *second])
     assert not list((tmp_path / "pids").iterdir())
+
+
+def test_starts_that_sweep_at_the_same_moment_keep_their_groups(tmp_path):
+    (tmp_path / "memory").mkdir()
+
+    def start(number: int) -> int:
+        found = cgroups.claim_all(f"{number}-x", "4:memory:/\n", str(tmp_path))
+        cgroups.remove_all(found)
+        for hierarchy in found:
+            hierarchy.close()
+        return len(found)
+
+    with ThreadPoolExecutor(8) as starts:
+        assert list(starts.map(start, range(400))) == [1] * 400
 
 
 # ---------------------------------------------------------------------------------------------- files

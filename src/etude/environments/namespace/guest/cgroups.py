@@ -1,13 +1,15 @@
 """Control groups: one small group for each machine slot, reused, below this process's own group.
 
-They limit memory, number of processes and CPU time where the kernel allows it: each version 1 hierarchy by itself,
-version 2 where an ancestor delegates the controllers. All limits of the outer groups stay in force. A lock (flock) on
-the folder shows that its owner lives; the next start removes folders without an owner.
+They limit memory, number of processes and CPU time where the kernel allows it. In version 1 of control groups each
+resource has a hierarchy of its own; in version 2 an ancestor group must delegate the controllers. All limits of the
+outer groups stay in force. A lock (flock) on the folder shows that its owner lives; the next start removes folders
+without an owner.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -16,6 +18,7 @@ ROOT = "/sys/fs/cgroup"
 CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 _PREFIX = "etude-"
 _PERIOD_US = 100_000
+_CLAIM_S = 5.0  # a sweep holds a lock for milliseconds
 
 
 class Hierarchy:
@@ -151,15 +154,32 @@ def _candidates(root: str, names: str, own: str, wanted: tuple[str, ...]) -> lis
 
 
 def _claim(path: str) -> int:
+    """Create the folder `path` and return a descriptor that holds its lock.
+
+    A sweep of another start may hold the lock for a moment, or remove the folder before it is locked: try again.
+    Raises `BlockingIOError` if another process holds the lock for `_CLAIM_S` seconds.
+    """
+    end = time.monotonic() + _CLAIM_S
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o755)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:  # not swept between mkdir and flock
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if _locked_in_place(fd, path):
                 return fd
-        os.close(fd)
+            os.close(fd)
+            if time.monotonic() > end:
+                raise BlockingIOError(errno.EAGAIN, "another process holds the lock of this control group", path)
+            time.sleep(0.001)
+
+
+def _locked_in_place(fd: int, path: str) -> bool:
+    """Whether the lock was free and the locked folder is still the one at `path`."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.stat(path).st_ino == os.fstat(fd).st_ino
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def _sweep(parent: str) -> None:
