@@ -191,6 +191,7 @@ class MidTrainingConfig:
     - `batch_tokens`: tokens of one optimiser step, over all ranks.
     - `document_tokens`: longer documents are split.
     - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
+    - `optimizer`: "muon" learns more from a token and takes more time for a step, on every rank a share of it.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
       model families that have one.
     - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps."""
@@ -199,6 +200,7 @@ class MidTrainingConfig:
     batch_tokens: int = ranged(2048, low=1)
     document_tokens: int = ranged(512, low=2)
     lr: float = ranged(3e-3, low=0.0)
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
     warmup_steps: int = ranged(20, low=0)
     weight_decay: float = ranged(0.01, low=0.0)
     grad_clip: float = ranged(1.0, low=0.0)

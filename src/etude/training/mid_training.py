@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,11 @@ from etude.models.weight_views import hf_biases, hf_views
 from etude.telemetry import Telemetry
 from etude.training.balance import ExpertBalancer
 from etude.training.batches import Spans, group_by_budget, plan_batches, rank_share, split_documents
-from etude.training.config import LiveWeights, MidTrainingConfig
+from etude.training.config import LiveWeights, MidTrainingConfig, OptimizerKind
 from etude.training.corpus import Corpus, Documents, read_corpus
 from etude.training.data_parallel import RankGroup, run_ranks
 from etude.training.mid_training_progress import checkpoint_path, newest_checkpoint, progress_folder
+from etude.training.muon import Muon
 from etude.training.nan_check import check_logits, checked_step
 from etude.training.optimizer import AdamW
 from etude.training.schedule import lr_multiplier
@@ -163,6 +164,27 @@ def _train(ranks: RankGroup, job: _Job) -> MidTrained:
     return run.finish()
 
 
+class _Shares:
+    """The ranks' shares of Muon's work: each orthogonalises some of the parameters, which all ranks have in full."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        mine = sorted(rows, key=lambda name: (rows[name].numel(), name))[self._ranks.rank :: self._ranks.size]
+        return {name: rows[name] for name in mine}
+
+    def shard(
+        self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        names = sorted(like)
+        parts = [full_tensors.get(name, torch.zeros_like(like[name])).reshape(-1) for name in names]
+        together = torch.cat(parts)
+        self._ranks.all_reduce(together)  # a sum with zeros: the bits of the rank that computed it
+        split = torch.split(together, [len(part) for part in parts])
+        return {name: part.view(like[name].shape) for name, part in zip(names, split, strict=True)}
+
+
 class _Run:
     """The state of one rank."""
 
@@ -178,7 +200,8 @@ class _Run:
             seed=job.seed,
         )
         self.model = (Transformer(job.model, seed=job.seed) if job.start is None else load_model(job.start)).train()
-        self.optimizer = AdamW(
+        muon = functools.partial(Muon, exchange=_Shares(ranks))
+        self.optimizer = (muon if config.optimizer is OptimizerKind.MUON else AdamW)(
             self.model, weights=LiveWeights.F32, weight_decay=config.weight_decay, grad_clip=config.grad_clip
         )
         self.telemetry = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.telemetry import Telemetry, read_events
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
 from etude.training.balance import router_biases
+from etude.training.config import OptimizerKind
 from etude.training.data_parallel import SingleProcess, run_ranks
 
 from ..models.families import DEEPSEEK
@@ -81,16 +83,21 @@ def test_it_learns_tells_and_leaves_a_checkpoint(tmp_path: Path, corpus: Path) -
     assert evals[-1]["heldout_loss"] < evals[0]["heldout_loss"]
 
 
-@pytest.mark.parametrize("model", [SIZES, DEEPSEEK], ids=["softmax", "with biases of choosing"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [(SIZES, "adamw"), (DEEPSEEK, "adamw"), (SIZES, "muon")],
+    ids=["softmax", "router biases", "muon"],
+)
 def test_a_killed_run_goes_on_from_its_checkpoint_and_ends_with_the_same_bytes(
-    tmp_path: Path, corpus: Path, model: ModelConfig
+    tmp_path: Path, corpus: Path, model: ModelConfig, optimizer: str
 ) -> None:
-    whole = mid_train(CONFIG, corpus, tmp_path / "whole", model=model, ranks=1)
+    config = replace(CONFIG, optimizer=OptimizerKind(optimizer))
+    whole = mid_train(config, corpus, tmp_path / "whole", model=model, ranks=1)
     with pytest.raises(spawned.Killed):
-        mid_train(CONFIG, corpus, tmp_path / "killed", model=model, ranks=1, copy_probe=partial(spawned.die, [2]))
+        mid_train(config, corpus, tmp_path / "killed", model=model, ranks=1, copy_probe=partial(spawned.die, [2]))
     assert [p.name for p in (tmp_path / "killed.partial").iterdir()] == ["step-000016"]
     assert not (tmp_path / "killed").exists()
-    resumed = mid_train(CONFIG, corpus, tmp_path / "killed", model=model, ranks=1)
+    resumed = mid_train(config, corpus, tmp_path / "killed", model=model, ranks=1)
     assert resumed == whole
     bytes_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert bytes_of[0] == bytes_of[1]
@@ -156,8 +163,9 @@ def test_progress_of_other_settings_is_refused(tmp_path: Path, corpus: Path) -> 
         mid_train(CONFIG, corpus, tmp_path / "mid", model=SIZES, ranks=1, seed=1)
 
 
-def test_two_ranks_agree_and_learn_what_one_learns(tmp_path: Path, corpus: Path) -> None:
-    short = MidTrainingConfig(**{**CONFIG.__dict__, "num_tokens": 1000, "balance": 0.0})
+@pytest.mark.parametrize("optimizer", list(OptimizerKind))
+def test_two_ranks_agree_and_learn_what_one_learns(tmp_path: Path, corpus: Path, optimizer: OptimizerKind) -> None:
+    short = replace(CONFIG, num_tokens=1000, balance=0.0, optimizer=optimizer)
     one = mid_train(short, corpus, tmp_path / "one", model=SIZES, ranks=1)
     two = mid_train(short, corpus, tmp_path / "two", model=SIZES, ranks=2, copy_probe=spawned.first_logit)
     assert two.num_steps == one.num_steps
