@@ -266,7 +266,7 @@ def test_a_stream_that_is_ended_has_the_bits_of_a_completion_of_that_length(tell
                 done = part
                 break
             told += part
-            if len(told) == 5:
+            if len(told) >= 5:  # a part may have several tokens
                 await world.engine.end("long")
         assert 5 <= len(told) < LONGEST
         assert told == done.token_ids.tolist()
