@@ -72,7 +72,7 @@ class Home:
     def step(self) -> int:
         return max((e["step"] for e in self.events("rl.step")), default=0)
 
-    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 250.0) -> None:
         end = time.monotonic() + deadline_s
         while not condition():
             assert self.run is not None

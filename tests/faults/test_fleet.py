@@ -25,7 +25,7 @@ def home(game: Any, tmp_path: Path, cli_in: Callable[[Path], Any], monkeypatch: 
     made.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_on_an_engine_from_elsewhere_whose_clock_is_a_year_off(home: Home) -> None:
     home.begin("rl.steps=2")
     home.engine("far", clock=A_YEAR_AGO)

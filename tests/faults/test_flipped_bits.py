@@ -36,7 +36,7 @@ from etude.run import RunFolder
 from etude.training.corpus import read_corpus, write_corpus
 from etude.weights.chain.manifest import read_pointer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 FLIPS = 4  # in each file
 
 

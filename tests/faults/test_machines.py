@@ -62,7 +62,7 @@ def python(code: str, *, deadline_s: float = 20, output_bytes: int = 65_536, **l
     return result
 
 
-def until(condition: Callable[[], bool], what: str, deadline_s: float = 20) -> None:
+def until(condition: Callable[[], bool], what: str, deadline_s: float = 60) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"waited {deadline_s} s for {what}"

@@ -166,7 +166,7 @@ def test_all_answered_requests_are_attributed_to_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(600)
 def test_mini_swe_agent_says_to_the_model_what_demonstrations_say(monkeypatch: pytest.MonkeyPatch) -> None:
     if why := AGENTS["mini-swe-agent"].why_not():
         pytest.skip(why)

@@ -13,7 +13,7 @@ import pytest
 from etude.stores import DirectoryStore
 from etude.weights import lineage
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def learned(cli_in: Callable[[Path], Any], cwd: Path, *args: str | Path) -> dict[str, Any]:

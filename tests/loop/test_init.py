@@ -11,7 +11,7 @@ import pytest
 
 from etude.cli import main
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 SMALL = {
     "model": {"vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
     "corpus": {"num_demonstrations": 60, "num_code_documents": 40, "library_chars": 4000},
@@ -34,7 +34,7 @@ def test_a_new_folder_runs_at_once_and_its_run_is_proven(tmp_path: Path, cli_in:
     said = cli("init", "my-agent").stdout
     assert said.endswith("cd my-agent && etude run config.toml\n")
     inside = cli_in(tmp_path / "my-agent")
-    done = inside("run", "config.toml", *small(), "--name", "first", timeout_s=250)
+    done = inside("run", "config.toml", *small(), "--name", "first", timeout_s=500)
     assert done.returncode == 0 or "nothing to learn from" in done.stdout + done.stderr, done.stdout + done.stderr
     run = tmp_path / "my-agent" / "runs" / "first"
     phases = [one["phase"] for one in json.loads((run / "phases.json").read_text())]

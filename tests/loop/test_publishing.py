@@ -21,7 +21,7 @@ from etude.loop.conductor import Conductor
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Held(DirectoryStore):

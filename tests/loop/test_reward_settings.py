@@ -25,7 +25,7 @@ from etude.records import Rollout, RolloutSpec
 from etude.records.rollout import ToolCall
 from etude.rewards.config import RewardsConfig
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 RANK = '{name = "rank", weight = 0.5, kind = "tests.loop.test_group_rewards:Rank"}'
 WATCHED = '{name = "rank", weight = 0.0, kind = "tests.loop.test_group_rewards:Rank"}'

@@ -16,7 +16,7 @@ from tests.conftest import Cli
 
 from etude.errors import Exit
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 SLEEPS = """
 import asyncio, sys, time, etude.cli, etude.cli.run
 def waits():
