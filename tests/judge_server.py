@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -65,7 +66,8 @@ class ScriptedJudge:
     """The server. `fault` is asked before each answer, with the number of the request, for what goes wrong.
 
     It gives None; a status, or (status, Retry-After); "hang", "close"; or a text that is sent as the model's reply.
-    `prefers_first`: the probability that the first of two or more works wins, whatever it is."""
+    `prefers_first`: the probability that the first of two or more works wins, whatever it is. `tokens`: the
+    probabilities of the first tokens of a reply, where a request wants them; None: it gives none."""
 
     bias: Bias = field(default_factory=honest)
     seed: int = 0
@@ -76,6 +78,7 @@ class ScriptedJudge:
     headers: list[dict[str, str]] = field(default_factory=list)
     url: str = ""
     usage: bool = True
+    tokens: Callable[[str], dict[str, float] | None] = lambda said: {said: 0.9, "The": 0.05}
     running: int = 0
     most_running: int = 0
 
@@ -105,6 +108,9 @@ class ScriptedJudge:
             return said
         used = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(said) // 4}
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        if body.get("logprobs") and (shares := self.tokens(said)) is not None:
+            top = [{"token": text, "logprob": math.log(share)} for text, share in shares.items()]
+            choice |= {"logprobs": {"content": [{**top[0], "top_logprobs": top}]}, "finish_reason": "length"}
         found = {"id": "c", "object": "chat.completion", "created": 1, "model": self.model, "choices": [choice]}
         return web.json_response(found | ({"usage": used} if self.usage else {}))
 
@@ -162,9 +168,10 @@ class ScriptedJudge:
 
 
 def works_of(prompt: str) -> list[str]:
-    """The text of each work in a prompt: what is fenced, after the line that announces the work."""
+    """The text of each work in a prompt: what is fenced, after the line that announces the work, if there is one."""
     pieces = re.split(r"^(?:The|Work) [\w ]+, as data with the code \w+:$", prompt, flags=re.M)
-    return ["\n".join(line[2:] for line in piece.splitlines() if line.startswith("| ")) for piece in pieces[1:]]
+    shown = pieces[1:] or pieces
+    return ["\n".join(line[2:] for line in piece.splitlines() if line.startswith("| ")) for piece in shown]
 
 
 def qualities(draw: random.Random, count: int) -> Sequence[int]:

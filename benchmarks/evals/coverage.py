@@ -1,6 +1,6 @@
 """Coverage of the intervals of evaluations on simulated suites: how often an interval holds the true value.
 
-    python -m benchmarks.evals.coverage [--draws 4000]
+    python -m benchmarks.evals.coverage [--draws 4000] [--part recipes]
 
 A suite has problems with a probability of being solved each (beta distributed around the true rate), tasks that are
 variants of a problem, and rollouts of each task. The true rate is drawn anew for each suite, so that no kind of suite
@@ -11,14 +11,23 @@ as if they were independent, are computed on the same suites.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from benchmarks.report import report
+from benchmarks.report import RESULTS, commit, report
 from etude.evals.curves import best_of
-from etude.evals.intervals import Interval, clustered_rate, crossed_rate, paired_difference, wilson
+from etude.evals.intervals import (
+    Interval,
+    clustered_rate,
+    crossed_difference,
+    crossed_rate,
+    paired_difference,
+    wilson,
+)
 
 Rng = np.random.Generator
 RATES = (0.1, 0.9)
@@ -148,19 +157,39 @@ def curve(draws: int, kind: Kind) -> dict[str, float]:
     return {str(k): count / draws for k, count in hits.items()}
 
 
+PROBLEM_SPREAD = 1.5  # of the log-odds of problems, where seeds differ, too
+
+
 def seeds(draws: int, num_seeds: int, seed_spread: float) -> float:
     """Coverage of the rate of a training recipe over several seeds: seeds and problems both shift the log-odds."""
     rng, hits = np.random.default_rng(11), 0
     for _ in range(draws):
         centre = rng.uniform(-1.5, 1.5)
-        by_seed = rng.normal(0.0, seed_spread, num_seeds)
-        problems = np.repeat(np.arange(60), 2)
-        by_problem = rng.normal(0.0, 1.5, 60)[problems]
-        chance = 1 / (1 + np.exp(-(centre + by_seed[:, None] + by_problem)))
-        solved = (rng.random(chance.shape) < chance).astype(float)
+        solved, problems = played(rng, [centre + one for one in rng.normal(0.0, seed_spread, num_seeds)])
         found = crossed_rate(solved.tolist(), problems.tolist())
-        hits += holds(found, _logistic_mean(centre, seed_spread**2 + 1.5**2))
+        hits += holds(found, _logistic_mean(centre, seed_spread**2 + PROBLEM_SPREAD**2))
     return hits / draws
+
+
+def gains(draws: int, num_seeds: int, seed_spread: float) -> float:
+    """Coverage of the gain of a recipe over the untrained model: one untrained and one trained model of each seed."""
+    rng, hits = np.random.default_rng(12), 0
+    for _ in range(draws):
+        before, gain = rng.uniform(-1.5, 0.0), rng.uniform(0.0, 2.0)
+        by_seed = rng.normal(0.0, seed_spread, num_seeds)
+        solved, problems = played(rng, [before] * num_seeds + [before + gain + one for one in by_seed])
+        found = crossed_difference((solved[num_seeds:] - solved[:num_seeds]).tolist(), problems.tolist())
+        after = _logistic_mean(before + gain, seed_spread**2 + PROBLEM_SPREAD**2)
+        hits += holds(found, after - _logistic_mean(before, PROBLEM_SPREAD**2))
+    return hits / draws
+
+
+def played(rng: Rng, levels: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Results of models whose mean log-odds are `levels` on 60 problems of two tasks, [models, tasks], and the problem
+    of each task, [tasks]."""
+    problems = np.repeat(np.arange(60), 2)
+    chance = 1 / (1 + np.exp(-(np.array(levels)[:, None] + rng.normal(0.0, PROBLEM_SPREAD, 60)[problems])))
+    return (rng.random(chance.shape) < chance).astype(float), problems
 
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(61)
@@ -175,30 +204,48 @@ def _logistic_mean(centre: float, variance: float) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=4000)
-    draws = parser.parse_args(argv).draws
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="other parts are kept as measured")
+    args = parser.parse_args(argv)
+    path = RESULTS / "interval_coverage.json"
+    found = json.loads(path.read_text())["parts"] if path.exists() and args.part != "all" else {}
+    for name, part in PARTS.items():
+        if args.part in (name, "all"):
+            error = round(2 * (0.95 * 0.05 / args.draws) ** 0.5, 4)
+            found[name] = {"commit": commit(), "draws": args.draws, "two_standard_errors": error, **part(args.draws)}
+    report("interval_coverage", {"nominal": 0.95, "parts": found})
+
+
+def models(draws: int) -> dict[str, Any]:
+    """Coverage of the intervals of single models and of pairs."""
     by_kind = {kind.name: rates(draws, kind, peers=True) for kind in KINDS}
-    paired = {kind.name: pairs(draws, kind) for kind in KINDS}
-    curves = {kind.name: curve(draws, kind) for kind in KINDS if kind.tries > 1}
-    recipes = {
-        f"{n} seeds, {name} differences": seeds(draws, n, spread)
-        for n in (3, 5)
-        for name, spread in (("small", 0.1), ("large", 0.6))
-    }
     ours = [one["clustered"] for one in by_kind.values()]
-    report(
-        "interval_coverage",
-        {
-            "draws": draws,
-            "nominal": 0.95,
-            "two_standard_errors": round(2 * (0.95 * 0.05 / draws) ** 0.5, 4),
-            "rates": by_kind,
-            "clustered_from": min(ours),
-            "clustered_to": max(ours),
-            "paired": paired,
-            "pass_at_k": curves,
-            "recipes": recipes,
-        },
-    )
+    return {
+        "rates": by_kind,
+        "clustered_from": min(ours),
+        "clustered_to": max(ours),
+        "paired": {kind.name: pairs(draws, kind) for kind in KINDS},
+        "pass_at_k": {kind.name: curve(draws, kind) for kind in KINDS if kind.tries > 1},
+    }
+
+
+SEEDS = {
+    f"{n} seeds, {name} differences": (n, spread)
+    for n in (3, 5)
+    for name, spread in {"small": 0.1, "large": 0.6, "very large": 1.0}.items()
+}
+
+
+def recipes(draws: int) -> dict[str, Any]:
+    """Coverage of the intervals of recipes over training seeds."""
+    return {"rates": {name: seeds(draws, *kind) for name, kind in SEEDS.items()}}
+
+
+def gained(draws: int) -> dict[str, Any]:
+    """Coverage of the intervals of gains over training seeds."""
+    return {"gains": {name: gains(draws, *kind) for name, kind in SEEDS.items()}}
+
+
+PARTS = {"models": models, "recipes": recipes, "gains": gained}
 
 
 if __name__ == "__main__":

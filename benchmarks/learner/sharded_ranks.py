@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,11 @@ from etude.records.rollout import Path as TokenPath
 from etude.stores import DirectoryStore
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.data_parallel import RankGroup
+from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
+from etude.training.reference import Reference
 from etude.training.sharded import ShardedProcessGroup, join
 from etude.weights import Channel
+from etude.weights.chain.publisher import Writer
 
 
 @dataclass(frozen=True)
@@ -112,10 +116,16 @@ def steps(learner: TorchLearner, job: Job) -> Trained:
     return Trained(losses, norms, digests, fresh, probe)
 
 
+def learner_of(job: Job, channel: Writer | None, group: ProcessGroup = SINGLE_PROCESS) -> TorchLearner:
+    """The learner of a job, or one rank of it; the job's start is the reference where its loss has one."""
+    reference = Reference(job.start) if job.config.has_reference else None
+    settings: dict[str, Any] = {"numerics": job.numerics, "refuse_mismatch": False, "reference": reference}
+    return TorchLearner(job.config, channel=channel, group=group, **settings)
+
+
 def alone(job: Job) -> Trained:
     """One process, whatever the settings' ranks."""
-    channel = Channel(DirectoryStore(job.store)) if job.publish else None
-    return steps(TorchLearner(job.config, channel=channel, numerics=job.numerics, refuse_mismatch=False), job)
+    return steps(learner_of(job, Channel(DirectoryStore(job.store)) if job.publish else None), job)
 
 
 def together(ranks: RankGroup, jobs: list[Job]) -> list[Trained]:
@@ -124,7 +134,6 @@ def together(ranks: RankGroup, jobs: list[Job]) -> list[Trained]:
     for job in jobs:
         group = ShardedProcessGroup(join(job.config, deadline_s=60.0))
         channel = group.channel(DirectoryStore(job.store)) if job.publish else None
-        learner = TorchLearner(job.config, channel=channel, numerics=job.numerics, refuse_mismatch=False, group=group)
-        found.append(steps(learner, job))
+        found.append(steps(learner_of(job, channel, group), job))
         ranks.heartbeat()
     return found

@@ -149,6 +149,25 @@ def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
     return from_lark("\n".join([*lines, *filter(None, [rest])]))
 
 
+def to_lark(grammar: str, stop_token_ids: Sequence[int]) -> str:
+    """Return llguidance's Lark text for a sentence of a grammar and one of the stop tokens after it, for servers that
+    know no other end than the tokeniser's.
+
+    >>> print(to_lark(from_regex("a+"), [5, 7]))
+    start: sentence (<[5]> | <[7]>)
+    sentence: /a+/
+
+    Raises `GrammarError` for a text that is no grammar, and for a schema that no JSON fulfils."""
+    kind, value = kind_of(grammar)
+    if value is False:
+        raise _invalid("no JSON is valid under this schema")
+    if kind == "json_schema":
+        sentence = _json({} if value is True else value)
+    else:
+        sentence = _lark_regex(value) if kind == "regex" else f"%lark {{\n{value}\n}}"
+    return f"start: sentence ({' | '.join(f'<[{token}]>' for token in stop_token_ids)})\nsentence: {sentence}"
+
+
 def _part(piece: str, tool: Tool, arguments: str, tokens: Mapping[str, int]) -> str:
     """Return a piece of a call's text as Lark. `arguments`: the name of the rule of the tool's arguments."""
     if piece == "NAME":

@@ -126,15 +126,11 @@ class RunFolder:
     def lock(self) -> None:
         """Lock the run for this process until it ends or calls `unlock`. Raises `RunRefused` when another process has
         it."""
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not _try_lock(fd):
-            holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
-            os.close(fd)
+        fd, holder = take_lock(self.path / "lock")
+        if fd is None:
             raise RunRefused(
                 f"{self.path} is in use", f"process {holder} holds it", hint=f"wait for it, or: etude stop {self.path}"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            )
         self._lock = fd
 
     def unlock(self) -> None:
@@ -145,19 +141,7 @@ class RunFolder:
 
     def holder(self) -> int | None:
         """Return the pid of the process that has locked the run; None when there is none."""
-        try:
-            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)  # read-only: works on a read-only mount
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = os.read(fd, 32).strip()
-            return int(text) if text.isdigit() else None
-        else:
-            return None
-        finally:
-            os.close(fd)
+        return lock_holder(self.path / "lock")
 
     def phases(self) -> list[dict[str, Any]]:
         """Return the phases that have ended, in order, each as ``{"phase": name, "wall_s": seconds, "facts": {...}}``.
@@ -208,6 +192,36 @@ class RunFolder:
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
+
+
+def take_lock(path: Path) -> tuple[int | None, str]:
+    """Lock a file for this process, and write its pid into it. Returns the file descriptor that holds the lock until it
+    is closed; or None, and the pid of the process that has it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if not _try_lock(fd):
+        holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        return None, holder
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd, ""
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the pid of the process that has locked a file with `take_lock`; None when there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # read-only: works on a read-only mount
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(fd, 32).strip()
+        return int(text) if text.isdigit() else None
+    else:
+        return None
+    finally:
+        os.close(fd)
 
 
 def _try_lock(fd: int) -> bool:

@@ -393,7 +393,7 @@ def test_terminal_states_hold_no_slot_and_only_a_lost_lineage_reopens_them():
     reopened = {move.origin for move in MOVES if move.origin in TERMINAL}
     assert reopened == {State.TRAINED, State.NO_SIGNAL}
     assert {move.to for move in MOVES if move.origin in reopened} == {State.REQUEUED}
-    assert {move.to for move in MOVES} | {State.ADMITTED} == set(State)
+    assert {move.to for move in MOVES} | {State.HELD} == set(State)
 
 
 def test_the_format_page_shows_the_same_table():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from examples.plugins.rewards import FewTurns
+from tests.judge_server import ScriptedJudge, work
 
 from etude.config import Plugin
 from etude.errors import EtudeError, PluginRefused
@@ -16,6 +19,7 @@ from etude.records import Graded, Rollout
 from etude.records.reward import Score, Term
 from etude.records.task import Trust
 from etude.rewards import Composition, NamedTerm, measure
+from etude.rewards.config import TERMS as BUILT_IN
 from etude.seams import AnyRewardTerm, GroupRewardTerm, RewardTerm
 from etude.testing.contracts import results
 from etude.testing.rewards import RewardTermContract, finished
@@ -62,6 +66,67 @@ class TestRewardTerm(RewardTermContract):
     def make(self) -> RewardTerm | GroupRewardTerm:
         assert isinstance(self.term, AnyRewardTerm)
         return self.term
+
+
+class TestBuiltIn(RewardTermContract):
+    @pytest.fixture(autouse=True, params=sorted({*BUILT_IN} - {"judge"}))  # a judge needs a rubric and a server
+    def _take(self, request: pytest.FixtureRequest) -> None:
+        self.kind: str = request.param
+
+    def make(self) -> RewardTerm:
+        made: RewardTerm = make(Kind.REWARD, Plugin(self.kind))
+        return made
+
+    def test_the_rollouts_of_the_contract_have_what_it_measures(self) -> None:
+        value = self.measured(self.make())[0].value
+        assert value is not None
+        assert value < 0.0
+
+
+@pytest.fixture(scope="module")
+def judge_url() -> Iterator[str]:
+    """The URL of a scripted judge that another thread serves."""
+    server, ready, loop = ScriptedJudge(), threading.Event(), asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with server.serve():
+            ready.set()
+            await ended.wait()
+
+    ended = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(10.0)
+    yield server.url
+    loop.call_soon_threadsafe(ended.set)
+    thread.join()
+    loop.close()
+
+
+class TestJudge(RewardTermContract):
+    @pytest.fixture(autouse=True, params=["pointwise", "pairwise", "ranking"])
+    def _take(self, request: pytest.FixtureRequest, judge_url: str, tmp_path: Path) -> Iterator[None]:
+        rubric = tmp_path / "facts.toml"
+        rubric.write_text('[[aspects]]\nname = "facts"\nquestion = "How many facts does it have?"\n')
+        self.settings = {"rubric": str(rubric), "url": f"{judge_url}/v1", "model": "m", "mode": request.param}
+        self.made: list[Any] = []
+        yield
+        for one in self.made:
+            one.judge.store.close()
+
+    def make(self) -> RewardTerm | GroupRewardTerm:
+        cache = f"{self.settings['rubric']}-{len(self.made)}.sqlite"  # so that each object asks the server itself
+        settings = self.settings | {"cache": cache, "evidence": ["files"]}
+        made: RewardTerm | GroupRewardTerm = make(Kind.REWARD, Plugin("judge", settings))
+        self.made.append(made)
+        return made
+
+    def rollouts(self) -> Sequence[tuple[Rollout, Graded]]:
+        texts = [work(facts).encode() for facts in (5, 1, 3)]
+        return [(finished(num_turns=1, exports={"own.py": text}, number=i), SOLVED) for i, text in enumerate(texts)]
+
+    def test_its_values_are_those_of_the_judge(self) -> None:
+        assert [one.value for one in self.measured(self.make())] == [1.0, 0.0, 0.5]
 
 
 def test_the_contract_finds_a_group_term_whose_values_depend_on_the_order() -> None:

@@ -181,6 +181,33 @@ def test_an_evaluation_names_what_it_evaluated(circle: Path, say: Callable[..., 
     assert "tiny@final" in say("leaderboard", "out")
 
 
+def test_training_seeds_of_a_recipe_are_evaluated_together(circle: Path, say: Callable[..., str]) -> None:
+    shutil.copytree(circle, other := circle.parent / "other")
+    both = ("--checkpoint", "tiny", "--checkpoint", "other", "--beside", "--name", "both")
+    told = say("eval", "own", *both, "--tasks", "2", "--out", "seeds")
+    shutil.rmtree(other)
+    said, _ = json.JSONDecoder().raw_decode(told)
+    assert list(said["seeds"]["result"]["by_seed"]) == ["tiny@final", "other@final"]
+    assert said["seeds"]["result"]["gain"] is not None
+    assert said["seeds"]["result"]["general_rise"][0] == pytest.approx(
+        said["results"][0]["general_bits_per_byte"] - said["results"][1]["general_bits_per_byte"]
+    ), "both seeds are the same model"
+    assert [one["label"] for one in said["results"]] == [
+        "tiny@final",
+        "tiny@untrained",
+        "other@final",
+        "other@untrained",
+    ]
+    assert "own, both: 0.000" in say("leaderboard", "seeds")
+    assert "same label" in say("eval", "own", "--checkpoint", "tiny", "--checkpoint", "tiny", code=2)
+
+
+def test_a_script_plays_a_suite_without_a_checkpoint(say: Callable[..., str]) -> None:
+    told = say("eval", "own", "--baseline", "oracle", "--config", "tiny.toml", "--tasks", "3", "--out", "scripts")
+    said, _ = json.JSONDecoder().raw_decode(told)
+    assert (said["label"], said["result"]["rate"], said["general_bits_per_byte"]) == ("oracle", 1.0, None)
+
+
 def test_a_suite_of_tasks_that_a_run_was_trained_on_is_refused(say: Callable[..., str]) -> None:
     assert "that tiny was trained on" in say("eval", "own", "--checkpoint", "tiny", "--split", "train", code=2)
 

@@ -16,7 +16,7 @@ from etude.errors import TaskError
 from etude.harness import chat_template
 from etude.harness.chat import SPECIAL_TOKENS
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.evaluation import baseline
+from etude.loop.evaluation import Baseline, baseline
 from etude.loop.preflight import preflight
 from etude.loop.processes import Supervisor
 from etude.loop.run_processes import open_processes
@@ -83,7 +83,6 @@ def test_a_run_builds_the_images_of_its_tasks_and_its_processes_work_on_them(tmp
             await members.start_workers_and_graders()
             source = open_tasks(config)
             settings = {"num_tasks": 1, "seed": 0}
-            kinds = ("oracle", "random")
-            return [await baseline(members, source, kind, telemetry=telemetry, **settings) for kind in kinds]
+            return [await baseline(members, source, kind, telemetry=telemetry, **settings) for kind in Baseline]
 
     assert asyncio.run(rates()) == [1.0, 0.0]

@@ -149,6 +149,25 @@ def test_a_step_of_a_release_that_shared_no_prefix_is_redone_without_sharing(cop
     assert then.computed_by == {}
 
 
+def test_steps_on_preference_pairs_are_redone_to_the_bit_with_their_metrics(game: Any, tmp_path: Path) -> None:
+    sets = ("learner.policy_loss=dpo", "experience.credit=all-pairs", "experience.max_lag=1", "rl.checkpoint_every=5")
+    run = PlayedRun.create(tmp_path / "r", game, *SETS, *sets)
+
+    async def main() -> None:
+        async with run.conductor() as conductor:
+            await conductor.reinforce()
+
+    asyncio.run(main())
+    found = replay_step(run.folder, STEPS)
+    assert [one.equal for one in found.steps] == [True] * STEPS
+    assert len({one.found for one in found.steps}) == STEPS, "every step changed the weights"
+    for one in found.steps:
+        assert all(recorded == redone for recorded, redone in one.numbers.values()), one.numbers
+        assert one.numbers["num_pairs"][0]
+    assert found.steps[0].numbers["pair_margin"] == (0.0, 0.0), "the first step is at the reference"
+    assert found.last.numbers["pair_margin"] != (0.0, 0.0)
+
+
 def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage_with_the_settings_it_had(
     game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

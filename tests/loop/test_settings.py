@@ -154,7 +154,8 @@ WATCH = """
 import dataclasses, json, os, sys
 
 made, seen = dataclasses.dataclass, set()
-CHECKS = {"__post_init__", "_check_engine_numerics", "_check_engine_dtype", "_check_ranks"}
+CHECKS = {"__post_init__", "_check_dpo", "_check_pairs", "_check_ranks"}
+CHECKS |= {"_check_engine_numerics", "_check_engine_dtype"}
 DEFAULTS = {"_parser", "add_arguments"}  # of arguments that may be given
 
 
@@ -235,6 +236,10 @@ CONDITIONAL = {
     "sglang.arguments": "loop/run_processes.py",
     "experience.review_share": "loop/rollout_scheduler.py",  # of what is solved without a sign of cheating
     "learner.ratio_cap": "training/config.py",  # of cispo
+    "learner.dpo_beta": "training/learner.py",  # of dpo
+    "learner.dpo_reference": "training/learner.py",
+    "learner.dpo_beta": "training/learner.py",  # of dpo
+    "learner.dpo_reference": "training/learner.py",
     "learner.expert_parallel": "training/sharded/mesh.py",  # of several ranks
     "learner.lora_alpha": "training/trainable.py",
     "learner.lora_on": "training/trainable.py",

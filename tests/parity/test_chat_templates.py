@@ -15,6 +15,7 @@ from tests.parity import chats
 from etude.harness import Call, ChatFormat, standard_tools
 from etude.harness.chat import CheckpointChatFormat, Reply
 from etude.harness.episode import assistant_message
+from etude.loop.hint_format import message_ends
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -154,3 +155,15 @@ def test_any_completion_parses_to_a_reply(formats: dict[str, ChatFormat], ids: l
     for chat in formats.values():
         reply = chat.parse([*ids, chat.end_id], standard_tools().signatures)
         assert not (reply.calls and reply.error)
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_prompt_ends_with_what_follows_the_text_of_its_last_message_which_is_where_a_hint_is_put(
+    folder: Path, name: str
+) -> None:
+    chat, messages = ChatFormat.load(folder), CONVERSATIONS[name]
+    prompt = chat.encode_prompt(messages, chat.signatures([WEATHER])).tolist()
+    end = next(end.tolist() for end in message_ends(chat) if prompt[-len(end) :] == end.tolist())
+    longer = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + "\nno"}]
+    hinted = chat.decode([*prompt[: -len(end)], *chat.encode("\nno").tolist(), *end], special=True)
+    assert hinted == chat.decode(chat.encode_prompt(longer, chat.signatures([WEATHER])), special=True)

@@ -26,7 +26,7 @@ from etude.records.summary import summary_of
 from etude.records.task import Split, Trust
 
 CAPACITY, SIBLINGS, MAX_LAG, PROMPT = 8, 2, 1, 2
-NEED_A_SLOT = {State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED}
+NEED_A_SLOT = {State.HELD, State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED}
 ENDED = {State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARANTINED, State.CANCELLED}
 TASK = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="i", files={}, exports=())
 ALLOWED = {(move.origin, move.to) for move in MOVES}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,41 @@ def test_tools_without_a_name_of_their_own_are_refused(tools):
         grammars.from_tool_calls(tools, "NAME", tokens={})
     with pytest.raises(GrammarError, match="cannot be made"):
         grammars.from_tool_calls([Tool("a")], "call", tokens={})
+
+
+SHORT = {"properties": {"q": {"type": "string", "maxLength": 2}}, "required": ["q"], "additionalProperties": False}
+CALLS = grammars.from_tool_calls([Tool("f", SHORT), Tool("g")], "<|call|>BOTH", tokens={"<|call|>": 4}, max_calls=2)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        grammars.from_json_schema({"type": "object", **SHORT}),
+        grammars.from_json_schema(True),
+        grammars.from_regex("(a|bc)*/\n?[^<]{2,3}|<.end.>"),
+        grammars.from_regex(""),
+        grammars.from_lark('start: "{" inner "}" // a } comment\ninner: "%lark {" | /[}{]x/ | start'),
+        CALLS,
+        grammars.with_answer(CALLS, SHORT),
+    ],
+)
+def test_lark_with_stop_tokens_allows_what_the_grammar_does_and_then_a_stop_token(grammar, tokenizer):
+    stops, draw = [3, 5], random.Random(0)
+    compiler = grammars.Compiler(tokenizer, 310)
+    for _ in range(3):
+        one = compiler.compile(grammar)
+        two = compiler.compile(grammars.from_lark(grammars.to_lark(grammar, stops)))
+        for _ in range(40):
+            allowed, may_end = one.mask()
+            with_stops = allowed.copy()
+            with_stops[stops] |= may_end
+            assert (two.mask()[0] == with_stops).all()
+            assert not two.mask()[1], "it ends with a stop token only"
+            token = draw.choice(with_stops.nonzero()[0].tolist())
+            two.consume(token)
+            if token in stops:
+                break
+            one.consume(token)
 
 
 NO_GRAMMARS = [

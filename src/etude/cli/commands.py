@@ -125,11 +125,27 @@ def _add_run_commands(commands: Commands[Parser]) -> None:
 def _add_eval_commands(commands: Commands[Parser]) -> None:
     evaluate = add(commands, "eval", "evaluate:evaluate", "play a suite of tasks on a checkpoint or a model at a URL")
     evaluate.add_argument("suite", metavar="SUITE", help="a suite file, or a built-in suite, such as own or repair")
-    evaluate.add_argument(
-        "--checkpoint", type=Path, metavar="DIR|RUN", help="a checkpoint, or a run's newest (default: the newest run)"
+    who = evaluate.add_mutually_exclusive_group()
+    who.add_argument(
+        "--checkpoint",
+        type=Path,
+        action="append",
+        metavar="DIR|RUN",
+        help="a checkpoint, or a run's newest (default: the newest run); several: training seeds of one recipe",
     )
-    evaluate.add_argument("--url", default="", help="evaluate a model at this URL instead")
+    who.add_argument("--url", default="", help="evaluate a model at this URL instead")
+    who.add_argument("--run", type=Path, metavar="RUN", help="a run that goes on, on engines of its own that it lends")
+    who.add_argument("--baseline", choices=["oracle", "random"], help="play a script: the reference solution, or edits")
     evaluate.add_argument("--model", default="", help="name of the model at the URL")
+    evaluate.add_argument(
+        "--share",
+        type=within(0.01, 0.5),
+        default=0.5,
+        help="with --run: share of its engines (default: %(default)g)",
+    )
+    evaluate.add_argument(
+        "--seconds", type=positive, default=600, metavar="S", help="with --run: longest time (default: %(default)s)"
+    )
     evaluate.add_argument(
         "--dialect", choices=["chat", "messages"], default="chat", help="OpenAI's API (default), or Anthropic's"
     )
@@ -271,6 +287,18 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     calibrate.add_argument("--run", type=Path, metavar="RUN", help="the run of the rollouts that labels name")
     calibrate.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there, too")
     _add_set(calibrate)
+    labels = add(judge, "labels", "judge:write_labels", "write the rollouts of a run as labels: the works, and grades")
+    labels.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    tune = add(judge, "tune", "judge:tune", "train a checkpoint to answer as labels do, with one token")
+    tune.add_argument("labels", type=Path, metavar="LABELS", help="a file of labels; the half for tuning is used")
+    tune.add_argument("--start", type=Path, required=True, metavar="CHECKPOINT", help="a Hugging Face directory")
+    tune.add_argument("--run", type=Path, metavar="RUN", help="the run of the rollouts that labels name")
+    for parser in (labels, tune):
+        parser.add_argument("--config", type=Path, required=True, help="the config that has the judge as a reward term")
+        parser.add_argument("--term", required=True, metavar="NAME", help="name of the reward term")
+        _add_set(parser)
+    labels.add_argument("--out", type=output_file, required=True, metavar="FILE", help="the file of labels to write")
+    tune.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the checkpoint to write")
     spent = add(judge, "accounts", "judge:accounts", "show what judges were asked, could not say, and spent")
     spent.add_argument("cache", nargs="?", type=Path, default=Path("judges.sqlite"), help="default: %(default)s")
     ledger = _group(commands, "ledger", "check a run's record of its rollouts")

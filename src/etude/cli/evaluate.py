@@ -5,39 +5,84 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from rich.table import Table
 
-from etude.cli.locations import console, existing_path, newest_run
+from etude.cli.locations import console, existing_path, newest_run, open_run
 from etude.cli.progress import ProgressBar
 from etude.config import overridden, read
 from etude.errors import ConfigError, GateFailed, InputError, NoCheckpoint
 from etude.evals.costs import NO_PRICE, Price, price_of
 from etude.evals.curves import compare_curves
-from etude.evals.records import EvalRecord, gate_reports, plain, read_records, record_path, rows_beside, write_record
-from etude.evals.suites import METRICS, Suite, read_suite, value_of
+from etude.evals.intervals import mean_over_seeds
+from etude.evals.records import (
+    EvalRecord,
+    SeedsRecord,
+    gate_reports,
+    plain,
+    read_records,
+    read_seeds,
+    record_path,
+    rows_beside,
+    write_record,
+)
+from etude.evals.suites import METRICS, Suite, read_suite, values_of
+from etude.evals.training_seeds import over_training_seeds
 from etude.prices import Prices, read_prices
 from etude.rollouts.model_url import Endpoint
 
 if TYPE_CHECKING:
+    from etude.loop.evaluation import WindowLoss
     from etude.loop.suites import Subject
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Play a suite on a checkpoint, the newest checkpoint of a run, or a model at a URL. Returns 0.
+    """Play a suite on checkpoints, the newest checkpoints of runs, a model at a URL, or a scripted agent. Returns 0.
 
-    Prints JSON: a list of results, or the result if there is one only. Raises `GateFailed` when a gate of the suite is
-    not passed by the first model."""
+    Several checkpoints are taken for training seeds of one recipe. Prints JSON: the result of one model, a list of the
+    results of several, or an object with `results` and `seeds` for training seeds. Raises `GateFailed` when a gate of
+    the suite is not passed by the first model, or by the recipe."""
+    suite = read_suite(args.suite, _suite_overrides(args))
+    by_seed = _subjects(args, suite)
+    labels = [subject.label for group in by_seed for subject in group]
+    if len(set(labels)) < len(labels):
+        facts = f"the labels are {', '.join(labels)}"
+        raise InputError("two models have the same label", facts, hint="give runs with different names")
+    given = _settings(args, by_seed[0][0])
+    played = [[_play(suite, subject, given, args) for subject in group] for group in by_seed]
+    if len(played) > 1:
+        return _report_seeds(suite, played, args)
+    [models] = played
+    first, untrained = models[0], models[1] if len(models) > 1 else None
+    if untrained is not None:
+        _print_effect(args.out, first, untrained)
+    record = _gated(suite, first, untrained)
+    write_record(args.out, record)
+    records = [record, *(one.record for one in models[1:])]
+    print(json.dumps([plain(one) for one in records] if len(records) > 1 else plain(record), indent=2), flush=True)
+    _require(suite, record, rollouts=record_path(args.out, suite.name, record.label).with_suffix(".parquet"))
+    return 0
+
+
+def _subjects(args: argparse.Namespace, suite: Suite) -> list[list[Subject]]:
+    """What to play: for each training seed the model, and what stands beside it."""
+    from etude.loop.evaluation import Baseline, RunEngines
     from etude.loop.suites import Subject, subjects_of
 
-    suite = read_suite(args.suite, _suite_overrides(args))
-    prices = read_prices(args.prices) if args.prices else Prices()
+    if args.run:
+        run = open_run(args.run)
+        engines = RunEngines(run, args.share, args.seconds)
+        return [[Subject(args.name or f"{run.path.resolve().name}@running", engines, run)]]
+    if args.baseline:
+        return [[Subject(args.name or args.baseline, Baseline(args.baseline))]]
     if args.url:
         if not args.model:
             raise InputError("--model is missing", "a server at a URL may have several", hint="add --model NAME")
@@ -48,25 +93,10 @@ def evaluate(args: argparse.Namespace) -> int:
             key_variable=args.key_variable,
             parallel=args.parallel,
         )
-        subjects = [Subject(args.name or args.model, endpoint)]
-    else:
-        path = existing_path(args.checkpoint) if args.checkpoint else newest_run().path
-        subjects = subjects_of(path, label=args.name, beside=args.beside, prompt=suite.prompt)
-    given = _settings(args, subjects[0])
-    records = []
-    for number, subject in enumerate(subjects):
-        price_name = args.price_name or (args.model if args.url else "policy")
-        gpu = price_of(prices, price_name, gpu=args.gpu, num_gpus=args.gpus) if args.prices else NO_PRICE
-        records.append(_play(suite, subject, given, args, price=gpu, price_name=price_name, gated=number == 0))
-    if len(records) > 1:
-        _print_effect(args.out, records)
-    print(json.dumps([plain(one) for one in records] if len(records) > 1 else plain(records[0]), indent=2), flush=True)
-    failures = [report.failure for report in records[0].gates if report.failure]
-    if failures:
-        hint = f"the rollouts are in {record_path(args.out, suite.name, records[0].label).with_suffix('.parquet')}"
-        what = f"{records[0].label} does not pass {len(failures)} of {len(suite.gates)} gates of suite {suite.name}"
-        raise GateFailed(what, "; ".join(failures), hint=hint)
-    return 0
+        return [[Subject(args.name or args.model, endpoint)]]
+    paths = [existing_path(one) for one in args.checkpoint or ()] or [newest_run().path]
+    label = args.name if len(paths) == 1 else ""
+    return [subjects_of(path, label=label, beside=args.beside, prompt=suite.prompt) for path in paths]
 
 
 def _suite_overrides(args: argparse.Namespace) -> list[str]:
@@ -76,37 +106,34 @@ def _suite_overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _settings(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """The settings to play with: of --config, else of the subject's run, else the defaults for a model at a URL."""
+    """The settings to play with: of --config, else of the subject's run; the defaults where no checkpoint plays."""
     from etude.loop.suites import settings_of
 
     if args.config is not None:
         return read(args.config, args.set)
     if subject.run is not None:
         return overridden(args.set, settings_of(subject.run))
-    if isinstance(subject.model, Endpoint):
+    if not isinstance(subject.model, Path):
         return overridden(args.set)
     raise ConfigError(
         "--config is missing", "a checkpoint does not contain the tasks", hint="give the run's config.toml"
     )
 
 
-def _play(
-    suite: Suite,
-    subject: Subject,
-    given: Mapping[str, Any],
-    args: argparse.Namespace,
-    *,
-    price: Price,
-    price_name: str,
-    gated: bool,
-) -> EvalRecord:
-    """Play a suite on one model, and store the result. `gated`: whether the suite's gates apply."""
+class _Played(NamedTuple):
+    """A model that has played a suite: its result, and its loss on the general text in windows."""
+
+    record: EvalRecord
+    general: list[WindowLoss]
+
+
+def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argparse.Namespace) -> _Played:
+    """Play a suite on one model, and store the result, without gates."""
     from etude.harness import ChatFormat
-    from etude.loop.checkpoints import checkpoint_version
-    from etude.loop.evaluation import evaluate_model
+    from etude.loop.evaluation import RunEngines, bits_per_byte, evaluate_model
     from etude.loop.limits import check_limits
-    from etude.loop.preflight import check_machines, check_start
-    from etude.loop.suites import config_for, refuse_trained, suite_tasks
+    from etude.loop.preflight import build_images, check_machines, check_start
+    from etude.loop.suites import config_for, general_text, refuse_trained, suite_tasks
 
     model, report = subject.model, partial(print, file=sys.stderr)
     if isinstance(model, Path) and not (model / "config.json").is_file():
@@ -116,17 +143,20 @@ def _play(
     config = config_for(suite, given, subject, source=args.source)
     if isinstance(model, Path):
         check_start(model, context_tokens=config.engine.context_tokens, log=report)
+    if config.machines.images:
+        asyncio.run(build_images(config, report))
     tasks = suite_tasks(suite, config)
     if subject.run is not None:
         refuse_trained(suite, tasks, subject.run)
-    if isinstance(model, Path):
-        check_limits(config.harness, ChatFormat.load(model), tasks[:8], report)
+    if isinstance(model, Path | RunEngines):
+        chat = ChatFormat.load(model if isinstance(model, Path) else model.run / "tokenizer")
+        check_limits(config.harness, chat, tasks[:8], report)
     check_machines(config)
-    total = suite.samples * len(tasks)
-    where = "starting engines" if isinstance(model, Path) else f"asking {model.url}"
+    total, text = suite.samples * len(tasks), general_text(suite)
+    where = f"asking {model.url}" if isinstance(model, Endpoint) else "starting its processes"
     print(f"evaluating {subject.label} on {suite.name} with {total} rollouts; {where}", file=sys.stderr, flush=True)
-    text = _text(suite.general_text) if suite.general_text is not None else ""
     path = record_path(args.out, suite.name, subject.label)
+    price_name, price = _price(args)
     with ProgressBar("rollouts", total) as progress:
         work = evaluate_model(
             model,
@@ -141,43 +171,133 @@ def _play(
             general_text=text,
             each=progress.advance,
         )
-        result, general = asyncio.run(work)
-    version = checkpoint_version(model) if isinstance(model, Path) else None
-    values = {name: value_of(result, name, general_bits_per_byte=general) for name in METRICS}
+        result, general, version = asyncio.run(work)
+    label, shown = subject.label, str(model)
+    if isinstance(model, Endpoint):
+        shown = model.model
+    elif isinstance(model, RunEngines):
+        shown = str(model.run.path)
+        if not args.name:  # results of several steps of one run stand side by side
+            label = f"{label}-{result.step:06d}"
+            path.with_suffix(".parquet").replace(record_path(args.out, suite.name, label).with_suffix(".parquet"))
     record = EvalRecord(
         suite=suite.name,
         purpose=suite.purpose,
         suite_digest=suite.digest(tasks),
-        label=subject.label,
-        model=str(model) if isinstance(model, Path) else model.model,
-        url="" if isinstance(model, Path) else model.url,
+        label=label,
+        model=shown,
+        url=model.url if isinstance(model, Endpoint) else "",
         version=str(version) if version else None,
         prompted=bool(config.harness.prompt),
         price_name=price_name,
         result=result,
-        general_bits_per_byte=general,
-        gates=gate_reports(suite, values) if gated else (),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        general_bits_per_byte=bits_per_byte(general),
+        general_digest=hashlib.sha256(text.encode()).hexdigest()[:16] if general else "",
+        gates=(),
+        date=_now(),
     )
     write_record(args.out, record)
-    return record
+    return _Played(record, general)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        hint = "give a text file in UTF-8, relative to the suite's file"
-        raise ConfigError(f"general_text = {str(path)!r} cannot be read", str(error), hint=hint) from None
+def _price(args: argparse.Namespace) -> tuple[str, Price]:
+    """The model's name in the table of prices, and what it costs by that."""
+    name = args.price_name or (args.model if args.url else "policy")
+    prices = read_prices(args.prices) if args.prices else Prices()
+    return name, price_of(prices, name, gpu=args.gpu, num_gpus=args.gpus) if args.prices else NO_PRICE
 
 
-def _print_effect(out: Path, records: Sequence[EvalRecord]) -> None:
-    """Print what training did to pass@k, on stderr."""
-    trained, untrained = (rows_beside(record_path(out, one.suite, one.label)) for one in records[:2])
-    found = compare_curves(untrained, trained)
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _values(played: _Played, untrained: _Played | None) -> dict[str, float | None]:
+    """The numbers of a result that gates may name."""
+    return values_of(
+        played.record.result,
+        general_bits_per_byte=played.record.general_bits_per_byte,
+        untrained_bits_per_byte=untrained.record.general_bits_per_byte if untrained is not None else None,
+    )
+
+
+def _gated(suite: Suite, played: _Played, untrained: _Played | None) -> EvalRecord:
+    """The result of a model with the suite's gates."""
+    return msgspec.structs.replace(played.record, gates=gate_reports(suite, _values(played, untrained)))
+
+
+def _require(suite: Suite, record: EvalRecord | SeedsRecord, *, rollouts: Path) -> None:
+    """Raise `GateFailed` if a gate is not passed. `rollouts`: where the rollouts are."""
+    failures = [report.failure for report in record.gates if report.failure]
+    if failures:
+        what = f"{record.label} does not pass {len(failures)} of {len(suite.gates)} gates of suite {suite.name}"
+        raise GateFailed(what, "; ".join(failures), hint=f"the rollouts are in {rollouts}")
+
+
+def _report_seeds(suite: Suite, played: Sequence[Sequence[_Played]], args: argparse.Namespace) -> int:
+    """Store and print what the models that one recipe trained with different seeds solve together. Returns 0."""
+    records = [one.record for group in played for one in group]
+    if len({record.suite_digest for record in records}) > 1:
+        facts = f"{len(records)} models, and their tasks differ"
+        raise InputError("the models did not play the same tasks", facts, hint="name tasks that do not depend on a run")
+    untrained = [group[1] if len(group) > 1 else None for group in played]
+    before = [rows_beside(record_path(args.out, suite.name, one.record.label)) for one in untrained if one is not None]
+    values = [_values(group[0], beside) for group, beside in zip(played, untrained, strict=True)]
+    rises = [one["general_rise"] for one in values]
+    labels = [group[0].record.label for group in played]
+    result = over_training_seeds(
+        {label: rows_beside(record_path(args.out, suite.name, label)) for label in labels},
+        before,
+        general_rises=[rise for rise in rises if rise is not None] if None not in rises else (),
+    )
+    means = {name: _mean([one[name] for one in values]) for name in METRICS}
+    record = SeedsRecord(
+        suite=suite.name,
+        purpose=suite.purpose,
+        suite_digest=records[0].suite_digest,
+        label=args.name or f"{len(played)} seeds of {played[0][0].record.label}",
+        result=result,
+        gates=gate_reports(suite, means | {"rate": result.rate, "low": result.low, "high": result.high}),
+        date=_now(),
+    )
+    write_record(args.out, record)
+    print(seeds_line(record), file=sys.stderr, flush=True)
+    print(json.dumps({"seeds": plain(record), "results": [plain(one) for one in records]}, indent=2), flush=True)
+    _require(suite, record, rollouts=args.out / suite.name)
+    return 0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def seeds_line(record: SeedsRecord) -> str:
+    """Return the result of a recipe over training seeds as a line."""
+    result = record.result
+    rates = ", ".join(f"{rate:.3f}" for rate in result.by_seed.values())
+    line = f"{record.label}: {result.rate:.3f} ({result.low:.3f} to {result.high:.3f}) over training seeds {rates}"
+    if result.gain is not None:
+        line += "; above the untrained models by {:.3f} ({:+.3f} to {:+.3f})".format(*result.gain)
+    if result.general_rise is not None:
+        line += "; on general text {:+.3f} bits per byte ({:+.3f} to {:+.3f})".format(*result.general_rise)
+    return line
+
+
+def _print_effect(out: Path, trained: _Played, untrained: _Played) -> None:
+    """Print what training did to pass@k and to the loss on the general text, on stderr."""
+    found = compare_curves(
+        *(rows_beside(record_path(out, one.record.suite, one.record.label)) for one in (untrained, trained))
+    )
     points = "; ".join(f"k = {k}: {i.value:+.3f} ({i.low:+.3f} to {i.high:+.3f})" for k, i in found.differences.items())
     print(f"pass@k against the untrained model, on {found.num_tasks} tasks: {points}", file=sys.stderr)
     print(f"training {_EFFECTS[found.effect]}", file=sys.stderr, flush=True)
+    windows = zip(trained.general, untrained.general, strict=True)
+    rises = [a.bits / a.num_bytes - b.bits / b.num_bytes for a, b in windows]
+    if len(rises) > 1:
+        rise = mean_over_seeds(rises)
+        line = f"general text against the untrained model: {rise.value:+.3f} bits per byte "
+        line += f"({rise.low:+.3f} to {rise.high:+.3f}, {len(rises)} windows)"
+        print(line, file=sys.stderr, flush=True)
 
 
 _EFFECTS = {
@@ -209,5 +329,8 @@ def leaderboard(args: argparse.Namespace) -> int:
             f"{result.sampled_mean:.0f}",
         )
     console().print(table)
-    print(write_leaderboard(args.html or args.folder / "leaderboard.html", records))
+    seeds = read_seeds(args.folder)
+    for recipe in seeds:
+        print(f"{recipe.suite}, {seeds_line(recipe)}")
+    print(write_leaderboard(args.html or args.folder / "leaderboard.html", records, seeds))
     return 0

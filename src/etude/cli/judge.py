@@ -1,11 +1,15 @@
-"""The commands ``etude judge calibrate`` and ``etude judge accounts``."""
+"""The commands ``etude judge calibrate``, ``labels``, ``tune`` and ``accounts``."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -31,6 +35,8 @@ from etude.rewards.judges.calibration import (
 from etude.rewards.judges.evidence import Evidence
 from etude.rewards.judges.store import JudgeStore
 from etude.rewards.judges.terms import GroupJudgeTerm, JudgeTerm
+from etude.rewards.judges.tuning import check_sections, exchanges, label_of, row_of
+from etude.rewards.judges.verdicts import Form
 
 
 def calibrate_judge(args: argparse.Namespace) -> int:
@@ -103,6 +109,90 @@ def _evidence_of(path: Path | None, term: JudgeTerm | GroupJudgeTerm) -> Callabl
         return term.evidence(rollout_files(run).read(found.summary), found.outcome)
 
     return evidence
+
+
+def write_labels(args: argparse.Namespace) -> int:
+    """Write the stored rollouts of a run as labels: the work as a judge sees it, with the grade. Returns 0."""
+    term = _judge(build_config(read(args.config, args.set)).rewards, args.term)
+    check_sections(term.sections)
+    if len(term.judge.rubric.aspects) > 1:
+        facts = f"the rubric has {len(term.judge.rubric.aspects)} aspects, and a rollout one grade"
+        raise InputError("the aspect to label is not clear", facts, hint="use a rubric with one aspect")
+    [aspect] = term.judge.rubric.aspects
+    run = open_run(args.run)
+    ledger, files = open_ledger(run), rollout_files(run)
+    term.readable = ChatFormat.load(run / "tokenizer").readable
+    rows, num_high = list[str](), 0
+    try:
+        cheats = ledger.quarantined()
+        for summary in ledger.stored_summaries():
+            found = ledger.finished(summary.rollout_id)
+            if found is None or not isinstance(found.outcome, Graded) or summary.rollout_id in cheats:
+                continue
+            work = term.evidence(files.read(summary), found.outcome)
+            label = label_of(aspect, found.outcome)
+            rows.append(json.dumps(row_of(aspect, work, label, group=summary.problem)))
+            num_high += label == aspect.highest
+    finally:
+        ledger.close()
+    if not rows:
+        hint = "raise rl.checkpoint_every: a run keeps the rollouts since its second newest checkpoint"
+        raise InputError(f"{run.path} has no stored rollouts that were graded", hint=hint)
+    args.out.write_text("".join(f"{row}\n" for row in rows))
+    console().print(f"{len(rows)} rollouts of {run.path}, {num_high} with label {aspect.highest}: {args.out}")
+    return Exit.DONE
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Train a checkpoint to answer as labels do, on their half for tuning. Returns 0."""
+    from etude.loop.corpus import encoded
+    from etude.models.config import ModelConfig
+    from etude.training import mid_train, write_corpus
+
+    config = build_config(read(args.config, args.set))
+    term = _judge(config.rewards, args.term)
+    judge = term.judge
+    if judge.form is not Form.TOKEN or not judge.tuned:
+        facts = f"form is '{judge.form}', and tuned is {str(judge.tuned).lower()}"
+        hint = "write form = 'token' and tuned = true"
+        raise InputError(f"the judge {args.term!r} is not asked as a tuned one is", facts, hint=hint)
+    check_sections(term.sections)
+    labels = read_labels(args.labels, judge.rubric, _evidence_of(args.run, term))
+    own = [label for label in labels if label.half is Half.TUNE]
+    chat, model = ChatFormat.load(args.start), ModelConfig.from_hf(_hf_config(args.start))
+    for aspect in judge.rubric.aspects:
+        for score in map(str, range(aspect.lowest, aspect.highest + 1)):
+            if len(chat.encode(score)) != 1:
+                facts = f"{score!r} has {len(chat.encode(score))} tokens in the tokeniser of {args.start}"
+                raise InputError("a score is not one token", facts, hint="use another scale, or another checkpoint")
+    most = min(config.mid_training.document_tokens, model.context_tokens)
+    texts = exchanges(judge.rubric, own, max_chars=judge.limits.max_chars, seed=config.seed, hide=judge.hide)
+    documents = [encoded(chat, text, most=most) for text in texts]
+    corpus = args.out.with_name(f"{args.out.name}.corpus")
+    write_corpus(corpus, documents)
+    num_tokens = config.mid_training.num_tokens
+    console().print(f"tuning {args.start} with {len(own)} of {len(labels)} labels for {num_tokens:,} tokens")
+    done = mid_train(
+        config.mid_training,
+        corpus,
+        args.out,
+        model=model,
+        ranks=len(os.sched_getaffinity(0)),
+        seed=config.seed,
+        start=args.start,
+        assets=args.start,
+    )
+    shutil.rmtree(corpus)
+    console().print(f"{args.out}: {done.num_steps} steps, loss {done.loss:.3f} nats per token of an answer")
+    return Exit.DONE
+
+
+def _hf_config(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((checkpoint / "config.json").read_bytes()))
+    except (OSError, ValueError) as error:
+        hint = "give a Hugging Face directory, such as runs/NAME/checkpoints/mid"
+        raise InputError(f"{checkpoint} is no checkpoint", str(error), hint=hint) from None
 
 
 def _row(one: AspectReport) -> list[str]:

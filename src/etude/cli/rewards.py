@@ -16,10 +16,13 @@ from etude.config import Plugin, build, overridden, to_plain
 from etude.errors import Exit, InputError, RunError, nearest
 from etude.experience import SCHEMES, Ledger
 from etude.experience.admission import LittleSignal
-from etude.experience.credit import Credit, assign_credit
+from etude.experience.credit import Credit, advantages
+from etude.experience.database import NoLedger
+from etude.experience.groups import in_first_stage
 from etude.experience.recomputing import RecomputedStep, recompute, recorded_composition
 from etude.experience.traces import RecordedRollout, read_outcomes, read_step, recorded_steps, trace_path
 from etude.loop.config import RunConfig, read_config
+from etude.loop.hint_format import hint_format
 from etude.loop.locations import traces_folder
 from etude.loop.reward_settings import RewardChange, RewardSettings, record_change
 from etude.plugins import Kind, make
@@ -109,18 +112,22 @@ def set_terms(args: argparse.Namespace) -> int:
 
     def last_step() -> int:
         running = run.holder() is not None  # then the next batch may be formed right now
-        return max(_steps(run), default=0) + running
+        try:
+            return max(_steps(run), default=0) + running
+        except NoLedger:  # RL has not begun
+            return 0
 
     before = settings.at(args.from_step or last_step() + 1)
     rewards = changed_rewards(before, args.change)
     if rewards == before:
         hint = f"see: etude rewards list {run.path}"
         raise InputError("nothing would change", "these are the settings of the run", hint=hint)
-    change = record_change(run, rewards, from_step=args.from_step, last_step=last_step)
+    change = record_change(run, rewards, from_step=args.from_step, last_step=last_step, num_steps=config.rl.steps)
     print(f"from step {change.from_step} on:")
     for term in rewards.terms:
         gate = f", when {term.when}" if term.when else ""
-        print(f"  {term.name} ({term.kind}): weight {term.weight:g}{gate}, missing {term.missing}")
+        hints = f", hints {term.hints:g}" if term.hints else ""
+        print(f"  {term.name} ({term.kind}): weight {term.weight:g}{gate}{hints}, missing {term.missing}")
     return 0
 
 
@@ -173,7 +180,8 @@ def recompute_run(args: argparse.Namespace) -> int:
             for term in tree.rollout.outcome.terms
         }
         how, scheme = _changed(composition, config, changes, known)
-        done.append(recompute(recorded, how, scheme, max_lag=experience.max_lag, full_groups=full))
+        hints = hint_format(run, config) if how.hints else None
+        done.append(recompute(recorded, how, scheme, max_lag=experience.max_lag, full_groups=full, hint_format=hints))
     equal = all(one.equal for one in done)
     if args.json:
         print(json.dumps({"run": str(run.path), "equal": equal, "steps": [_plain(one) for one in done]}, indent=2))
@@ -194,16 +202,19 @@ def _changed(
     """Return how a step is composed and credited with changes such as {"brief": {"weight": 0.5}, "kl": 0.1}."""
     scheme, own = _scheme(config), {"kl", "require_submit", "quarantine"}
     weights, when, plain = dict(composition.weights), dict(composition.when), dict[str, Any]()
+    hints = dict(composition.hints)
     for name, value in changes.items():
         if name == "credit" and value in list(Credit):
             scheme = SCHEMES[Credit(value)]
         elif name in own and isinstance(value, int | float):
             plain[name] = value
-        elif name in known and isinstance(value, Mapping) and value.keys() <= {"weight", "when"}:
+        elif name in known and isinstance(value, Mapping) and value.keys() <= {"weight", "when", "hints"}:
             if "weight" in value:
                 weights[name] = float(value["weight"])
             if "when" in value:
                 when[name] = str(value["when"])
+            if "hints" in value:
+                hints[name] = float(value["hints"])
         else:
             hint = f"{nearest(name, [*known, *own, 'credit'])}; write e.g. --set NAME.weight=0.5, --set NAME.when=tests"
             raise InputError(
@@ -211,7 +222,8 @@ def _changed(
             )
     when = {name: gate for name, gate in when.items() if gate}
     weights = {name: weight for name, weight in weights.items() if weight}
-    return dataclasses.replace(composition, weights=weights, when=when, **plain), scheme
+    hints = {name: weight for name, weight in hints.items() if weight}
+    return dataclasses.replace(composition, weights=weights, when=when, hints=hints, **plain), scheme
 
 
 def _plain(one: RecomputedStep) -> dict[str, Any]:
@@ -280,9 +292,13 @@ def explain(args: argparse.Namespace) -> int:
         raise InputError(f"rollout {args.rollout_id} has no reward", facts, hint="only a graded rollout has one")
     judged = [(one, one.outcome) for one in siblings if isinstance(one.outcome, Graded)]
     scheme = _scheme(config)
-    credit = assign_credit([graded for _, graded in judged], composition, scheme)
-    ids = [one.rollout_id for one, _ in judged]
-    reward, advantage = credit[ids.index(args.rollout_id)]
+    rewards = dict(
+        zip([one.rollout_id for one, _ in judged], composition.rewards([one.terms for _, one in judged]), strict=True)
+    )
+    reward, first = rewards[args.rollout_id], in_first_stage([*rewards], config.experience.min_group_size)
+    early = [i for i, is_first in zip(rewards, first, strict=True) if is_first]
+    compared = early if args.rollout_id in early else [*rewards]  # as `staged_credit` does
+    credit = dict(zip(compared, advantages([rewards[i] for i in compared], scheme), strict=True))
     table = Table("term", "value", "gate", "weight", "adds", "version", "evidence")
     named = {term.name: term for term in outcome.terms}
     for name in dict.fromkeys([*named, *composition.weights]):
@@ -310,8 +326,10 @@ def explain(args: argparse.Namespace) -> int:
     screen.print(f"reward {reward.value:.6g} ({reward.raw:.6g} before a penalty{removed}{penalty}): {reward.reason}")
     for turn, part in reward.turns:
         screen.print(f"  of it turn {turn}: {part:+.6g}")
-    others = ", ".join(f"{i} {one.value:.4g}" for i, (one, _) in zip(ids, credit, strict=True))
-    screen.print(f"advantage {advantage:+.6g} by {scheme.name} among the rewards {others}")
+    for hint in composition.hints_of(outcome):
+        screen.print(f"  hint for turn {hint.turn}, weight {hint.weight:g}: {hint.text}", markup=False)
+    others = ", ".join(f"{i} {rewards[i].value:.4g}" for i in compared)
+    screen.print(f"advantage {credit[args.rollout_id]:+.6g} by {scheme.name} among the rewards {others}")
     return 0
 
 

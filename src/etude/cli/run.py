@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         folder.record_plugins(code)
     if changes and not changes[-1].since:
         step = changes[-1].from_step
-        record_change(folder, changes[-1].rewards, from_step=step, last_step=lambda: step - 1)
+        record_change(
+            folder, changes[-1].rewards, from_step=step, last_step=lambda: step - 1, num_steps=config.rl.steps
+        )
         print(f"other rewards from step {step} on, as the settings say", flush=True)
     print(f"run {folder.path}", flush=True)
     from etude.loop import event_loop
@@ -118,12 +120,19 @@ def run(args: argparse.Namespace) -> int:
 def changed_rewards(folder: RunFolder, config: RunConfig, given: Mapping[str, Any]) -> list[RewardChange]:
     """Return the change of rewards that the settings `given` to a run to resume make; empty if they make none.
 
-    They make none if they are those of the run's config, or those that were recorded last."""
+    They make none if they are those that were recorded last, or those of the run's config: the file with which a run
+    began does not take back later changes, and this is printed."""
     rewards, next_step = build(RunConfig, given).rewards, 1
     with contextlib.suppress(NoLedger), contextlib.closing(read_ledger(folder)) as ledger:
         next_step += max(ledger.steps(), default=0)
-    known = [config.rewards, RewardSettings(folder, config).at(next_step)]
-    return [] if rewards in known else [RewardChange(next_step, rewards)]
+    latest = RewardSettings(folder, config).at(next_step)
+    if rewards == config.rewards != latest:
+        print(
+            f"rewards stay as they were changed in the run, not as they were when it began; to change them: "
+            f"etude rewards set {folder.path} NAME.weight=...",
+            flush=True,
+        )
+    return [] if rewards in (config.rewards, latest) else [RewardChange(next_step, rewards)]
 
 
 def _resume_step(folder: RunFolder) -> str:

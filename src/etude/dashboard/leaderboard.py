@@ -18,19 +18,23 @@ from etude.dashboard.formatting import duration, money, percent, significant
 from etude.dashboard.plot import Estimate, Series, legend, line_chart
 from etude.errors import StoreError
 from etude.evals import compare
-from etude.evals.records import EvalRecord, rows_beside
+from etude.evals.records import EvalRecord, SeedsRecord, rows_beside
 from etude.evals.rows import EvalRow
 from etude.file_checksums import sealed_page
 
 _COLOURS = 5  # classes c1 to c5 of the stylesheet
 
 
-def write_leaderboard(path: Path, records: Sequence[tuple[EvalRecord, Path]]) -> Path:
-    """Write the page of results, each with the path that it was read from, and return its path. Raises `StoreError`."""
+def write_leaderboard(
+    path: Path, records: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsRecord] = ()
+) -> Path:
+    """Write the page of results, each with the path that it was read from, and return its path. Raises `StoreError`.
+
+    `seeds`: results of recipes over training seeds."""
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(sealed_page(page(records)))
+        temporary.write_bytes(sealed_page(page(records, seeds)))
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -40,7 +44,7 @@ def write_leaderboard(path: Path, records: Sequence[tuple[EvalRecord, Path]]) ->
     return path
 
 
-def page(records: Sequence[tuple[EvalRecord, Path]]) -> str:
+def page(records: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsRecord] = ()) -> str:
     """Render the HTML of the leaderboard."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_resource("leaderboard.html.jinja"))
@@ -50,7 +54,10 @@ def page(records: Sequence[tuple[EvalRecord, Path]]) -> str:
     return template.render(
         css=Markup(_resource("report.css")),
         models=len({record.label for record, _ in records}),
-        sections=[_section(found) for found in suites.values()],
+        sections=[
+            _section(found, [one for one in seeds if (one.suite, one.suite_digest) == suite])
+            for suite, found in suites.items()
+        ],
     )
 
 
@@ -58,7 +65,7 @@ def _resource(name: str) -> str:
     return (files("etude.dashboard") / name).read_text(encoding="utf-8")
 
 
-def _section(found: Sequence[tuple[EvalRecord, Path]]) -> Mapping[str, Any]:
+def _section(found: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsRecord]) -> Mapping[str, Any]:
     ordered = sorted(found, key=lambda one: -one[0].result.rate)
     records = [record for record, _ in ordered]
     first = records[0]
@@ -68,6 +75,7 @@ def _section(found: Sequence[tuple[EvalRecord, Path]]) -> Mapping[str, Any]:
         "facts": f"{first.result.num_tasks} tasks of {first.result.num_problems} problems, split {first.result.split}; "
         f"digest {first.suite_digest}",
         "rows": _rows(ordered),
+        "recipes": [_recipe(one) for one in sorted(seeds, key=lambda one: -one.result.rate)],
         "panels": [
             {"title": title, "note": note, "svg": Markup(svg), "legend": Markup(keys)}
             for title, note, svg, keys in _panels(records)
@@ -107,6 +115,23 @@ def _row(record: EvalRecord, path: Path, best: Sequence[EvalRow], *, first: bool
         "invalid": sum(result.invalid.values()),
         "gates": gates,
         "failures": failures,
+    }
+
+
+def _recipe(record: SeedsRecord) -> Mapping[str, Any]:
+    """The row of a recipe over training seeds."""
+    result = record.result
+
+    def shown(found: tuple[float, float, float] | None) -> str:
+        return "–" if found is None else "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found)
+
+    return {
+        "label": record.label,
+        "rate": f"{result.rate:.3f}",
+        "interval": f"{result.low:.3f} to {result.high:.3f}",
+        "seeds": ", ".join(f"{label} {rate:.3f}" for label, rate in result.by_seed.items()),
+        "gain": shown(result.gain),
+        "rise": shown(result.general_rise),
     }
 
 

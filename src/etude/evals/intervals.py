@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Z95 = 1.959964
 """The normal quantile of a two-sided 95 % interval."""
@@ -145,38 +146,77 @@ def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]
     """Compute the solve rate of a training recipe and its interval, from the same tasks solved by several seeds.
 
     `solved[s][i]` in [0, 1] is the result of training seed s on task i, and `problems[i]` the problem of task i. The
-    interval is for new seeds and new problems: its variance has a part of each, less what both count (Cameron, Gelbach
-    and Miller 2011), and its degrees of freedom are Satterthwaite's. Raises `ValueError` for fewer than two seeds.
+    interval is for new seeds and new problems. Its variance is that between problems and what seeds add to it, each
+    with the Student's t of its own degrees of freedom (Zou and Donner 2008, "Construction of confidence limits about
+    effect measures"). Raises `ValueError` for fewer than two seeds or without tasks.
 
     >>> crossed_rate([[1, 1, 0, 1], [1, 1, 1, 0]], ["a", "b", "c", "d"]).value
     0.75
     """
-    num_seeds, tasks = len(solved), len(problems)
+    found = _crossed(solved, problems)
+    if found.num_problems == 1:
+        return wilson(found.mean, 1.0, _T95[0])
+    added = max(0.0, found.by_seed - found.both)  # by seeds, to what problems have
+    variance, t_problem = found.by_problem + added, _t95(found.num_problems - 1)
+    if variance <= 0.0:
+        return wilson(found.mean * found.num_problems, found.num_problems, t_problem)
+    quantile = math.sqrt((found.by_problem * t_problem**2 + added * _t95(len(solved) - 1) ** 2) / variance)
+    effective = min(max(found.mean * (1 - found.mean) / variance, 1.0), float(len(solved) * len(problems)))
+    return wilson(min(found.mean * effective, effective), effective, quantile)
+
+
+def crossed_difference(differences: Sequence[Sequence[float]], problems: Sequence[Hashable]) -> Interval:
+    """Compute the mean difference of two recipes and its interval, from the same tasks solved by several seeds of both.
+
+    `differences[s][i]` in [-1, 1] is the difference on task i in pair s: two models of one training seed, such as the
+    trained and the untrained one. The interval is for new pairs and new problems. It is that of `crossed_rate`, but the
+    variance which both count is left with the pairs: most of what problems have in common cancels out in a difference,
+    so pairs vary more. Raises `ValueError` for fewer than two pairs or without tasks.
+
+    >>> crossed_difference([[1, 0, 1, 0], [1, 0, 0, 1]], ["a", "b", "c", "d"]).value
+    0.5
+    """
+    found = _crossed(differences, problems)
+    if found.num_problems == 1:
+        return Interval(found.mean, -1.0, 1.0)
+    added, t_problem = max(0.0, found.by_problem - found.both), _t95(found.num_problems - 1)
+    half = math.sqrt(found.by_seed * _t95(len(differences) - 1) ** 2 + added * t_problem**2)
+    if half == 0.0:  # one pseudo-problem in each direction, as in `paired_difference`
+        half = t_problem * math.sqrt(2.0) / (found.num_problems + 2)
+    return Interval(found.mean, max(-1.0, found.mean - half), min(1.0, found.mean + half))
+
+
+class _Crossed(NamedTuple):
+    """A mean over seeds and tasks, and its variance: between seeds, between problems, and the part in both of them."""
+
+    mean: float
+    by_seed: float
+    by_problem: float
+    both: float
+    num_problems: int
+
+
+def _crossed(values: Sequence[Sequence[float]], problems: Sequence[Hashable]) -> _Crossed:
+    num_seeds, tasks = len(values), len(problems)
     if num_seeds < 2 or not tasks:
         raise ValueError(f"the variance of {num_seeds} seeds on {tasks} tasks cannot be estimated")
     n = num_seeds * tasks
-    mean = math.fsum(math.fsum(row) for row in solved) / n
+    mean = math.fsum(math.fsum(row) for row in values) / n
     order = {problem: i for i, problem in enumerate(dict.fromkeys(problems))}
     count = len(order)
     totals = [[0.0] * count for _ in range(num_seeds)]  # sums of what exceeds the mean, by seed and problem
-    for row, values in zip(totals, solved, strict=True):
-        for value, problem in zip(values, problems, strict=True):
-            row[order[problem]] += value - mean
+    for sums, row in zip(totals, values, strict=True):
+        for value, problem in zip(row, problems, strict=True):
+            sums[order[problem]] += value - mean
     if count == 1:
-        return wilson(mean, 1.0, _T95[0])
+        return _Crossed(mean, 0.0, 0.0, 0.0, count)
     by_seed = math.fsum(math.fsum(row) ** 2 for row in totals) * num_seeds / (num_seeds - 1) / n**2
     by_problem = math.fsum(math.fsum(c) ** 2 for c in zip(*totals, strict=True)) * count / (count - 1) / n**2
     cells = num_seeds * count
     shared = math.fsum(x * x for row in totals for x in row) * cells / ((num_seeds - 1) * (count - 1)) / n**2
     # of the interaction: what is left of the cells when the parts of seeds and of problems are taken out
-    interaction = max(0.0, shared - by_seed / (count - 1) - by_problem / (num_seeds - 1))
-    variance = max(by_seed + by_problem - interaction, by_seed, by_problem)
-    if variance <= 0.0:
-        return wilson(mean * count, count, _t95(count - 1))
-    parts = ((by_seed, num_seeds - 1), (by_problem, count - 1), (interaction, (num_seeds - 1) * (count - 1)))
-    freedom = max(1.0, variance**2 / math.fsum(part * part / of for part, of in parts))
-    effective = min(max(mean * (1 - mean) / variance, 1.0), float(n))
-    return wilson(min(mean * effective, effective), effective, _t95(freedom))
+    both = max(0.0, shared - by_seed / (count - 1) - by_problem / (num_seeds - 1))
+    return _Crossed(mean, by_seed, by_problem, both, count)
 
 
 def _effective(values: Sequence[float], problems: Sequence[Hashable], *, independent: float) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Results of suites as files: one JSON file for each suite and model, beside its rollouts (docs/formats/suites.md).
 
-``FOLDER/SUITE/LABEL.json`` and ``FOLDER/SUITE/LABEL.parquet``. The leaderboard reads them."""
+``FOLDER/SUITE/LABEL.json`` and ``FOLDER/SUITE/LABEL.parquet``, and ``FOLDER/SUITE/seeds/LABEL.json`` for several
+training seeds of a recipe. The leaderboard reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,10 +17,13 @@ from etude.errors import StoreError
 from etude.evals.result import EvalResult
 from etude.evals.rows import EvalRow, read_rows
 from etude.evals.suites import Gate, Purpose, Suite
+from etude.evals.training_seeds import SeedsResult
 from etude.file_checksums import ChecksumMismatch, sealed, verify_json
 from etude.run import write_durably
 
 FORMAT = 1
+SEEDS = "seeds"
+"""The folder of results over training seeds, in that of their suite."""
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +41,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     - `label`: the model's name in tables. `model`: its checkpoint, or its name at `url`; "": no URL. `version`: of the
       weights; None: unknown. `prompted`: whether it got the suite's prompt.
     - `price_name`: its name in the table of prices.
-    - `result`: the numbers. `general_bits_per_byte`: the loss on the suite's general text; None: not measured.
+    - `result`: the numbers. `general_bits_per_byte`: the loss on the general text, whose digest is `general_digest`.
+      None and "": not measured.
     - `gates`: one report for each gate. `date`: of the end, in ISO 8601."""
 
     suite: str
@@ -53,7 +58,27 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     general_bits_per_byte: float | None
     gates: tuple[GateReport, ...]
     date: str
+    general_digest: str = ""
     format: int = FORMAT
+
+
+class SeedsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a suite on several models that one recipe trained with different seeds.
+
+    The fields are those of `EvalRecord`. `label` names the recipe; the labels of the models are in `result.by_seed`,
+    and each has a record of its own. The values of gates are those of `result`, else means over the models."""
+
+    suite: str
+    purpose: Purpose
+    suite_digest: str
+    label: str
+    result: SeedsResult
+    gates: tuple[GateReport, ...]
+    date: str
+    format: int = FORMAT
+
+
+T = TypeVar("T", EvalRecord, SeedsRecord)
 
 
 def record_path(folder: Path, suite: str, label: str) -> Path:
@@ -65,9 +90,15 @@ def record_path(folder: Path, suite: str, label: str) -> Path:
     return folder / suite / (re.sub(r"[^A-Za-z0-9@._-]+", "-", label).lstrip(".") + ".json")
 
 
-def write_record(folder: Path, record: EvalRecord) -> Path:
+def seeds_path(folder: Path, suite: str, label: str) -> Path:
+    """Return the JSON file of a suite's result on several training seeds."""
+    return record_path(folder, f"{suite}/{SEEDS}", label)
+
+
+def write_record(folder: Path, record: EvalRecord | SeedsRecord) -> Path:
     """Write a result, and return its path. Raises `StoreError`."""
-    path = record_path(folder, record.suite, record.label)
+    place = seeds_path if isinstance(record, SeedsRecord) else record_path
+    path = place(folder, record.suite, record.label)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(sealed(msgspec.to_builtins(record, str_keys=True)), indent=2).encode())
@@ -80,10 +111,14 @@ def write_record(folder: Path, record: EvalRecord) -> Path:
 
 def read_record(path: Path) -> EvalRecord:
     """Read a result. Raises `StoreError` for a missing or damaged file, and for one of another format."""
+    return _read(path, EvalRecord)
+
+
+def _read(path: Path, kind: type[T]) -> T:
     try:
         raw = json.loads(path.read_bytes())
         verify_json(raw, path, must=True)
-        found = msgspec.convert(raw, EvalRecord, strict=False)
+        found = msgspec.convert(raw, kind, strict=False)
     except FileNotFoundError:
         raise StoreError(f"no result at {path}", hint="evaluate first: etude eval SUITE") from None
     except OSError as error:
@@ -109,6 +144,12 @@ def read_records(folder: Path) -> list[tuple[EvalRecord, Path]]:
     return sorted(found, key=lambda one: (one[0].suite, one[0].label))
 
 
+def read_seeds(folder: Path) -> list[SeedsRecord]:
+    """Read all results over training seeds of a folder, sorted by suite and label. Raises `StoreError`."""
+    found = [_read(path, SeedsRecord) for path in folder.glob(f"*/{SEEDS}/*.json")]
+    return sorted(found, key=lambda one: (one.suite, one.label))
+
+
 def rows_beside(path: Path) -> list[EvalRow]:
     """Read the rollouts of the result at `path`. Raises `StoreError`."""
     return read_rows(path.with_suffix(".parquet"))
@@ -122,7 +163,7 @@ def gate_reports(suite: Suite, values: Mapping[str, float | None]) -> tuple[Gate
     )
 
 
-def plain(record: EvalRecord) -> dict[str, Any]:
+def plain(record: EvalRecord | SeedsRecord) -> dict[str, Any]:
     """Return a result as plain data, for JSON."""
     found: dict[str, Any] = msgspec.to_builtins(record, str_keys=True)
     return found

@@ -38,10 +38,10 @@ class Purpose(enum.StrEnum):
 METRICS = (
     *("rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean", "prompt_mean", "cached_share", "cheats"),
     *("latency_p50_s", "latency_p99_s", "machine_s", "dollars", "dollars_per_solved", "dollars_per_kept"),
-    *("num_invalid", "general_bits_per_byte"),
+    *("num_invalid", "general_bits_per_byte", "general_rise"),
 )
-"""The numbers that a gate may name: fields of `EvalResult`, the number of invalid rollouts, and the loss on the suite's
-general text."""
+"""The numbers that a gate may name: fields of `EvalResult`, the number of invalid rollouts, the loss on the general
+text, and by how much it is above that of the untrained model beside."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Suite:
     - `seed`, `temperature`: of the sampling.
     - `prompt`: the system message of the prompted baseline, and of models at a URL. "": none.
     - `harness`: settings that replace those of the config's `[harness]`.
-    - `general_text`: a text file, relative to the suite's, on which the loss of each checkpoint is measured. None: not
-      measured."""
+    - `general_text`: a text file, relative to the suite's, on which the loss of each checkpoint is measured. None:
+      pieces of Python's standard library that etude's mid-training never uses."""
 
     name: str
     purpose: Purpose
@@ -142,11 +142,16 @@ def read_suite(name: str, overrides: Sequence[str] = ()) -> Suite:
     return config.build(Suite, {**config.read(path, overrides), "general_text": str(path.parent / found.general_text)})
 
 
-def value_of(result: EvalResult, metric: str, *, general_bits_per_byte: float | None = None) -> float | None:
-    """Return a number of a result that a gate may name (`METRICS`); None if it is unknown."""
-    if metric == "num_invalid":
-        return float(sum(result.invalid.values()))
-    if metric == "general_bits_per_byte":
-        return general_bits_per_byte
-    value: float | None = getattr(result, metric)
-    return value
+def values_of(
+    result: EvalResult, *, general_bits_per_byte: float | None = None, untrained_bits_per_byte: float | None = None
+) -> dict[str, float | None]:
+    """Return the numbers of a result that a gate may name (`METRICS`); None for those that are unknown.
+
+    `general_bits_per_byte` and `untrained_bits_per_byte` are the losses of the model and of the untrained one on the
+    general text, if they are known."""
+    found: dict[str, float | None] = {name: getattr(result, name, None) for name in METRICS}
+    found["num_invalid"] = float(sum(result.invalid.values()))
+    found["general_bits_per_byte"] = general_bits_per_byte
+    if general_bits_per_byte is not None and untrained_bits_per_byte is not None:
+        found["general_rise"] = general_bits_per_byte - untrained_bits_per_byte
+    return found

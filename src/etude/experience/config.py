@@ -16,6 +16,8 @@ class ExperienceConfig:
     """The `[experience]` section of a run's config: groups, lag, credit and rewards.
 
     - `groups_per_step`, `group_size`: groups that a step takes, and rollouts of each group.
+    - `min_group_size`: how many rollouts of a group run first; the others run only if the rewards of these differ, as
+      they are before terms of whole groups are measured. 0: all run at once.
     - `straggler`: what a step does when a group is late. `curriculum`: how tasks are drawn.
     - `signal_groups`: the wanted number of groups with a signal (rewards that differ) per step; 0: no minimum.
       `little_signal`: what to do if there are fewer: take more groups, or scale the learning rate.
@@ -30,6 +32,7 @@ class ExperienceConfig:
     signal_groups: int = ranged(0, low=0, high=4096)
     little_signal: LittleSignal = LittleSignal.FILL
     group_size: int = ranged(8, low=2, high=1024)
+    min_group_size: int = ranged(0, low=0, high=1024)
     ledger: str = ""
     max_lag: int = ranged(2, low=0, high=64)
     straggler: Straggler = Straggler.WAIT
@@ -43,6 +46,11 @@ class ExperienceConfig:
     def __post_init__(self) -> None:
         if self.ledger:
             check_url(self.ledger)
+        if self.min_group_size == 1 or self.min_group_size > self.group_size:
+            raise ValueError(
+                f"min_group_size = {self.min_group_size} is not 0 or 2 to group_size = {self.group_size}: "
+                "the rewards of at least two rollouts decide whether the others of a group run"
+            )
         if self.signal_groups > self.groups_per_step:
             raise ValueError(
                 f"signal_groups = {self.signal_groups} is over groups_per_step = {self.groups_per_step}: "

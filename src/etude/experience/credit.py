@@ -3,20 +3,28 @@
 A scheme gets the rewards of the *valid* siblings of a group. Without a signal, that is with fewer than two siblings or
 equal rewards, all advantages are 0. A scheme that divides by a standard deviation uses that of the rewards before the
 KL penalty (`Reward.raw`), so that differences in the penalty alone are not magnified. A scheme may give each turn its
-own advantage (`TurnCreditScheme`). This module knows nothing of tokens."""
+own advantage (`TurnCreditScheme`). This module knows nothing of tokens.
+
+A group may have two stages: further siblings run only if the rewards of the first ones differ
+(`ExperienceConfig.min_group_size`). So whether they run depends on the rewards of the first siblings, and a baseline of
+a first sibling that contains rewards of later ones would be biased. Therefore the first siblings get the advantages
+that they have among themselves; a later sibling is compared with all others (`staged_credit`). Then, with RLOO, Dr.
+GRPO and fork credit, the expected gradient of a task is the true gradient of its mean reward times a positive factor
+(Wald's identity for a sum that may stop early). The factor is larger for tasks with a less certain outcome."""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from etude.errors import PluginError
 from etude.records.reward import Reward
 from etude.records.rollout import Graded
 from etude.records.summary import TurnPlace
 from etude.rewards import Composition
-from etude.seams import CreditScheme, TurnCreditScheme
+from etude.seams import CreditScheme, PairCreditScheme, TurnCreditScheme
 
 GRPO_EPSILON = 1e-6
 FORK_PRIOR = 4
@@ -155,6 +163,64 @@ class Fork(Rloo):
         return found
 
 
+class AllPairs:
+    """Preference pairs of all siblings with different rewards, for the DPO loss.
+
+    The advantage is (siblings with a lower reward − siblings with a higher one) / (number of rollouts − 1). On-policy,
+    where all pairs weigh the same in DPO, its gradient is proportional to the policy gradient with these advantages.
+    Differences between rewards count by their sign only.
+
+    Rafailov et al. 2023, "Direct Preference Optimization" (arXiv 2305.18290); pairs of on-policy samples: Guo et al.
+    2024, "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792).
+
+    >>> rewards = [Reward(value=r, raw=r, reason="") for r in (0.5, 0.0, 1.0, 0.0)]
+    >>> AllPairs().pairs(rewards)
+    [(0, 1), (0, 3), (2, 0), (2, 1), (2, 3)]
+    >>> [round(a, 3) for a in AllPairs().advantages(rewards)]
+    [0.333, -0.667, 1.0, -0.667]
+    """
+
+    name, version = "all-pairs", "1"
+
+    def pairs(self, rewards: Sequence[Reward]) -> list[tuple[int, int]]:
+        values = [reward.value for reward in rewards]
+        return [(i, j) for i, one in enumerate(values) for j, other in enumerate(values) if one > other]
+
+    def advantages(self, rewards: Sequence[Reward]) -> list[float]:
+        wins = [0] * len(rewards)
+        for better, worse in self.pairs(rewards):
+            wins[better] += 1
+            wins[worse] -= 1
+        return [number / max(1, len(rewards) - 1) for number in wins]
+
+
+class BestWorst(AllPairs):
+    """Preference pairs of the siblings with the highest reward and those with the lowest, for the DPO loss.
+
+    Siblings in between are not trained on. For rewards of two values it is `AllPairs`.
+
+    Pairs of best and worst of several samples: Dong et al. 2024, "RLHF Workflow" (arXiv 2405.07863).
+
+    >>> BestWorst().pairs([Reward(value=r, raw=r, reason="") for r in (0.5, 0.0, 1.0, 0.0)])
+    [(2, 1), (2, 3)]
+    """
+
+    name, version = "best-worst", "1"
+
+    def pairs(self, rewards: Sequence[Reward]) -> list[tuple[int, int]]:
+        values = [reward.value for reward in rewards]
+        extremes = (max(values, default=0.0), min(values, default=0.0))
+        return [(i, j) for i, j in super().pairs(rewards) if (values[i], values[j]) == extremes]
+
+
+class Credited(NamedTuple):
+    """The reward and the advantage of a rollout. `by_turn`: one advantage per turn; empty if all have `advantage`."""
+
+    reward: Reward
+    advantage: float
+    by_turn: tuple[float, ...]
+
+
 class Credit(enum.StrEnum):
     """The names of the credit schemes in configs."""
 
@@ -162,6 +228,8 @@ class Credit(enum.StrEnum):
     GRPO = "grpo"
     RLOO = "rloo"
     FORK = "fork"
+    ALL_PAIRS = "all-pairs"
+    BEST_WORST = "best-worst"
 
 
 DR_GRPO: CreditScheme = DrGrpo()
@@ -170,6 +238,8 @@ SCHEMES: Mapping[Credit, CreditScheme] = {
     Credit.GRPO: Grpo(),
     Credit.RLOO: Rloo(),
     Credit.FORK: Fork(),
+    Credit.ALL_PAIRS: AllPairs(),
+    Credit.BEST_WORST: BestWorst(),
 }
 
 
@@ -193,6 +263,26 @@ def turn_advantages(
     return [
         tuple(own) for own in _asked(scheme, rewards, lambda: scheme.turn_advantages(rewards, turns), sizes, "turn")
     ]
+
+
+def better_than(rewards: Sequence[Reward], ids: Sequence[str], scheme: CreditScheme) -> list[tuple[str, ...]]:
+    """Return for each rollout of a group the ids of the siblings that it is preferred to, sorted.
+
+    `ids`: of the rollouts, in the order of `rewards`. The tuples are empty for a scheme that forms no pairs. Raises
+    `PluginError`, which names the scheme, when it fails, or when a pair is not of a higher and a lower reward."""
+    if not isinstance(scheme, PairCreditScheme):
+        return [()] * len(rewards)
+    found = list[list[str]]([] for _ in rewards)
+
+    def ask() -> list[list[float]]:
+        for better, worse in set(scheme.pairs(rewards)):
+            if min(better, worse) < 0 or not rewards[better].value > rewards[worse].value:
+                raise ValueError(f"({better}, {worse}) is no pair of a higher and a lower reward")
+            found[better].append(ids[worse])
+        return []
+
+    _asked(scheme, rewards, ask, [], "pair")
+    return [tuple(sorted(worse)) for worse in found]
 
 
 def _asked(
@@ -224,6 +314,40 @@ def assign_credit(
     with other ones."""
     rewards = composition.rewards([one.terms for one in graded])
     return list(zip(rewards, advantages(rewards, scheme), strict=True))
+
+
+def staged_credit(
+    graded: Sequence[Graded],
+    places: Sequence[Sequence[TurnPlace]],
+    first: Sequence[bool],
+    composition: Composition,
+    scheme: CreditScheme = DR_GRPO,
+) -> list[Credited]:
+    """Return the credit of each graded rollout of a group, in the given order, as a batch has it.
+
+    `places`: the turns of each rollout, for schemes with an advantage per turn. `first`: for each rollout, whether it
+    is in the first stage of its group; the others ran only because the rewards of these differ. Raises `PluginError`
+    for a scheme that fails.
+
+    >>> from etude.records.task import Trust
+    >>> graded = [Graded.of(grade, trust=Trust.DATA, reason="") for grade in (1.0, 0.0, 1.0, 1.0)]
+    >>> found = staged_credit(graded, [()] * 4, [True, True, False, False], Composition(), SCHEMES[Credit.RLOO])
+    >>> [round(one.advantage, 2) for one in found]
+    [1.0, -1.0, 0.33, 0.33]
+    """
+    rewards = composition.rewards([one.terms for one in graded])
+    found = _credited(rewards, places, scheme)
+    early = [i for i, is_first in enumerate(first) if is_first]
+    if len(early) < len(rewards):
+        alone = _credited([rewards[i] for i in early], [places[i] for i in early], scheme)
+        for i, credited in zip(early, alone, strict=True):
+            found[i] = credited
+    return found
+
+
+def _credited(rewards: Sequence[Reward], places: Sequence[Sequence[TurnPlace]], scheme: CreditScheme) -> list[Credited]:
+    whole, by_turn = advantages(rewards, scheme), turn_advantages(rewards, places, scheme)
+    return [Credited(*one) for one in zip(rewards, whole, by_turn, strict=True)]
 
 
 def _centred(values: Sequence[float]) -> list[float]:

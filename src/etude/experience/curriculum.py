@@ -1,9 +1,18 @@
-"""The curriculum: draws tasks more often from families whose groups still have a signal.
+"""The curriculum: draws tasks more often from families whose groups have a strong signal for few sampled tokens.
 
-A group whose members all got the same reward changes no weight, and costs as much as any other. So each family has a
-share of its recent groups that had a signal, and a drawn task is skipped with a probability that grows as its family's
-share falls behind the best family's. No probability of being taken is below `FLOOR`, so that families that became
-solvable are noticed. Counts decay with `MEMORY`, since what is hard changes with the policy.
+A group whose members all have advantage 0 changes no weight, and costs as much as any other. So each family of tasks
+has a *strength* of its recent groups: the mean squared advantage of their rollouts, which for rewards of 0 and 1 is
+close to p (1 − p) at a solve rate of p. It is divided by the number of tokens that a rollout of the family samples. A
+drawn task is skipped with a probability that grows as this quotient falls behind the best family's. No probability of
+being taken is below `FLOOR`, so that families that became solvable are noticed. Where tasks repeat (a source of at most
+`MAX_TASKS` tasks), each task has a quotient of its own, which begins at its family's. Counts decay with `MEMORY`, since
+what is hard changes with the policy.
+
+Only groups of earlier steps decide, never the rewards of the drawn group. So the expected gradient of each drawn task
+is that of its mean reward, but the mix of tasks is another one than the source's: training maximises a mean that is
+weighted by the probabilities. The weights are not divided out, since they would make the rare, solved tasks loud again.
+Of groups with two stages only the first stage counts: whether there is a second one depends on the first one's rewards,
+and the larger groups would count as more certain than they are.
 
 Evaluations use the source's own mix; only training tasks are chosen. The counts change with the batches in order of
 admission, so synchronous RL is reproducible. This module knows nothing of task sources and of the ledger."""
@@ -11,69 +20,134 @@ admission, so synchronous RL is reproducible. This module knows nothing of task 
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Mapping
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from etude.records.summary import BatchPlan
+from etude.experience.groups import in_first_stage
+from etude.records.summary import BatchPlan, Member
 
 FLOOR = 0.1  # minimum probability, relative to the best family's
 MEMORY = 0.9  # decay of a family's counts at each of its groups: about ten groups count
+MAX_TASKS = 10_000  # larger sources have counts of families only: the counts are stored with every step
+
+State = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 class Curriculum(enum.StrEnum):
     """How training tasks are drawn from their source: the setting `experience.curriculum`.
 
-    SOURCE: in the order of the source. SIGNAL: families by the share of their groups whose rewards differed."""
+    SOURCE: in the order of the source. SIGNAL: by the strength of the signal and the length of earlier attempts."""
 
     SOURCE = "source"
     SIGNAL = "signal"
 
 
+class Counts(NamedTuple):
+    """Sums over the groups of a family or a task, decayed: of strengths and of sampled tokens per rollout, and the
+    numbers of groups with a signal and of all groups."""
+
+    strength: float = 0.0
+    tokens: float = 0.0
+    with_signal: float = 0.0
+    groups: float = 0.0
+
+    def after(self, strength: float, tokens: float) -> Counts:
+        """Return the counts with one more group."""
+        new = Counts(strength, tokens, float(strength > 0), 1.0)
+        return Counts(*(MEMORY * old + one for old, one in zip(self, new, strict=True)))
+
+
 class Signals:
-    """For each family of tasks, the share of recent groups with a signal (rewards that differ).
+    """For each family of tasks, how strong the signal of its recent groups was, and how long their rollouts were.
 
     >>> signals = Signals()
     >>> for _ in range(20):
-    ...     signals.add("solved", signal=False)
-    ...     signals.add("learning", signal=True)
-    >>> round(signals.chance("learning"), 2), round(signals.chance("solved"), 2), signals.chance("never seen")
-    (1.0, 0.1, 1.0)
-    >>> Signals(signals.counts).chance("solved") == signals.chance("solved")
+    ...     signals.add("solved", strength=0.0, tokens=100)
+    ...     signals.add("learning", strength=0.25, tokens=100)
+    ...     signals.add("long", strength=0.25, tokens=200)
+    >>> [round(signals.chance(family), 2) for family in ("learning", "long", "solved", "never seen")]
+    [1.0, 0.54, 0.1, 1.0]
+    >>> Signals(signals.state).chance("solved") == signals.chance("solved")
     True
     """
 
-    def __init__(self, counts: Mapping[str, tuple[float, float]] | None = None) -> None:
-        """Begin without counts, or continue from the `counts` of an earlier object."""
-        self._counts = {family: (float(s), float(n)) for family, (s, n) in (counts or {}).items()}
+    def __init__(self, state: State | None = None, *, min_group_size: int = 0, by_task: bool = False) -> None:
+        """Begin without counts, or continue from the `state` of an earlier object.
+
+        `min_group_size`: the size of the first stage of groups; 0: they have one stage. `by_task`: whether to count
+        each task, too."""
+        state = state or {}
+        self.min_group_size, self.by_task = min_group_size, by_task
+        self._families, self._tasks = (
+            {name: Counts(*counts) for name, counts in state.get(of, {}).items()} for of in ("families", "tasks")
+        )
+        self._update()
 
     @property
-    def counts(self) -> dict[str, tuple[float, float]]:
-        """(groups with a signal, all groups) by family. Older groups count less. Can be stored and given to `Signals`
-        again."""
-        return dict(self._counts)
+    def state(self) -> State:
+        """The counts by family and by task. Can be stored as JSON and given to `Signals` again."""
+        return {"families": dict(self._families), "tasks": dict(self._tasks)}
 
-    def add(self, family: str, *, signal: bool) -> None:
-        """Count an ended group of a family. `signal`: whether its members' rewards differed."""
-        with_signal, seen = self._counts.get(family, (0.0, 0.0))
-        self._counts[family] = (MEMORY * with_signal + signal, MEMORY * seen + 1.0)
+    def add(self, family: str, *, strength: float, tokens: float, task: str = "") -> None:
+        """Count an ended group: the mean squared advantage of its rollouts, and how many tokens one sampled on
+        average."""
+        self._families[family] = self._families.get(family, Counts()).after(strength, tokens)
+        if self.by_task:
+            self._tasks[task] = self._tasks.get(task, Counts()).after(strength, tokens)
+        self._update()
 
     def count(self, plan: BatchPlan, known: Container[str]) -> None:
         """Count the groups of a planned step.
 
         Groups without a valid member are skipped, and so are the group ids in `known`: they were counted before a
         restart went back to an earlier step."""
-        for group_id, judged in plan.judged.items():
-            if judged and group_id not in known:
-                self.add(judged[0][0].family, signal=len({reward.raw for _, reward in judged}) > 1)
+        groups = dict[str, list[Member]]()
+        first = in_first_stage(plan.rollout_ids, self.min_group_size)
+        for member, is_first in zip(plan.members, first, strict=True):
+            if is_first and member.summary is not None and member.reward is not None:
+                groups.setdefault(member.group_id, []).append(member)
+        for group_id, members in groups.items():
+            summaries = [member.summary for member in members if member.summary is not None]
+            if group_id not in known:
+                self.add(
+                    summaries[0].family,
+                    strength=_mean(map(_squared, members)),
+                    tokens=_mean(summary.num_sampled for summary in summaries),
+                    task=summaries[0].problem,
+                )
 
-    def chance(self, family: str) -> float:
+    def chance(self, family: str, task: str = "") -> float:
         """Return the probability, from `FLOOR` to 1, of taking a drawn task of this family.
 
-        It is the family's share of groups with a signal over the best family's share. Every family starts as if one
-        group had had a signal, so a task of an unknown family is always taken."""
-        best = max((_share(counts) for counts in self._counts.values()), default=1.0)
-        return max(FLOOR, min(1.0, _share(self._counts.get(family, (0.0, 0.0))) / best))
+        It is the strength per token of the family, or of the task if tasks are counted, over the best family's. Every
+        family starts as if it had had one usual group with a signal, and every task as if it had had one of its
+        family's groups. A task of an unknown family is always taken."""
+        if family not in self._families or not self._best:
+            return 1.0
+        strength, tokens = self._expected(family)
+        if (counts := self._tasks.get(task)) is not None:
+            strength, tokens = counts.strength + strength, counts.tokens + tokens
+        return max(FLOOR, min(1.0, strength / tokens / self._best))
+
+    def _update(self) -> None:
+        """Compute the usual group with a signal over all families, and the highest strength per token of a family."""
+        every = Counts(*map(math.fsum, zip(*self._families.values(), strict=True)))
+        self._usual = every.strength / max(every.with_signal, 1e-9), every.tokens / max(every.groups, 1e-9)
+        expected = map(self._expected, self._families)
+        self._best = max((strength / tokens for strength, tokens in expected), default=0.0)
+
+    def _expected(self, family: str) -> tuple[float, float]:
+        """Return the strength of a group of the family, and the tokens of one of its rollouts; at least one."""
+        counts, (strength, tokens) = self._families[family], self._usual
+        groups = counts.groups + 1.0
+        return (counts.strength + strength) / groups, max(1.0, (counts.tokens + tokens) / groups)
 
 
-def _share(counts: tuple[float, float]) -> float:
-    with_signal, seen = counts
-    return (with_signal + 1.0) / (seen + 1.0)
+def _squared(member: Member) -> float:
+    return _mean(advantage * advantage for advantage in member.turn_advantages or (member.advantage,))
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.fsum(found) / len(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,17 @@ class Group:
     def invalid(self) -> tuple[Invalid, ...]:
         """The outcomes of the invalid members."""
         return tuple(one.outcome for one in self.finished if isinstance(one.outcome, Invalid))
+
+
+def in_first_stage(rollout_ids: Sequence[str], min_group_size: int) -> list[bool]:
+    """Return for each rollout of a group whether it is in the first stage: one of the first `min_group_size` siblings.
+
+    0: the group has one stage.
+
+    >>> in_first_stage(["g000012.0", "g000012.10", "g000012.2"], 4), in_first_stage(["g000012.5"], 0)
+    ([True, False, True], [True])
+    """
+    return [not min_group_size or int(i.rpartition(".")[2]) < min_group_size for i in rollout_ids]
 
 
 class Row(msgspec.Struct, frozen=True):

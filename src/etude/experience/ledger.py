@@ -48,6 +48,7 @@ _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), ({_A
 
 _Logged = tuple[str, str | None, str, int, str, Mapping[str, Any]]
 """A row of the table of transitions: rollout id, origin, state, attempt, reason, facts."""
+AGREE = "the rewards of its first siblings are equal"
 _NULLABLE = {"reward": "double precision", "boundary": "text"}  # on a server, a null in VALUES has no type
 
 
@@ -174,11 +175,12 @@ class Ledger(LedgerQueries):
     # States of a rollout
 
     @_atomic
-    def admit(self, *specs: RolloutSpec) -> None:
+    def admit(self, *specs: RolloutSpec, held: Collection[str] = ()) -> None:
         """Admit new rollouts, all or none. Each takes one of the `capacity` slots.
 
-        Its place in the order of admission is final. Raises `LedgerError` for a rollout that was admitted before, or
-        when too few slots are free."""
+        Its place in the order of admission is final. `held`: ids of those that wait until the others of their group
+        have ended: they run if the rewards of these differ, and are cancelled if they are equal. Raises `LedgerError`
+        for a rollout that was admitted before, or when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
         there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
@@ -186,11 +188,11 @@ class Ledger(LedgerQueries):
         if again:
             raise LedgerError(f"rollout {again[0]} was admitted before", hint="never reuse the id of a group")
         self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
-        admitted = State.ADMITTED.value
-        born = [(spec.rollout_id, spec.group_id, admitted, spec.attempt) for spec in specs]
+        state = {i: (State.HELD if i in held else State.ADMITTED).value for i in ids}
+        born = [(spec.rollout_id, spec.group_id, state[spec.rollout_id], spec.attempt) for spec in specs]
         each(self._db, "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES ?", born)
         self._take_slots(ids, grow=False)
-        self._log([(spec.rollout_id, None, admitted, spec.attempt, "", {}) for spec in specs])
+        self._log([(spec.rollout_id, None, state[spec.rollout_id], spec.attempt, "", {}) for spec in specs])
         self._put(SPEC, [(spec.rollout_id, pack(spec)) for spec in specs])
 
     @_atomic
@@ -267,6 +269,22 @@ class Ledger(LedgerQueries):
             else:
                 columns |= {"reward": None, "boundary": outcome.boundary.value}
                 moves.append(_Move(row, State.INVALID, outcome.reason or State.INVALID.value, columns=columns))
+        self._move(moves)
+        self._release_held({row.group_id for row, _ in ends})
+
+    def _release_held(self, group_ids: Collection[str]) -> None:
+        """Decide about the held rollouts of groups whose other rollouts have all ended.
+
+        They run if the rewards of the others differ, or if fewer than two of these were graded. Otherwise they are
+        cancelled. The rewards are those of the rows."""
+        held, moves = [row for row in self.rows(states=[State.HELD]) if row.group_id in group_ids], list[_Move]()
+        for group_id, waiting in itertools.groupby(held, key=lambda row: row.group_id):
+            others = [row for row in self.group_rows(group_id) if row.state is not State.HELD]
+            if all(row.state in ENDED for row in others):
+                rewards = [row.reward for row in others if row.reward is not None]
+                agree = len(rewards) > 1 and len(set(rewards)) == 1
+                to, reason = (State.CANCELLED, AGREE) if agree else (State.ADMITTED, "")
+                moves += [_Move(row, to, reason) for row in waiting]
         self._move(moves)
 
     @_atomic

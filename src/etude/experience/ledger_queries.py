@@ -84,6 +84,11 @@ class LedgerQueries:
         sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
         return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
 
+    def group_rows(self, group_id: str) -> list[Row]:
+        """Return the rows of all rollouts of a group, in order of admission."""
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY position"
+        return [as_row(values) for values in self._db.rows(sql, group_id)]
+
     def quarantined(self) -> dict[str, Quarantined]:
         """Return all rollouts with a sign of cheating, by id. Reads all stored records of this kind."""
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from etude.experience.admission import Straggler, mask_path, mask_stale
-from etude.experience.credit import DR_GRPO, assign_credit, turn_advantages
-from etude.experience.groups import Group
+from etude.experience.credit import DR_GRPO, better_than, staged_credit
+from etude.experience.groups import Group, in_first_stage
+from etude.experience.hints import HintFormat
 from etude.records.reward import K1, Term
 from etude.records.rollout import Graded, Invalid, Path, Rollout, Trace, Turn, TurnKind
-from etude.records.sample import Batch, Sample
+from etude.records.sample import Batch, PlacedHint, Sample
 from etude.records.summary import BatchPlan, BatchRef, Member, RolloutSummary, with_versions_of
 from etude.records.wire import F32, Array, Bools
 from etude.rewards import DEFAULT_COMPOSITION, Composition
@@ -87,6 +88,7 @@ def plan_batch(
     straggler: Straggler = Straggler.WAIT,
     k1: Mapping[str, float] | None = None,
     full_groups: int = 0,
+    min_group_size: int = 0,
 ) -> BatchPlan:
     """Plan the batch that produces version step `step`, trained at learner step `step - 1`.
 
@@ -100,9 +102,12 @@ def plan_batch(
       rollout with weight `composition.kl`. None: no KL penalty.
     - `full_groups`: if not 0, the step's learning rate is scaled by the number of groups with a sample over this
       number, at most 1 (`Batch.lr_share`).
+    - `min_group_size`: if not 0, the number of rollouts in the first stage of a group (`credit.staged_credit`).
 
     Raises `EtudeError` when a reward or an advantage is not finite."""
-    members = [member for group in groups for member in _members(group, composition, scheme, straggler, k1)]
+    members = [
+        member for group in groups for member in _members(group, composition, scheme, straggler, k1, min_group_size)
+    ]
     return BatchPlan(
         batch_id=batch_id,
         step=step,
@@ -110,26 +115,36 @@ def plan_batch(
         members=tuple(sorted(members, key=lambda member: member.rollout_id)),
         num_loss_tokens=sum(one.summary.num_sampled for one in members if one.summary and one.reward is not None),
         full_groups=full_groups,
-        rewards={**asdict(composition), "scheme": scheme.name, "scheme_version": scheme.version},
+        rewards={
+            **asdict(composition),
+            "scheme": scheme.name,
+            "scheme_version": scheme.version,
+            "min_group_size": min_group_size,
+        },
     )
 
 
 def _members(
-    group: Group, composition: Composition, scheme: CreditScheme, straggler: Straggler, k1: Mapping[str, float] | None
+    group: Group,
+    composition: Composition,
+    scheme: CreditScheme,
+    straggler: Straggler,
+    k1: Mapping[str, float] | None,
+    min_group_size: int,
 ) -> Iterator[Member]:
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
-    given = assign_credit(graded, composition, scheme)
     places = [rollout.places for rollout, _ in group.valid]
-    by_turn = dict(zip(ids, turn_advantages([reward for reward, _ in given], places, scheme), strict=True))
+    given = staged_credit(graded, places, in_first_stage(ids, min_group_size), composition, scheme)
     credit = dict(zip(ids, given, strict=True))
+    preferred = dict(zip(ids, better_than([one.reward for one in given], ids, scheme), strict=True))
     judged = dict(zip(ids, graded, strict=True))
     ended = {one.rollout_id: one for one in group.finished}
     for i in group.rollout_ids:
         if (one := ended.get(i)) is None:
             yield Member(rollout_id=i, group_id=group.group_id)
         else:
-            reward, advantage = credit.get(i, (None, 0.0))
+            reward, advantage, by_turn = credit.get(i, (None, 0.0, ()))
             yield Member(
                 rollout_id=i,
                 group_id=group.group_id,
@@ -137,7 +152,9 @@ def _members(
                 summary=one.summary,
                 reward=reward,
                 advantage=advantage,
-                turn_advantages=by_turn.get(i, ()),
+                turn_advantages=by_turn,
+                better_than=preferred.get(i, ()),
+                hints=composition.hints_of(judged[i]) if i in judged else (),
                 masks_stale=straggler is Straggler.MASK or i in group.lost,
             )
 
@@ -150,22 +167,30 @@ def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | 
     return graded.with_terms(Term(name=K1, value=value, evidence="of the sampled tokens, to the starting checkpoint"))
 
 
-def make_batch(plan: BatchPlan, read: Read, *, temperature: float = 1.0) -> Batch:
-    """Make the planned batch: read its rollouts, and keep samples with a non-zero advantage, in order of rollout id.
+def make_batch(
+    plan: BatchPlan, read: Read, *, temperature: float = 1.0, hint_format: HintFormat | None = None
+) -> Batch:
+    """Make the planned batch: read its rollouts, and keep samples of credited members, in order of rollout id.
 
-    `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run."""
+    `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run. `hint_format`:
+    needed if the plan has hints."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.credited:
             trace = with_versions_of(read(member.summary), member.summary).trace
-            samples += [sample for _, sample in samples_of(plan, member, trace, temperature=temperature)]
+            found = samples_of(plan, member, trace, temperature=temperature, hint_format=hint_format)
+            samples += [sample for _, sample in found]
     return batch_of(plan, samples)
 
 
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
-    """Make a plan's batch from finished samples of its members, in the members' order."""
+    """Make a plan's batch from finished samples of its members, in the members' order.
+
+    A pair of which one rollout has no sample, since all of its tokens are masked, is left out."""
     group_of = {member.rollout_id: member.group_id for member in plan.members}
-    having = len({group_of[sample.rollout_id] for sample in samples})
+    sampled = {sample.rollout_id for sample in samples}
+    having = len({group_of[rollout_id] for rollout_id in sampled})
+    pairs = [(member.rollout_id, worse) for member in plan.members for worse in member.better_than]
     return Batch(
         batch_id=plan.batch_id,
         step=plan.step,
@@ -173,16 +198,20 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
         rollout_ids=plan.rollout_ids,
         num_loss_tokens=plan.num_loss_tokens,
         lr_share=min(1.0, having / plan.full_groups) if plan.full_groups else 1.0,
+        pairs=tuple(pair for pair in pairs if sampled.issuperset(pair)),
     )
 
 
-def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: float) -> list[tuple[int, Sample]]:
+def samples_of(
+    plan: BatchPlan, member: Member, trace: Trace, *, temperature: float, hint_format: HintFormat | None = None
+) -> list[tuple[int, Sample]]:
     """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
     the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
-    advantage is positive, since they did not contribute to it. The list is empty when the rollout has no advantage or
-    no token with loss is left. `temperature`: the sampling temperature of the run."""
+    advantage is positive, since they did not contribute to it. The list is empty when the rollout has no advantage and
+    no hint, or no token with loss is left. `temperature`: the sampling temperature of the run. `hint_format`: needed if
+    the member has hints; raises `ValueError` without it."""
     if not member.credited:
         return []
     given = member.turn_advantages or (member.advantage,) * len(trace.turns)
@@ -197,9 +226,21 @@ def samples_of(plan: BatchPlan, member: Member, trace: Trace, *, temperature: fl
         if path.mask.any():
             own = temperatures(trace, leaf, path.mask, run=temperature)
             each = _repeat_by_turn(trace, chain, [given[at] for at in chain])[path.mask].astype(np.float32)
-            sample = Sample(rollout_id=member.rollout_id, path=path, advantages=each, temperatures=own)
+            hints = _placed(member, path, trace, chain, hint_format)
+            sample = Sample(rollout_id=member.rollout_id, path=path, advantages=each, temperatures=own, hints=hints)
             found.append((leaf, sample))
     return found
+
+
+def _placed(
+    member: Member, path: Path, trace: Trace, chain: Sequence[int], hint_format: HintFormat | None
+) -> tuple[PlacedHint, ...]:
+    if not member.hints:
+        return ()
+    if hint_format is None:
+        raise ValueError(f"rollout {member.rollout_id} has hints, but there is no format to write them in")
+    placed = (hint_format.place(hint, path, trace, chain) for hint in member.hints)
+    return tuple(one for one in placed if one is not None)
 
 
 def has_fresh_signal(
@@ -209,14 +250,15 @@ def has_fresh_signal(
     max_lag: int,
     composition: Composition = DEFAULT_COMPOSITION,
     scheme: CreditScheme = DR_GRPO,
+    min_group_size: int = 0,
 ) -> bool:
-    """Return whether some member of the group that has an advantage also sampled a token within the lag bound.
+    """Return whether some member of the group that has credit also sampled a token within the lag bound.
 
     Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. The KL penalty
     is not part of these advantages, since it is measured later."""
     return any(
         learner_step - step <= max_lag
-        for member in _members(group, composition, scheme, Straggler.WAIT, None)
+        for member in _members(group, composition, scheme, Straggler.WAIT, None, min_group_size)
         if member.summary is not None and member.credited
         for step in member.summary.oldest_steps
     )
@@ -237,8 +279,9 @@ def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) 
 def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
     """Return the metrics of an `rl.step` event that come from the plan, as `docs/formats/run.md` describes them.
 
-    They are reward_mean, best_of_k, num_groups, no_signal_share (share of the groups without an advantage), lag,
-    token_lag, invalid, turns_mean, sampled_mean, masked_share and not_plain_share. The last two are shares of the
+    They are reward_mean, best_of_k, num_groups, no_signal_share (share of the groups without credit), lag, token_lag,
+    invalid, turns_mean, sampled_mean, masked_share, not_plain_share, and, where the rewards have hints, hints and
+    unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). The shares of tokens are shares of the
     tokens with an advantage: those that were masked because they are too old, and those that were masked because they
     were not sampled plainly (`Sampling.plain`). Rewards are those before the KL penalty. Lags cover all valid rollouts
     as they were sampled. Means are 0.0 if there is no valid rollout."""
@@ -266,6 +309,7 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
         "sampled_mean": _mean([rollout.num_sampled for rollout in valid]),
         "masked_share": batch.num_masked / num_credited,
         "not_plain_share": batch.num_not_plain / num_credited,
+        **({"hints": batch.num_hints, "unplaced_hints": batch.num_unplaced_hints} if plan.rewards.get("hints") else {}),
     }
 
 

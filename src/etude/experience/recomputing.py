@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from etude.experience.credit import assign_credit, turn_advantages
+from etude.experience.credit import Credited, better_than, staged_credit
+from etude.experience.groups import in_first_stage
+from etude.experience.hints import HintFormat
 from etude.experience.packing import batch_of, samples_of
 from etude.experience.traces import RecordedStep, batch_digest
 from etude.records.reward import Reward
@@ -55,31 +57,41 @@ class RecomputedStep:
 
 def recorded_composition(rewards: Mapping[str, Any], default: Composition) -> Composition:
     """Return the composition that a trace recorded; `default` for a trace of an earlier version, which has none."""
-    names = {field.name for field in fields(Composition)}
-    return Composition(**{name: rewards[name] for name in names}) if names <= rewards.keys() else default
+    names = {field.name for field in fields(Composition)} & rewards.keys()
+    return Composition(**{name: rewards[name] for name in names}) if names else default
 
 
 def recompute(
-    recorded: RecordedStep, composition: Composition, scheme: CreditScheme, *, max_lag: int, full_groups: int = 0
+    recorded: RecordedStep,
+    composition: Composition,
+    scheme: CreditScheme,
+    *,
+    max_lag: int,
+    full_groups: int = 0,
+    hint_format: HintFormat | None = None,
 ) -> RecomputedStep:
-    """Compute the rewards, advantages and the batch of a recorded step.
+    """Compute the rewards, advantages, hints and the batch of a recorded step.
 
-    `max_lag` and `full_groups` are those of the run, as in `plan_batch`. Raises `EtudeError` when a reward or an
-    advantage is not finite."""
+    `max_lag` and `full_groups` are those of the run, as in `plan_batch`. The stages of groups are as recorded.
+    `hint_format`: the run's, needed if the composition has hints. Raises `EtudeError` when a reward or an advantage is
+    not finite."""
     groups: dict[str, list[int]] = {}
     for i, tree in enumerate(recorded.trees):
         if isinstance(tree.rollout.outcome, Graded):
             groups.setdefault(tree.rollout.group_id, []).append(i)
-    credit = dict[int, tuple[Reward, float, tuple[float, ...]]]()
+    credit, preferred = dict[int, Credited](), dict[int, tuple[str, ...]]()
+    min_group_size = int(recorded.rewards.get("min_group_size", 0))
     for some in groups.values():
         outcomes = [one for i in some if isinstance(one := recorded.trees[i].rollout.outcome, Graded)]
-        given = assign_credit(outcomes, composition, scheme)
         places = [turn_places(recorded.trees[i].trace) for i in some]
-        by_turn = turn_advantages([reward for reward, _ in given], places, scheme)
-        credit |= {i: (*one, turns) for i, one, turns in zip(some, given, by_turn, strict=True)}
+        ids = [recorded.trees[i].rollout.rollout_id for i in some]
+        given = staged_credit(outcomes, places, in_first_stage(ids, min_group_size), composition, scheme)
+        credit |= dict(zip(some, given, strict=True))
+        preferred |= dict(zip(some, better_than([one.reward for one in given], ids, scheme), strict=True))
     members = list[Member]()
     for i, tree in enumerate(recorded.trees):
         reward, advantage, turns = credit.get(i, (None, 0.0, ()))
+        outcome = tree.rollout.outcome
         members.append(
             Member(
                 rollout_id=tree.rollout.rollout_id,
@@ -87,7 +99,9 @@ def recompute(
                 reward=reward,
                 advantage=advantage,
                 turn_advantages=turns,
+                hints=composition.hints_of(outcome) if isinstance(outcome, Graded) else (),
                 masks_stale=True,
+                better_than=preferred.get(i, ()),
             )
         )
     plan = BatchPlan(
@@ -99,12 +113,12 @@ def recompute(
         full_groups=full_groups,
     )
     made = [
-        samples_of(plan, member, tree.trace, temperature=recorded.temperature)
+        samples_of(plan, member, tree.trace, temperature=recorded.temperature, hint_format=hint_format)
         for member, tree in zip(members, recorded.trees, strict=True)
     ]
     batch = batch_of(plan, [sample for some in made for _, sample in some])
     found = list[RecomputedRollout]()
-    for i, (reward, advantage, _) in sorted(credit.items()):
+    for i, (reward, advantage, *_) in sorted(credit.items()):
         tokens = [float(value) for _, sample in made[i] for value in (sample.advantages.min(), sample.advantages.max())]
         rollout = recorded.trees[i].rollout
         found.append(

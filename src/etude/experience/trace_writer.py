@@ -9,7 +9,7 @@ import io
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -18,10 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import EtudeError, LedgerError, StoreError
+from etude.experience.hints import HintFormat
 from etude.experience.packing import Read, batch_of, num_not_plain, samples_of
 from etude.experience.traces import (
     ARRAYS,
     FORMAT,
+    HINT,
     METADATA_KEY,
     ROLLOUT,
     SAMPLE,
@@ -56,6 +58,7 @@ def record_batch(
     temperature: float = 1.0,
     computed_by: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None,
+    hint_format: HintFormat | None = None,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Batch, BatchRef]:
     """Make the planned batch, write its trace atomically and durably, and return the batch and its reference.
@@ -64,6 +67,7 @@ def record_batch(
     - `temperature`: the sampling temperature of the run.
     - `computed_by`: facts of the learner that will train on the batch. `settings`: its settings that differ from the
       config.
+    - `hint_format`: needed if the plan has hints.
     - `each`: called after each rollout.
 
     Raises `LedgerError` when a rollout cannot be read, `StoreError` when the trace cannot be written."""
@@ -77,7 +81,9 @@ def record_batch(
         for member in plan.members:
             trace = _trace(member, read)
             not_plain += num_not_plain(trace) if member.credited else 0
-            yield from _rows(plan, member, trace, prefixes, samples, temperature)
+            made_of = samples_of(plan, member, trace, temperature=temperature, hint_format=hint_format)
+            samples.extend(sample for _, sample in made_of)
+            yield from _rows(member, trace, prefixes, made_of)
             each()
 
     @functools.cache
@@ -95,6 +101,7 @@ def record_batch(
             "step": plan.step,
             "num_loss_tokens": plan.num_loss_tokens,
             "lr_share": made().lr_share,
+            **({"pairs": made().pairs} if made().pairs else {}),
             "temperature": temperature,
             "digest": digest(),
             "computed_by": dict(computed_by or {}),
@@ -106,6 +113,7 @@ def record_batch(
     batch = made()
     num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
     credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.credited)
+    num_hints = sum(len(member.hints) for member in plan.members)
     ref = BatchRef(
         batch_id=plan.batch_id,
         step=plan.step,
@@ -115,6 +123,8 @@ def record_batch(
         num_masked=credited - num_trained - not_plain,
         digest=digest(),
         num_not_plain=not_plain,
+        num_hints=num_hints,
+        num_unplaced_hints=num_hints - sum(len(sample.hints) for sample in samples),
     )
     return batch, ref
 
@@ -132,16 +142,15 @@ def _trace(member: Member, read: Read) -> Trace:
 
 
 def _rows(
-    plan: BatchPlan, member: Member, trace: Trace, prefixes: _Prefixes, samples: list[Sample], temperature: float
+    member: Member, trace: Trace, prefixes: _Prefixes, samples: Sequence[tuple[int, Sample]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one rollout; its samples are appended to `samples`."""
+    """Yield the rows of one rollout, given its `samples_of`."""
     yield {"row": ROLLOUT, "rollout_id": member.rollout_id} | _rollout_columns(member)
     prefixes.begin(member.group_id)
     for number, turn in enumerate(trace.turns):
         found = _turn_columns(turn, prefixes.add(turn))
         yield {"row": TURN, "rollout_id": member.rollout_id, "turn": number} | found
-    for leaf, sample in samples_of(plan, member, trace, temperature=temperature):
-        samples.append(sample)
+    for leaf, sample in samples:
         yield {
             "row": SAMPLE,
             "rollout_id": member.rollout_id,
@@ -150,6 +159,7 @@ def _rows(
             "mask": sample.path.mask,
             "advantages": sample.advantages,
             "temperatures": sample.temperatures,
+            "hints": [{name: getattr(hint, name) for name in HINT} for hint in sample.hints] or None,
         }
 
 

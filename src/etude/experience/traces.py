@@ -34,13 +34,13 @@ from etude.file_checksums import verify_parquet
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Term
 from etude.records.rollout import Boundary, Graded, Invalid, Path, Start, Trace, Turn, TurnKind
-from etude.records.sample import Batch, Origin, Sample
+from etude.records.sample import Batch, Origin, PlacedHint, Sample
 from etude.records.summary import TurnPlace, turn_places
 from etude.records.task import Trust
 from etude.records.wire import Array, Routes, from_json, pack
 from etude.seams import BlobStore
 
-FORMAT = 4
+FORMAT = 5
 METADATA_KEY = b"etude.batch"
 ROLLOUT, TURN, SAMPLE = "rollout", "turn", "sample"
 
@@ -89,19 +89,22 @@ _TURN_COLUMNS = {
     "routes_shape": _INTS,
     "routes_start": pa.int32(),
 }
+HINT = {"at": pa.int32(), "stop": pa.int32(), "token_ids": _INTS, "weight": pa.float64()}
 _SAMPLE_COLUMNS = {
     "leaf": pa.int32(),
     "origin": pa.string(),
     "mask": pa.list_(pa.bool_()),
     "advantages": _FLOATS,
     "temperatures": _FLOATS,
+    "hints": pa.list_(pa.struct(HINT)),
 }
 _NAMED = [pa.field("row", pa.string(), nullable=False), pa.field("rollout_id", pa.string(), nullable=False)]
 SCHEMA = pa.schema([*_NAMED, *_ROLLOUT_COLUMNS.items(), *_TURN_COLUMNS.items(), *_SAMPLE_COLUMNS.items()])
 """The columns; described in `docs/formats/traces.md`."""
-_SCHEMA_3 = pa.schema([field for field in SCHEMA if field.name not in ("start", "num_cached")])
+_SCHEMA_4 = pa.schema([field for field in SCHEMA if field.name != "hints"])
+_SCHEMA_3 = pa.schema([field for field in _SCHEMA_4 if field.name not in ("start", "num_cached")])
 _SCHEMA_2 = _SCHEMA_3.set(_SCHEMA_3.get_field_index("sampling"), pa.field("sampling", pa.struct(SAMPLING_2)))
-_SCHEMAS = {2: _SCHEMA_2, 3: _SCHEMA_3, FORMAT: SCHEMA}
+_SCHEMAS = {2: _SCHEMA_2, 3: _SCHEMA_3, 4: _SCHEMA_4, FORMAT: SCHEMA}
 ARRAYS = ("prompt_ids", "token_ids", "logprobs", "routes", "mask", "advantages", "temperatures")
 """Columns that are read as arrays: as Python numbers they would take ten times the memory."""
 _JUDGED = ["rollout_id", *_ROLLOUT_COLUMNS]
@@ -244,16 +247,18 @@ def batch_digest(batch: Batch) -> str:
     """Return the SHA-256 of everything that a learner reads of a batch, as 64 hex characters.
 
     Hashed is `(step, num_loss_tokens, rollout ids, samples)` as msgpack, with `lr_share` after `num_loss_tokens` if it
-    is not 1."""
+    is not 1, and with `pairs` at the end if there are any. A sample with hints has them as its last element."""
     names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
     scaled = () if batch.lr_share == 1.0 else (batch.lr_share,)
-    digest = hashlib.sha256(_array_head(4 + len(scaled)))
+    digest = hashlib.sha256(_array_head(4 + len(scaled) + bool(batch.pairs)))
     for one in (batch.step, batch.num_loss_tokens, *scaled, batch.rollout_ids):
         digest.update(pack(one))
     digest.update(_array_head(len(batch.samples)))
     for sample in batch.samples:
         own = (sample.rollout_id, sample.origin, sample.advantages, sample.temperatures)
-        digest.update(pack((*own, *(getattr(sample.path, name) for name in names))))
+        hints = (sample.hints,) if sample.hints else ()
+        digest.update(pack((*own, *(getattr(sample.path, name) for name in names), *hints)))
+    digest.update(pack(batch.pairs) if batch.pairs else b"")
     return digest.hexdigest()
 
 
@@ -296,6 +301,7 @@ def read_trace(path: TraceFile) -> RecordedBatch:
             rollout_ids=tuple(one.rollout_id for one in judged),
             num_loss_tokens=facts["num_loss_tokens"],
             lr_share=_share(facts.get("lr_share", 1.0)),
+            pairs=tuple((str(better), str(worse)) for better, worse in facts.get("pairs", ())),
         )
     except _PARSE_ERRORS as error:
         raise _damaged(path, error) from error
@@ -500,7 +506,12 @@ def _sample(row: dict[str, Any], table: pa.Table, i: int, trace: Trace) -> Sampl
         advantages=_array(table, "advantages", i).copy(),
         temperatures=_array(table, "temperatures", i).copy() if has_own else None,
         origin=Origin(row["origin"]),
+        hints=tuple(_placed_hint(one) for one in row.get("hints") or ()),
     )
+
+
+def _placed_hint(row: dict[str, Any]) -> PlacedHint:
+    return PlacedHint(**row | {"token_ids": np.array(row["token_ids"], np.int32)})
 
 
 def _array(table: pa.Table, name: str, i: int) -> Array:

@@ -14,6 +14,7 @@ from etude.errors import LedgerError
 class State(enum.StrEnum):
     """The state of a rollout in the ledger.
 
+    - HELD: it has a task and a slot, and waits for the first siblings of its group.
     - ADMITTED: it has a task and a slot, and waits for a worker. RUNNING: a worker runs it.
     - GRADED: it is graded and stored, and waits for its batch. BATCHED: it is in the batch of a step.
     - TRAINED, NO_SIGNAL: a step that the current weights were trained by consumed it, with or without a gradient.
@@ -22,6 +23,7 @@ class State(enum.StrEnum):
     - QUARANTINED: its record cannot be read or trusted; kept, never trained on.
     - CANCELLED: it is not needed any more."""
 
+    HELD = "held"
     ADMITTED = "admitted"
     RUNNING = "running"
     GRADED = "graded"
@@ -34,7 +36,7 @@ class State(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED})
+HOLDING = frozenset({State.HELD, State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED})
 """The states that occupy a slot."""
 
 TERMINAL = frozenset({State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARANTINED, State.CANCELLED})
@@ -53,6 +55,8 @@ class Move(NamedTuple):
 
 
 MOVES = (
+    Move(State.HELD, State.ADMITTED, "the rewards of its first siblings differ"),
+    Move(State.HELD, State.CANCELLED, "the rewards of its first siblings are equal, or the run ends"),
     Move(State.ADMITTED, State.RUNNING, "a worker takes it"),
     Move(State.ADMITTED, State.CANCELLED, "the run ends"),
     Move(State.RUNNING, State.GRADED, "it was graded"),

@@ -157,6 +157,7 @@ class VersionPins:
         self.lease_s = lease_s
         self._running: dict[str, int] = {}
         self._leases: dict[str, float] = {}  # session -> when its lease ends
+        self._held_until = float("-inf")
 
     def enter(self, session_id: str) -> None:
         """Record that a request with a `pin_step` was accepted."""
@@ -174,7 +175,11 @@ class VersionPins:
         else:
             self._leases.pop(session_id, None)
 
+    def hold(self, *, until: float) -> None:
+        """Pin the loaded version up to this time, in place of an earlier one, without a session."""
+        self._held_until = until
+
     def held(self, *, now: float) -> bool:
-        """Return whether a session pins the version now."""
+        """Return whether the version is pinned now."""
         self._leases = {s: end for s, end in self._leases.items() if end > now}
-        return bool(self._running or self._leases)
+        return bool(self._running or self._leases) or now < self._held_until

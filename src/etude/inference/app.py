@@ -36,6 +36,7 @@ from etude.inference.wire import (
     STREAM,
     AdoptRequest,
     EndRequest,
+    HoldRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
@@ -43,7 +44,7 @@ from etude.inference.wire import (
     VerifyRequest,
     frame,
 )
-from etude.records.completion import Completion, CompletionRequest
+from etude.records.completion import Completion, CompletionRequest, Version
 from etude.records.wire import from_json, pack, to_json, unpack
 from etude.seams import Ending, Engine, Streaming
 
@@ -69,6 +70,10 @@ class ServedEngine(Engine, Streaming, Ending, Protocol):
     @property
     def stalled_s(self) -> float:
         """Seconds since the engine last showed that it makes progress."""
+        ...
+
+    async def hold(self, seconds: float) -> Version:
+        """Keep the loaded version for the next `seconds`, instead of those of the last hold, and return it."""
         ...
 
     async def metrics(self) -> str:
@@ -104,6 +109,7 @@ def build_app(
             Route("/pause", endpoints.authenticated(endpoints.pause), methods=["POST"]),
             Route("/resume", endpoints.authenticated(endpoints.resume), methods=["POST"]),
             Route("/adopt", endpoints.authenticated(endpoints.adopt), methods=["POST"]),
+            Route("/hold", endpoints.authenticated(endpoints.hold), methods=["POST"]),
             Route("/verify", endpoints.authenticated(endpoints.verify), methods=["POST"]),
             Route("/operators", endpoints.authenticated(endpoints.operators), methods=["POST"]),
             Route("/health", endpoints.health),
@@ -171,6 +177,10 @@ class _Endpoints:
         """Wait for a version."""
         body = await self._read(request, AdoptRequest)
         return _reply(request, await self.engine.adopt(body.min_step, deadline_s=body.deadline_s))
+
+    async def hold(self, request: Request) -> Response:
+        """Keep the loaded version for a while."""
+        return _reply(request, await self.engine.hold((await self._read(request, HoldRequest)).seconds))
 
     async def verify(self, request: Request) -> Response:
         body = await self._read(request, VerifyRequest)

@@ -19,6 +19,7 @@ from etude.inference.wire import (
     STREAM,
     AdoptRequest,
     EndRequest,
+    HoldRequest,
     OperatorResult,
     OperatorResults,
     OperatorsRequest,
@@ -33,7 +34,7 @@ from etude.seams import EngineInfo
 T = TypeVar("T")
 
 CONTROL_DEADLINE_S = 35.0  # longer than the engine's own deadline, whose error says more
-GRACE_S, END_S = 2.0, 5.0
+GRACE_S, END_S, HOLD_DEADLINE_S = 2.0, 5.0, 5.0
 _IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # TCP keep-alive: a completion may take hours
 
 
@@ -111,6 +112,11 @@ class HttpEngine:
         body = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
         what = f"adopt step {min_step}"
         return await self._post("/adopt", body, Version, what=what, deadline_s=deadline_s + GRACE_S)
+
+    async def hold(self, seconds: float) -> Version:
+        """Have the engine keep its version for the next `seconds` (at most 60), instead of those of the last hold; 0
+        ends the hold. Returns the version. Raises `EngineError`."""
+        return await self._post("/hold", HoldRequest(seconds=seconds), Version, what="hold", deadline_s=HOLD_DEADLINE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         body = await self._call("GET", "/info", None, what="info", deadline_s=deadline_s)

@@ -234,6 +234,15 @@ class ReferenceEngine:
     async def metrics(self) -> str:
         return exposition(self.counters, await self.info())
 
+    async def hold(self, seconds: float) -> Version:
+        """Keep the loaded version for the next `seconds`, instead of those of the last hold, and return it."""
+
+        def work() -> Version:
+            self._pins.hold(until=time.monotonic() + seconds)
+            return self.version
+
+        return await self._thread.call(work, "hold")
+
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
         """Compute the log-probabilities of a text, as `seams.Engine.verify` describes. Also raises
         `MalformedRequest`."""

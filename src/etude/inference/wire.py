@@ -32,6 +32,18 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"deadline_s is {self.deadline_s}")
 
 
+class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /hold: keep the loaded version for the next `seconds`, instead of those of the last hold.
+
+    0 ends the hold. The response is the `Version`."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.seconds <= 60.0:
+            raise ValueError(f"seconds is {self.seconds}")
+
+
 class EndRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /inference/v1/end: the id of the streamed request to end with the tokens sampled so far."""
 

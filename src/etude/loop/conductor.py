@@ -42,12 +42,13 @@ from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_metrics
 from etude.experience.admission import LittleSignal
-from etude.experience.curriculum import Curriculum, Signals
+from etude.experience.curriculum import MAX_TASKS, Curriculum, Signals
+from etude.experience.groups import in_first_stage
 from etude.experience.packing import has_fresh_signal
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
-from etude.loop.config import RunConfig
+from etude.loop.config import RunConfig, check_forms_pairs
 from etude.loop.drift_monitor import DriftMonitor
 from etude.loop.evaluation import evaluate, file_name, run_price, tasks_of
 from etude.loop.group_scoring import GroupScorer
@@ -75,6 +76,7 @@ STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # includes the end of a publish of the lost lineage
 AT_ONCE = 32  # groups admitted per transaction
 UNREAD = "its stored rollout cannot be read"
+SIGNALS = "curriculum"  # in the ledger: `Signals.state`
 DURING = "during"  # the name of evaluations between steps
 MAX_FRUITLESS = 6  # lineages in a row that end without a step
 T = TypeVar("T")
@@ -101,6 +103,7 @@ class Conductor:
         self._scales = config.experience.little_signal is LittleSignal.SCALE
         credit = config.experience.credit
         self._scheme = make(Kind.CREDIT, credit) if isinstance(credit, Plugin) else SCHEMES[credit]
+        check_forms_pairs(config.learner, self._scheme)
         self.window = config.experience.window
         capacity = self.window.max_open_groups * config.experience.group_size
         self.ledger = Ledger(
@@ -111,7 +114,7 @@ class Conductor:
         self.rewards = RewardSettings(run, config)
         self.drift = DriftMonitor(self.ledger, telemetry)
         self.scorer = GroupScorer(self.ledger, self.ledger_thread, processes, telemetry, self.rewards)
-        self.signals = Signals(self.ledger.recall("signals"))
+        self.signals = self._recalled_signals()
         self.step = 0  # of the last committed version
         self.trained = 0  # of the live weights: one ahead of `step` while their version is being published
         self._batched = 0  # step of the last batch that was formed
@@ -359,6 +362,7 @@ class Conductor:
             straggler=experience.straggler,
             k1=k1,
             full_groups=experience.signal_groups if self._scales else 0,
+            min_group_size=experience.min_group_size,
         )
 
     async def _quarantine_unreadable(self, groups: list[Group]) -> bool:
@@ -378,12 +382,17 @@ class Conductor:
             self.telemetry.event("rollout.signs", rollout_id=one.rollout_id, state="quarantined", signs=[UNREAD])
         return True
 
+    def _recalled_signals(self) -> Signals:
+        experience, size = self.config.experience, self.source.size(Split.TRAIN)
+        by_task = size is not None and size <= MAX_TASKS
+        return Signals(self.ledger.recall(SIGNALS), min_group_size=experience.min_group_size, by_task=by_task)
+
     def _take_batch(self, batch: BatchRef, plan: BatchPlan) -> None:
-        signals = Signals(self.ledger.recall("signals"))  # read anew: the transaction may be repeated
+        signals = self._recalled_signals()  # read anew: the transaction may be repeated
         if self.config.experience.curriculum is Curriculum.SIGNAL:
             signals.count(plan, self.ledger.batched_groups(plan.judged))
         self.ledger.batch(batch)
-        self.ledger.remember("signals", signals.counts)
+        self.ledger.remember(SIGNALS, signals.state)
         tuned = self.rewards.remember(self.ledger, plan)
         self.signals, self.rewards.tuned = signals, tuned
 
@@ -417,6 +426,7 @@ class Conductor:
             max_lag=experience.max_lag,
             composition=self.rewards.composition(self.trained + 1),
             scheme=self._scheme,
+            min_group_size=experience.min_group_size,
         )
         new = sorted(set(ready) - seen.keys())
         seen |= dict(zip(new, map(learned, self.ledger.groups(new)), strict=True))
@@ -456,11 +466,12 @@ class Conductor:
             task = self.source.task(Split.TRAIN, cursor if num_tasks is None else cursor % num_tasks)
             cursor += 1
             draw = keyed_seed(self.config.seed, "curriculum", cursor) / 2**63
-            if draw < self.signals.chance(task.family):
+            if draw < self.signals.chance(task.family, task.problem or task.task_id):
                 return task, cursor
 
     def _admit_groups(self, specs: list[RolloutSpec], cursor: int) -> None:
-        self.ledger.admit(*specs)
+        first = in_first_stage(ids := [spec.rollout_id for spec in specs], self.config.experience.min_group_size)
+        self.ledger.admit(*specs, held={i for i, runs in zip(ids, first, strict=True) if not runs})
         self.ledger.move_cursor(Split.TRAIN, cursor)
 
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:

@@ -15,6 +15,7 @@ from etude.config import BuiltIn, Plugin, build, leaves, like, load, ranged, to_
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
+from etude.experience import SCHEMES
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig
@@ -27,14 +28,14 @@ from etude.plugins import Identity
 from etude.rewards import Composition
 from etude.rewards.config import RewardsConfig
 from etude.run import HINT_COPY, RunFolder
-from etude.seams import TaskSource
+from etude.seams import CreditScheme, PairCreditScheme, TaskSource
 from etude.stores.locations import parse_bucket_url
 from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
 from etude.tasks.harbor import HarborSource
 from etude.trackers import BUILT_IN as TRACKERS
-from etude.training.config import LearnerConfig, LiveWeights, MidTrainingConfig
+from etude.training.config import LearnerConfig, LiveWeights, MidTrainingConfig, PolicyLossKind
 
 MAX_ENGINES = 64
 
@@ -188,6 +189,7 @@ class RunConfig:
         self._check_engine_numerics()
         self._check_engine_dtype()
         self._check_ranks()
+        self._check_pairs()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -259,6 +261,24 @@ class RunConfig:
                 f"learner.expert_parallel = {learner.expert_parallel} does not divide model.num_experts = {experts}"
             )
 
+    def _check_pairs(self) -> None:
+        """Refuse rewards and credit that do not fit the DPO loss. Raises `ConfigError`."""
+        if not isinstance(self.experience.credit, Plugin):  # the conductor loads and checks plug-ins
+            check_forms_pairs(self.learner, SCHEMES[self.experience.credit])
+        if self.learner.policy_loss is not PolicyLossKind.DPO:
+            return
+        what = "learner.policy_loss = 'dpo'"
+        if self.experience.kl:
+            facts = f"experience.kl = {self.experience.kl} would rank rollouts by their distance to the start"
+            hint = "set experience.kl = 0: the loss has a reference; learner.dpo_beta says how strong it is"
+            raise ConfigError(what, facts, hint=hint)
+        if self.experience.min_group_size:
+            facts = "later siblings run only if the rewards of the first ones differ, which would bias their pairs"
+            raise ConfigError(what, facts, hint="set experience.min_group_size = 0")
+        if hinted := [term.name for term in self.rewards.terms if term.hints]:
+            facts = f"the term {hinted[0]!r} has hints, whose credit is a part of advantages, and this loss has none"
+            raise ConfigError(what, facts, hint="set hints = 0.0 of the term, or use another loss")
+
     def with_parity_budget(self) -> RunConfig:
         """Return this config with the parity budget filled in, so that config.toml has the numbers.
 
@@ -309,6 +329,17 @@ class RunConfig:
     def foreign(self, kind: EngineKind) -> ExternalEngineConfig:
         """Return the config section of an external kind of engine: `vllm` or `sglang`."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang
+
+
+def check_forms_pairs(learner: LearnerConfig, scheme: CreditScheme) -> None:
+    """Raise `ConfigError` if the learner's loss is DPO, and the credit scheme forms no preference pairs for it."""
+    if learner.policy_loss is PolicyLossKind.DPO and not isinstance(scheme, PairCreditScheme):
+        pairs = [str(name) for name, one in SCHEMES.items() if isinstance(one, PairCreditScheme)]
+        raise ConfigError(
+            "learner.policy_loss = 'dpo'",
+            f"experience.credit = {scheme.name!r} forms no pairs of rollouts",
+            hint=f"set experience.credit = {' or '.join(map(repr, pairs))}, or use another loss",
+        )
 
 
 def rollouts_on(num_contexts: int) -> int:

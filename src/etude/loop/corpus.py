@@ -19,22 +19,25 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from etude.capture.context import HISTORY, REQUEST, Carried, go_on, head_of
 from etude.environments.memory import MemoryMachine
-from etude.errors import EtudeError
+from etude.errors import EtudeError, TaskError
 from etude.harness import ChatFormat, HarnessConfig, chat_template, standard_tools
 from etude.harness.chat import SPECIAL_TOKENS, Message
 from etude.loop.config import RunConfig, open_tasks, read_config
 from etude.loop.processes import EXIT_RESTART
+from etude.records.exchange import Exchange
 from etude.records.task import Split
 from etude.records.wire import I32
 from etude.rollouts import demonstrate, demonstrate_long
 from etude.run import RunFolder
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
-from etude.tasks.corpus import plugin_documents
+from etude.tasks.corpus import plugin_documents, text_of
 from etude.tasks.scripts import Conversing, Demonstrating, demonstrations
 from etude.telemetry import Telemetry
-from etude.training.corpus import write_corpus
+from etude.training.corpus import Answered, write_corpus
 from etude.training.tokenizer import train_tokenizer
 
 T = TypeVar("T")
@@ -53,10 +56,11 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     with telemetry.span("corpus.demonstrations", count=corpus.num_demonstrations):
         talks = _demonstrate(config)
     held: dict[str, Any] = {"seed": config.seed, "first": 2_000_000, "right_body": 1.0, "split": Split.VALIDATION}
-    own = [text for plugin in corpus.sources for text in plugin_documents(plugin, seed=config.seed)]
-    assert_no_heldout(chain(code, own))
+    own = [document for plugin in corpus.sources for document in plugin_documents(plugin, seed=config.seed)]
+    own_texts = list(map(text_of, own))
+    assert_no_heldout(chain(code, own_texts))
     with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
-        texts = chain(code[:TOKENIZER_SAMPLE], library, own, *map(_message_texts, talks[:TOKENIZER_SAMPLE]))
+        texts = chain(code[:TOKENIZER_SAMPLE], library, own_texts, *map(_message_texts, talks[:TOKENIZER_SAMPLE]))
         texts = chain(texts, _summary_texts(config, talks[:TOKENIZER_SAMPLE]))
         train_tokenizer(
             texts,
@@ -66,9 +70,10 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
             chat_template=chat_template(),
         )
     chat = ChatFormat.load(run / "tokenizer")
+    documents: list[I32 | Answered]
     if config.harness.summary_tokens:
         with telemetry.span("corpus.summaries", count=corpus.num_demonstrations):
-            documents = _in_parallel(_demonstrate_long_part, config, corpus.num_demonstrations, run / "tokenizer")
+            documents = [*_in_parallel(_demonstrate_long_part, config, corpus.num_demonstrations, run / "tokenizer")]
         heldout = _play_long(source, HELDOUT_DOCUMENTS, chat, config.harness, **held)
     else:
         signatures = standard_tools(config.harness.tools).signatures
@@ -76,10 +81,31 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
         heldout_talks = _play(source, HELDOUT_DOCUMENTS, config.harness, **held)
         heldout = [chat.encode_conversation(talk, signatures) for talk in heldout_talks]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
-    documents += [chat.document(text) for text in chain(library, own)]
+    most = min(config.mid_training.document_tokens, config.model.context_tokens)
+    documents += [chat.document(text) for text in library]
+    documents += [encoded(chat, document, most=most) for document in own]
     random.Random(f"corpus {config.seed}").shuffle(documents)
     write_corpus(run / "corpus", documents, heldout=heldout)
-    telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
+    telemetry.event("corpus.done", documents=len(documents), tokens=sum(map(_num_tokens, documents)))
+
+
+def encoded(chat: ChatFormat, document: str | Exchange, *, most: int) -> I32 | Answered:
+    """Encode a document of a corpus source. Raises `TaskError` for an exchange of more than `most` tokens.
+
+    A longer text is split later; an exchange would lose its context."""
+    if isinstance(document, str):
+        return chat.document(document)
+    prompt = chat.encode_prompt(document.messages)
+    answer = [*chat.encode(document.answer).tolist(), chat.stop_token_ids[0]]
+    if len(prompt) + len(answer) > most:
+        facts = f"it has {len(prompt) + len(answer)} tokens, and at most {most} fit: {document.user[-60:]!r}"
+        hint = "shorten it, or raise mid_training.document_tokens and model.context_tokens"
+        raise TaskError("an exchange of the corpus is too long", facts, hint=hint)
+    return Answered(np.concatenate([prompt, np.array(answer, np.int32)]), len(prompt))
+
+
+def _num_tokens(document: I32 | Answered) -> int:
+    return len(document.token_ids if isinstance(document, Answered) else document)
 
 
 def _demonstrated_source(config: RunConfig) -> Demonstrating | Conversing:

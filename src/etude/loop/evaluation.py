@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import enum
 import functools
 import math
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -20,16 +23,17 @@ from etude.inference.config import EngineKind
 from etude.loop.adjustable_semaphore import AdjustableSemaphore
 from etude.loop.checkpoints import checkpoint_version, copy_start_checkpoint
 from etude.loop.config import RunConfig
+from etude.loop.engine_leases import Lease, borrowed_engines
 from etude.loop.processes import Supervisor
 from etude.loop.rollout_result import RolloutResult
 from etude.loop.rollout_scheduler import composed_reward, counted_signs, grade_and_drop, run_once, siblings
 from etude.loop.run_in_thread import run_in_thread
 from etude.loop.run_processes import RunProcesses, open_processes
 from etude.prices import read_prices
-from etude.records import Outcome, RolloutSpec
+from etude.records import Outcome, RolloutSpec, Version
 from etude.records.task import Split, Task
 from etude.rewards import Composition
-from etude.rollouts.model_url import Endpoint, write_endpoint
+from etude.rollouts.model_url import Endpoint, write_byte_tokeniser, write_endpoint
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
 from etude.seams import TaskSource
@@ -40,6 +44,15 @@ POLICY = "policy"
 """The name of a run's model in tables of prices."""
 Done = tuple[RolloutResult, Outcome]
 Each = Callable[[], None]
+
+
+class Baseline(enum.StrEnum):
+    """A scripted agent that plays in place of a model.
+
+    ORACLE writes the reference solution of each task; RANDOM makes random valid edits, or only submits."""
+
+    ORACLE = "oracle"
+    RANDOM = "random"
 
 
 async def evaluate(
@@ -55,17 +68,19 @@ async def evaluate(
     out: Path,
     telemetry: Telemetry,
     price: Price = NO_PRICE,
+    script: Baseline | None = None,
     each: Each = lambda: None,
 ) -> EvalResult:
     """Evaluate the weights of training step `step` on tasks, `tries` rollouts each. `split` is told in the result.
 
-    Returns the solve rate and related numbers, and writes them as an `eval.result` event. Every rollout is written with
-    its turns as text to the Parquet file `out`, which a repeated evaluation replaces. A rollout with signs of cheating
-    counts as not solved. `price` is what the rollouts cost. `each` is called after every rollout."""
+    With `script` a scripted agent plays instead. Returns the solve rate and related numbers, and writes them as an
+    `eval.result` event. Every rollout is written with its turns as text to the Parquet file `out`, which a repeated
+    evaluation replaces. A rollout with signs of cheating counts as not solved. `price` is what the rollouts cost.
+    `each` is called after every rollout."""
     began = time.perf_counter()
 
     async def one(spec: RolloutSpec) -> Done:
-        return await run_once(processes, spec)
+        return await run_once(processes, spec) if script is None else await _run_script(processes, spec, script)
 
     specs = _specs(tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await run_all(processes, specs, one, name=name, telemetry=telemetry, each=each)
@@ -132,21 +147,23 @@ async def run_all(
 
 
 async def baseline(
-    processes: RunProcesses, source: TaskSource, kind: str, *, num_tasks: int, seed: int, telemetry: Telemetry
+    processes: RunProcesses, source: TaskSource, kind: Baseline, *, num_tasks: int, seed: int, telemetry: Telemetry
 ) -> float:
-    """Compute the solve rate of a scripted agent on held-out tasks, with the same rollout code.
-
-    `kind` is "oracle", which plays a known solution, or "random"."""
+    """Compute the solve rate of a scripted agent on held-out tasks, with the same rollout code."""
 
     async def one(spec: RolloutSpec) -> Done:
-        rollout = await processes.baseline(spec, kind)
-        return rollout, await grade_and_drop(processes, rollout)
+        return await _run_script(processes, spec, kind)
 
     tasks = tasks_of(source, [Split.HELDOUT], num_tasks)
     specs = _specs(tasks, 1, seed=seed, temperature=1.0, pin_step=None)
     done = await run_all(processes, specs, one, name=kind, telemetry=telemetry)
     rows = [_row(*one, processes.config.composition) for one in done]
     return sum_up(rows, name=kind, split=Split.HELDOUT, step=0, wall_s=0.0).rate
+
+
+async def _run_script(processes: RunProcesses, spec: RolloutSpec, kind: Baseline) -> Done:
+    rollout = await processes.baseline(spec, kind)
+    return rollout, await grade_and_drop(processes, rollout)
 
 
 def tasks_of(source: TaskSource, splits: Sequence[Split], num_tasks: int) -> list[Task]:
@@ -176,15 +193,31 @@ def without_remote_engines(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, engines=engines, listen=""))
 
 
+class RunEngines(NamedTuple):
+    """The newest weights of a run that goes on, on engines of its own: `share` of them for at most `seconds`."""
+
+    run: RunFolder
+    share: float
+    seconds: float
+
+
 class Evaluated(NamedTuple):
-    """The result of `evaluate_model`. `general_bits_per_byte` is the loss on the general text; None: not measured."""
+    """The result of `evaluate_model`.
+
+    `general`: the loss on the general text in windows; empty: not measured. `version`: of the weights; None: unknown,
+    or there are none."""
 
     result: EvalResult
-    general_bits_per_byte: float | None
+    general: list[WindowLoss]
+    version: Version | None
+
+
+Model = Path | Endpoint | Baseline | RunEngines
+"""What an evaluation plays: a checkpoint, a model at a URL, a scripted agent, or a run's engines."""
 
 
 async def evaluate_model(
-    model: Path | Endpoint,
+    model: Model,
     config: RunConfig,
     tasks: Sequence[Task],
     *,
@@ -197,56 +230,86 @@ async def evaluate_model(
     general_text: str = "",
     each: Each,
 ) -> Evaluated:
-    """Evaluate a checkpoint, or a model at a URL, on tasks of the config's source, without a run and its learner.
+    """Evaluate a model on tasks of the config's source, without a run and its learner.
 
     There are `tries` rollouts per task. The other arguments are those of `evaluate`. The loss of a checkpoint on
-    `general_text` is measured, too; "": on none. Raises `EngineError`, `CheckpointError` and `MachineError`."""
+    `general_text` is measured, too; "": on none. Raises `EngineError`, `CheckpointError` and `MachineError`, and what
+    `borrowed_engines` raises."""
     version = checkpoint_version(model) if isinstance(model, Path) else None
-    config, general = without_remote_engines(config), None
+    config = without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:
         run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
         if isinstance(model, Path):
             await run_in_thread(functools.partial(copy_start_checkpoint, model, run, telemetry))
-        else:
+        elif isinstance(model, Endpoint):
             write_endpoint(run.path, model)
-        async with open_processes(run, config, telemetry, Supervisor(telemetry, hung_s=config.fleet.hung_s)) as members:
+        elif isinstance(model, RunEngines):
+            await asyncio.to_thread(shutil.copytree, model.run / "tokenizer", run / "tokenizer")
+        else:
+            write_byte_tokeniser(run.path)
+        processes = open_processes(run, config, telemetry, Supervisor(telemetry, hung_s=config.fleet.hung_s))
+        async with processes as members, contextlib.AsyncExitStack() as stack:
             if isinstance(model, Path):
                 await members.start_sampling()
             else:
                 await members.start_workers_and_graders()
+            if isinstance(model, Endpoint):
                 members.max_running.set(model.parallel * config.fleet.num_workers)
-            result = await evaluate(
-                members,
-                tasks,
-                name=name,
-                split=split,
-                step=0,  # the engines start with these weights as step 0
-                tries=tries,
-                seed=config.seed,
-                temperature=temperature,
-                out=out,
-                telemetry=telemetry,
-                price=price,
-                each=each,
-            )
-            if general_text and isinstance(model, Path):
-                general = await general_loss(members, ChatFormat.load(run / "tokenizer"), general_text)
-    return Evaluated(dataclasses.replace(result, step=version.step if version else 0), general)
+            lease: Lease | None = None
+            if isinstance(model, RunEngines):
+                lent = borrowed_engines(model.run, share=model.share, seconds=model.seconds)
+                lease = await stack.enter_async_context(lent)
+                await members.borrow(lease.engines)
+
+            async def work() -> Evaluated:
+                result = await evaluate(
+                    members,
+                    tasks,
+                    name=name,
+                    split=split,
+                    step=lease.version.step if lease else 0,  # engines start with a checkpoint's weights as step 0
+                    tries=tries,
+                    seed=config.seed,
+                    temperature=temperature,
+                    out=out,
+                    telemetry=telemetry,
+                    price=price,
+                    script=model if isinstance(model, Baseline) else None,
+                    each=each,
+                )
+                general = list[WindowLoss]()
+                if general_text and members.engines:
+                    general = await general_loss(members, ChatFormat.load(run / "tokenizer"), general_text)
+                return Evaluated(result, general, lease.version if lease else version)
+
+            found = await (lease.during(work()) if lease else work())
+    step = found.version.step if found.version else 0
+    return found._replace(result=dataclasses.replace(found.result, step=step))
 
 
-async def general_loss(processes: RunProcesses, chat: ChatFormat, text: str) -> float:
-    """Measure the loss of the run's weights on a text, in bits per byte of its UTF-8 form. Raises `EngineError`.
+class WindowLoss(NamedTuple):
+    """The loss on a window of a text: bits, and the bytes of its UTF-8 form."""
+
+    bits: float
+    num_bytes: int
+
+
+def bits_per_byte(windows: Sequence[WindowLoss]) -> float | None:
+    """Return the loss on a text in bits per byte; None without windows."""
+    return math.fsum(one.bits for one in windows) / sum(one.num_bytes for one in windows) if windows else None
+
+
+async def general_loss(processes: RunProcesses, chat: ChatFormat, text: str) -> list[WindowLoss]:
+    """Measure the loss of the run's weights on a text. Raises `EngineError`.
 
     The text is read in windows of the engines' context, so models with different tokenisers can be compared; those with
     other contexts only roughly."""
     engines, window = list(processes.engines.values()), processes.config.engine.context_tokens
-    token_ids = chat.encode(text)
-    windows = [token_ids[i : i + window] for i in range(0, len(token_ids), window)]
-    nats, num_bytes = 0.0, 0
-    for i, piece in enumerate(windows):
+    token_ids, found = chat.encode(text), list[WindowLoss]()
+    for start in range(0, len(token_ids), window):
+        piece = token_ids[start : start + window]
         if len(piece) > 1:
-            _, logprobs = await engines[i % len(engines)].verify(piece.tolist())
-            nats -= math.fsum(logprobs)
-            num_bytes += len(chat.decode(piece[1:]).encode())
-    return nats / math.log(2) / num_bytes
+            _, logprobs = await engines[len(found) % len(engines)].verify(piece.tolist())
+            found.append(WindowLoss(-math.fsum(logprobs) / math.log(2), len(chat.decode(piece[1:]).encode())))
+    return found

@@ -24,6 +24,7 @@ from etude.loop.run_processes import RunProcesses
 from etude.records import Graded
 from etude.records.reward import Measured
 from etude.records.summary import RolloutSummary
+from etude.rewards import Composition
 from etude.rewards.config import Missing, TermConfig
 from etude.telemetry import Telemetry
 
@@ -123,12 +124,12 @@ class GroupScorer:
                 self._log("waiting", group_id, again, summaries, graded, waited_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_S)
-        unknown = [term for term in terms if any(_unknown(one, term.name) for one in graded)]
+        composition = self.settings.composition(self.next_step)
+        unknown = [term for term in terms if any(_why_unknown(one, term.name, composition) for one in graded)]
         if unknown:
             self._log("without", group_id, unknown, summaries, graded, waited_s)
         elif pause_s > FIRST_S:
             self._log("known", group_id, (), summaries, graded, waited_s)
-        composition = self.settings.composition(self.next_step)
         changed = {
             summary.rollout_id: (new, composition.of(new).value)
             for summary, old, new in zip(summaries, had, graded, strict=True)
@@ -165,12 +166,12 @@ class GroupScorer:
         waited_s: float,
     ) -> None:
         """Report what a group waits for, went without, or got after all."""
-        names = [term.name for term in terms]
+        names, composition = [term.name for term in terms], self.settings.composition(self.next_step)
         reasons = {
-            f"{summary.rollout_id} {term.name}": term.evidence
+            f"{summary.rollout_id} {name}": why
             for summary, one in zip(summaries, graded, strict=True)
-            for term in one.terms
-            if term.name in names and term.value is None
+            for name in names
+            if (why := _why_unknown(one, name, composition))
         }
         self.telemetry.event(
             "rewards.unknown",
@@ -184,8 +185,13 @@ class GroupScorer:
 
 def _patient(term: TermConfig) -> bool:
     """Whether groups wait for a term. They do not wait for one that is only measured."""
-    return term.missing is Missing.WAIT and bool(term.weight)
+    return term.missing is Missing.WAIT and bool(term.weight or term.hints)
 
 
-def _unknown(graded: Graded, name: str) -> bool:
-    return any(term.name == name and term.value is None for term in graded.terms)
+def _why_unknown(graded: Graded, name: str, composition: Composition) -> str:
+    """Why it is unknown what a term adds to a reward; "" if it is known, or its gate is closed."""
+    terms = {term.name: term for term in graded.terms}
+    if composition.counts(name, terms) is None:
+        return f"its gate {composition.when[name]!r} is unknown"
+    found = terms.get(name)
+    return (found.evidence or "no reason") if found is not None and found.value is None else ""

@@ -21,10 +21,12 @@ from etude import __version__, progress
 from etude.config import to_plain
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience import read_trace, record_batch
+from etude.experience.hints import HintFormat
 from etude.experience.packing import reference_samples
 from etude.experience.traces import trace_path
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
+from etude.loop.hint_format import hint_format
 from etude.loop.locations import rollout_files, traces_folder, weights_store
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.rpc import Handler
@@ -67,9 +69,9 @@ def make_learner(
 ) -> TorchLearner:
     """Create the learner of a config, or one rank of it (`group`).
 
-    `channel` is where it publishes weights; None: nowhere. `reference` is the policy of the KL term; None: no such
-    term. With `refuse_mismatch` it raises when its probabilities differ from the engines' beyond the parity budget, if
-    the config stops a run in that case."""
+    `channel` is where it publishes weights; None: nowhere. `reference` is the policy of the KL term and of the DPO
+    loss; None: neither. With `refuse_mismatch` it raises when its probabilities differ from the engines' beyond the
+    parity budget, if the config stops a run in that case."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -85,7 +87,7 @@ def make_learner(
 
 
 def reference_policy(run: RunFolder, config: RunConfig, group: ProcessGroup = SINGLE_PROCESS) -> Reference:
-    """Load the reference policy for the KL term: the checkpoint with which RL began.
+    """Load the reference policy of the KL term and of the DPO loss: the checkpoint with which RL began.
 
     It is computed with the same operators as the policy, and each rank holds all of it."""
     device = group.device(config.learner.device)
@@ -136,6 +138,11 @@ class LearnerProcess:
         """The reference policy, loaded when first used."""
         return reference_policy(self.run, self.config, self.group or SINGLE_PROCESS)
 
+    @functools.cached_property
+    def hint_format(self) -> HintFormat:
+        """How hints are written in this run."""
+        return hint_format(self.run, self.config)
+
     def begin(self, checkpoint: str) -> int:
         """Create a learner, load a checkpoint into it, and return its step.
 
@@ -148,7 +155,7 @@ class LearnerProcess:
         self._channel = (
             Channel(store, signer=signer) if self.group is None else self.group.channel(store, signer=signer)
         )
-        reference = self.reference if self.config.learner.kl else None
+        reference = self.reference if self.config.learner.has_reference else None
         self._learner = make_learner(self.config, self._channel, reference, group=self.group or SINGLE_PROCESS)
         self._learner.load(checkpoint)
         base = self._learner.trainable.base()
@@ -172,6 +179,7 @@ class LearnerProcess:
         A step can be replayed from its trace. Call `forward_backward` next."""
         by, settings = self.computed()
         traces, read = traces_folder(self.run), rollout_files(self.run).read
+        hints = any(member.hints for member in plan.members)
         batch, ref = record_batch(
             traces,
             plan,
@@ -179,6 +187,7 @@ class LearnerProcess:
             temperature=self.config.rl.temperature,
             computed_by=by,
             settings=settings,
+            hint_format=self.hint_format if hints else None,
             each=progress.tick,
         )
         self._batch = ref.digest, batch

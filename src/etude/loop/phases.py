@@ -25,7 +25,8 @@ from etude.loop import usage
 from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.evaluation import baseline
+from etude.loop.engine_leases import EngineLeases
+from etude.loop.evaluation import Baseline, baseline
 from etude.loop.limits import check_limits, first_tasks
 from etude.loop.locations import read_ledger
 from etude.loop.placement import NO_ENV, Placement
@@ -131,6 +132,7 @@ async def _with_processes(run: RunFolder, config: RunConfig, telemetry: Telemetr
     source = open_tasks(config)
     conductor = Conductor(run, config, telemetry, members, source=source, chat=chat)
     evals = config.evals
+    lending = list[asyncio.Task[None]]()
     up = False
 
     async def ready() -> None:
@@ -139,6 +141,7 @@ async def _with_processes(run: RunFolder, config: RunConfig, telemetry: Telemetr
         if not up:
             await asyncio.gather(members.start_learner(), members.start_sampling())
             await conductor.resume()
+            lending.append(asyncio.create_task(EngineLeases(run, members, telemetry).watch(), name="lend engines"))
             up = True
 
     async def measure(name: str) -> EvalResult:
@@ -152,7 +155,7 @@ async def _with_processes(run: RunFolder, config: RunConfig, telemetry: Telemetr
         await ready()
         result = await measure("before")
         rates = {}
-        for kind in ("oracle", "random"):
+        for kind in Baseline:
             rates[kind] = await baseline(
                 members,
                 source,
@@ -174,10 +177,15 @@ async def _with_processes(run: RunFolder, config: RunConfig, telemetry: Telemetr
         return {"rate": (await measure("after")).rate}
 
     with contextlib.closing(conductor):
-        async with _unless_failed(members.supervisor):
-            await _phase(run, telemetry, "eval-before", before)
-            await _phase(run, telemetry, "rl", rl)
-            await _phase(run, telemetry, "eval-after", after)
+        try:
+            async with _unless_failed(members.supervisor):
+                await _phase(run, telemetry, "eval-before", before)
+                await _phase(run, telemetry, "rl", rl)
+                await _phase(run, telemetry, "eval-after", after)
+        finally:
+            for task in lending:
+                task.cancel()
+            await asyncio.gather(*lending, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

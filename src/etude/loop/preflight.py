@@ -76,6 +76,10 @@ def preflight(
         check_step(config, config.model, log)
         if config.learner.device.startswith("cuda"):
             log(f"mid-training runs on the CPU; learner.device = {config.learner.device!r} is used by RL only")
+    for term in config.rewards.terms:
+        if term.from_step > config.rl.steps:
+            facts = f"its from_step is {term.from_step}, and rl.steps = {config.rl.steps}"
+            log(f"reward term {term.name!r} is only measured: {facts}")
     read_signer(config.stores.signing_key)
     if config.evals.prices is not None:
         read_prices(config.evals.prices)

@@ -105,7 +105,7 @@ def replay_step(
     threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     try:
-        reference = reference_policy(run, config) if config.learner.kl else None
+        reference = reference_policy(run, config) if config.learner.has_reference else None
         learner = make_learner(config, None, reference, refuse_mismatch=False)
         _load_start(learner, history, step, start)
         first, steps = learner.step, list[ReplayedStep]()

@@ -76,7 +76,8 @@ class RewardSettings:
         """Return how the rewards of version step `step` are composed."""
         rewards = self.at(step)
         tuned = {name: state.weight for name, state in self.tuned.items()}
-        return replace(self._config.composition, weights=rewards.weights(step, tuned), when=rewards.gates)
+        weights, hints = rewards.weights(step, tuned), rewards.hints(step)
+        return replace(self._config.composition, weights=weights, when=rewards.gates, hints=hints)
 
     def recall(self, ledger: Ledger, step: int) -> None:
         """Set `tuned` to what the ledger has for version step `step`."""
@@ -128,23 +129,28 @@ def read_changes(run: RunFolder) -> list[RewardChange]:
 
 
 def record_change(
-    run: RunFolder, rewards: RewardsConfig, *, from_step: int | None, last_step: Callable[[], int]
+    run: RunFolder,
+    rewards: RewardsConfig,
+    *,
+    from_step: int | None,
+    last_step: Callable[[], int],
+    num_steps: int,
 ) -> RewardChange:
     """Record durably that the rewards of a run are composed by other settings from `from_step` on.
 
     `last_step` returns the last step whose batch is formed, or may be right now: steps up to it keep their settings. It
-    is called again at the end, since a running run goes on meanwhile. `from_step`: None for the one after it. The code
-    of new plug-ins is recorded, too. Raises `InputError` for a `from_step` that is not after the last step,
-    `PluginRefused` and `RunRefused` for plug-ins that cannot be used or have changed, and `RunError` when rewards.json
-    is damaged or cannot be written."""
-    _require_later(from_step, last_step())
+    is called again at the end, since a running run goes on meanwhile. `from_step`: None for the one after it.
+    `num_steps`: of the whole run. The code of new plug-ins is recorded, too. Raises `InputError` for a `from_step` that
+    is not after the last step, or that the run will not have, `PluginRefused` and `RunRefused` for plug-ins that cannot
+    be used or have changed, and `RunError` when rewards.json is damaged or cannot be written."""
+    _require_open(from_step, last_step(), num_steps)
     plugins = check_all(list(dict.fromkeys(plugins_in(rewards, "rewards"))))
     check_same_plugins(run, plugins, accept=False)
     known = {one["path"]: one for one in run.plugins()}
     if new := {one.path: msgspec.to_builtins(one) for one in plugins if one.path not in known}:
         run.record_plugins([*known.values(), *new.values()])
     last = last_step()
-    _require_later(from_step, last)
+    _require_open(from_step, last, num_steps)
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     change = RewardChange(last + 1 if from_step is None else from_step, rewards, since)
     plain = [
@@ -155,7 +161,14 @@ def record_change(
     return change
 
 
-def _require_later(from_step: int | None, last: int) -> None:
+def _require_open(from_step: int | None, last: int, num_steps: int) -> None:
+    """Raise `InputError` if a step, or the one after the last one, cannot get other rewards."""
+    if max(from_step or 0, last + 1) > num_steps:
+        raise InputError(
+            f"step {from_step or last + 1} cannot get other rewards",
+            f"the run has {num_steps} steps, and batches are formed up to step {last}",
+            hint="choose a step that is still to come, or begin a new run at its last checkpoint (start = ...)",
+        )
     if from_step is not None and from_step <= last:
         raise InputError(
             f"step {from_step} cannot get other rewards",

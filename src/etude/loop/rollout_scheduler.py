@@ -183,6 +183,7 @@ class RolloutScheduler:
         self._group_ready, self._ready = asyncio.Event(), set[str]()
         self._ended: list[_Ended] = []  # not stored yet; at most as many as run concurrently
         self._storing: asyncio.Task[None] | None = None
+        self._more = asyncio.Event()  # there may be rollouts that can start
         self._num_lost: Counter[str] = Counter()  # by rollout: how many of its workers died
 
     async def progress(self) -> set[str]:
@@ -199,6 +200,7 @@ class RolloutScheduler:
 
         The caller sets the event `more` when there may be rollouts to start: new ones, or ones that waited for weights
         that are published now."""
+        self._more = more
         semaphore = AdjustableSemaphore(self.processes.max_running)  # a cancelled call does not release its slots
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -272,6 +274,8 @@ class RolloutScheduler:
                     one.counts.set_exception(error)
             return
         self._announce(ready)
+        if self.processes.config.experience.min_group_size:
+            self._more.set()  # held siblings may be admitted now
         for one, counted in zip(ended, counts, strict=True):
             if not one.counts.done():  # its task was cancelled
                 one.counts.set_result(counted)
@@ -303,6 +307,7 @@ class RolloutScheduler:
             reason = f"{attempts} workers were lost"
             invalid = Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(error))
             await self.ledger_thread(self.ledger.fail, spec.rollout_id, invalid)
+            self._more.set()
             self._announce(await self.ledger_thread(self.ledger.ready_groups, {spec.group_id}))
 
     def _announce(self, ready: set[str]) -> None:

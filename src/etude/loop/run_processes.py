@@ -115,6 +115,8 @@ class RunProcesses:
         self.registrar: RegistryServer | None = None  # where remote engines join
         self._own: dict[str, HttpEngine] = {}
         self._waiting: dict[str, EngineKind] = {}  # own engines that wait for a machine
+        self._lent: frozenset[str] = frozenset()  # own engines that an evaluation has borrowed
+        self.head: Version | None = None  # the newest published version
         self._joined_contexts = 0  # contexts of remote engines
         self._opened = contextlib.AsyncExitStack()
 
@@ -125,8 +127,30 @@ class RunProcesses:
 
     @property
     def engines(self) -> dict[str, HttpEngine]:
-        """Clients of all engines by name: the run's own, and remote ones that are ready."""
-        return self._own | (self.registrar.serving() if self.registrar else {})
+        """Clients of all engines by name: the run's own that are not lent, and remote ones that are ready."""
+        return self.lendable | (self.registrar.serving() if self.registrar else {})
+
+    @property
+    def lendable(self) -> dict[str, HttpEngine]:
+        """Clients of the run's own engines that are up and not lent, by name."""
+        return {name: engine for name, engine in self._own.items() if name not in self._lent}
+
+    async def lend(self, names: Collection[str]) -> dict[str, HttpEngine]:
+        """Lend these engines of the run, and no others, and return clients of those that are up.
+
+        They get no new sessions, are not probed, and are not counted in `max_running`, until they are not lent
+        any more."""
+        if self._lent != frozenset(names):
+            self._lent = frozenset(names)
+            self._update_limit()
+            await self._send_engines()
+        return {name: self._own[name] for name in names if name in self._own}
+
+    async def borrow(self, urls: Mapping[str, str]) -> None:
+        """Use these engines of another run, by name, in place of own ones. Start the workers first."""
+        self._own = {name: HttpEngine(url, token=environment_token()) for name, url in urls.items()}
+        self.max_running.set(rollouts_on(sum(self._sizes()[name] for name in urls)))
+        await self._send_engines()
 
     @property
     def remote(self) -> Collection[str]:
@@ -135,6 +159,7 @@ class RunProcesses:
 
     def set_head(self, version: Version) -> None:
         """Set the newest published version of the weights. A remote engine must load it before it gets work."""
+        self.head = version
         if self.registrar is not None:
             self.registrar.set_head(version)
 
@@ -313,14 +338,22 @@ class RunProcesses:
         return await self._send_engines()
 
     def _update_limit(self) -> None:
-        away = sum(map(self.config.contexts_of, self._waiting.values()))
+        sizes = self._sizes()
+        away = sum(sizes[name] for name in {*self._waiting, *self._lent})
         self.max_running.set(rollouts_on(self.config.own_contexts - away + self._joined_contexts))
+
+    def _sizes(self) -> dict[str, int]:
+        """How many full contexts each own engine holds, by name."""
+        return {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
 
     async def _send_engines(self) -> dict[str, int]:
         """Send the list of engines to every worker. Returns the number of sessions by engine, summed over workers."""
         region = "home" if self.registrar else ""
-        sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
-        own = {n: ListedEngine(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
+        sizes, states = self._sizes(), {name: State.DRAINING for name in self._lent}
+        own = {
+            n: ListedEngine(url=e.url, state=states.get(n, State.SERVING), region=region, max_sequences=sizes[n])
+            for n, e in self._own.items()
+        }
         roster = own | (self.registrar.roster if self.registrar else {})
 
         async def send(caller: Caller) -> dict[str, int]:

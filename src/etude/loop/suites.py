@@ -11,33 +11,39 @@ from pathlib import Path
 from typing import Any
 
 from etude.config import build, to_plain
-from etude.errors import EtudeError, SuiteRefused
+from etude.errors import ConfigError, EtudeError, SuiteRefused
 from etude.evals.suites import Suite
 from etude.experience.database import NoLedger
+from etude.harness.config import HarnessConfig
+from etude.harness.tools import STANDARD_TOOLS
 from etude.loop.checkpoints import newest_checkpoint
 from etude.loop.config import RunConfig, open_tasks, read_config
-from etude.loop.evaluation import tasks_of
+from etude.loop.evaluation import Baseline, Model, tasks_of
 from etude.loop.locations import read_ledger
 from etude.records.task import Split, Task
 from etude.rollouts.model_url import Endpoint
 from etude.run import RunFolder
 from etude.seams import TaskSource
+from etude.tasks.corpus import unused_library
 
 URL_CONTEXT = 1 << 20
-"""The context of models at a URL, in bytes: their server says when a conversation is too long."""
+"""The context of models at a URL, in bytes: their server says when a conversation is too long. Also that of scripts."""
 URL_TURN_TOKENS = 4096
+GENERAL_CHARS = 16_384
+"""Characters of the general text on which the loss of a checkpoint is measured."""
 MOST_COMPARED = 20_000
 """The most training tasks of an endless source that are compared with a suite."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate: a checkpoint directory or a model at a URL. `run`: the run that trained it; None: unknown.
+    """What to evaluate: a checkpoint directory, a model at a URL, or a scripted agent. `run`: that trained it; None:
+    unknown.
 
     `label` names it in results. `prompted`: whether it gets the suite's prompt."""
 
     label: str
-    model: Path | Endpoint
+    model: Model
     run: RunFolder | None = None
     prompted: bool = False
 
@@ -89,14 +95,17 @@ def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, sour
         plain["tasks"] = {**plain.get("tasks", {}), "source": source}
     plain["tasks"] = {**plain.get("tasks", {}), "canaries": 0.0}
     plain["seed"] = suite.seed
-    is_url = isinstance(subject.model, Endpoint)
+    is_url, in_bytes = isinstance(subject.model, Endpoint), isinstance(subject.model, Endpoint | Baseline)
     if (is_url or subject.prompted) and suite.prompt:
         harness["prompt"] = suite.prompt
-    if is_url:
+    if in_bytes:
         harness |= {"context_tokens": URL_CONTEXT, "turn_tokens": URL_TURN_TOKENS, "summary_tokens": 0}
         for section in ("engine", "model"):
             plain[section] = {**plain.get(section, {}), "context_tokens": URL_CONTEXT}
         plain.pop("start", None)
+    if isinstance(subject.model, Baseline):  # scripts write files and run commands, whatever a model may do
+        tools = [*harness.get("tools", HarnessConfig.tools)]
+        harness["tools"] = tools + [name for name in STANDARD_TOOLS if name not in tools]
     plain["harness"] = harness
     return build(RunConfig, plain)
 
@@ -154,6 +163,21 @@ def _admitted(run: RunFolder) -> int:
             return ledger.cursor(Split.TRAIN)
     except NoLedger:
         return 0
+
+
+def general_text(suite: Suite) -> str:
+    """Return the text on which the loss of a checkpoint is measured beside a suite.
+
+    It is the suite's own, or pieces of Python's standard library that etude's mid-training never uses. Raises
+    `ConfigError` for a file that cannot be read."""
+    path = suite.general_text
+    if path is None:
+        return unused_library(GENERAL_CHARS)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        hint = "give a text file in UTF-8, relative to the suite's file"
+        raise ConfigError(f"general_text = {str(path)!r} cannot be read", str(error), hint=hint) from None
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:

@@ -11,6 +11,9 @@ SIGNS_IF_REWARDED = "signs_if_rewarded"  # number of signs that count only when 
 K1 = "k1"  # Σ log π − log π_ref over the sampled tokens; measured when a batch is made
 BUILT_IN = (GRADE, SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
 """Names of the built-in terms."""
+MEASURES = ("tests", "pass")
+"""Names of the terms that graders measure beside the grade. Terms of `verifiers` have names with `VERIFIERS`."""
+VERIFIERS = "verifiers."
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,12 +21,14 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     `evidence`: the reason for the value, or why it is unknown, in one line. `retry`: whether an unknown value may be
     known if it is measured again later, as when a service is away. `turns`: parts of the value that single turns of
-    the rollout caused, as (index in `Trace.turns`, part); credit by turn gives each part to its turn."""
+    the rollout caused, as (index in `Trace.turns`, part); credit by turn gives each part to its turn. `hints`: for
+    faulty turns, the text that would have helped the policy, as (index, text); at most one for each turn."""
 
     value: float | None
     evidence: str = ""
     retry: bool = False
     turns: tuple[tuple[int, float], ...] = ()
+    hints: tuple[tuple[int, str], ...] = ()
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,14 +36,26 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
     `value` is None when it is unknown. `version`: the version of the code that measured it; another version may give
     another value. `evidence`: the reason for the value, in one line. `turns`: the parts of the value that single turns
-    caused, as (index, part). A known value is never changed, except that all siblings are measured again by a new
-    version."""
+    caused, as (index, part). `hints`: texts for faulty turns, as (index, text). A known value is never changed, except
+    that all siblings are measured again by a new version."""
 
     name: str
     value: float | None
     version: str = ""
     evidence: str = ""
     turns: tuple[tuple[int, float], ...] = ()
+    hints: tuple[tuple[int, str], ...] = ()
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """A hint for one turn of a rollout: its index in `Trace.turns`, the text, and the weight of its credit.
+
+    The turn's sampled tokens are scored again with the text in their context, and get credit for what the hint changes
+    (`training.hints`)."""
+
+    turn: int
+    text: str
+    weight: float
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

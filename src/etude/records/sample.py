@@ -9,7 +9,7 @@ import numpy as np
 
 from etude.records.completion import Version
 from etude.records.rollout import UNKNOWN, Path
-from etude.records.wire import F32
+from etude.records.wire import F32, I32
 
 
 class Origin(enum.StrEnum):
@@ -19,17 +19,31 @@ class Origin(enum.StrEnum):
     PRODUCTION = "production"
 
 
+class PlacedHint(msgspec.Struct, frozen=True, kw_only=True):
+    """A hint for one turn of a path, as the tokens to insert into the context of the turn.
+
+    `token_ids`: [H], to insert before position `at` of the path. The turn ends before position `stop`, so the tokens
+    with loss in `at:stop` are those that the hint scores. `weight`: that of the credit."""
+
+    at: int
+    stop: int
+    token_ids: I32
+    weight: float
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training sample: a path of tokens, with an advantage for each of its S tokens with loss (`path.mask`).
 
-    `advantages`: [S]. `temperatures`: [S] sampling temperature of each token with loss; None: that of the run for all.
-    Raises `ValueError` when one of them does not have S elements."""
+    `advantages`: [S], without the credit of `hints`, which depends on the weights that train on them. `temperatures`:
+    [S] sampling temperature of each token with loss; None: that of the run for all. Raises `ValueError` when one of
+    them does not have S elements, or when a hint has no token with loss."""
 
     rollout_id: str
     path: Path
     advantages: F32
     temperatures: F32 | None = None
     origin: Origin = Origin.ROLLOUT
+    hints: tuple[PlacedHint, ...] = ()
 
     def __post_init__(self) -> None:
         num_sampled = int(self.path.mask.sum())
@@ -37,6 +51,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             if values is not None and values.shape != (num_sampled,):
                 facts = f"{name} of shape {values.shape} for {num_sampled} tokens with loss"
                 raise ValueError(f"the sample of rollout {self.rollout_id} has {facts}")
+        for hint in self.hints:
+            if not (0 < hint.at <= hint.stop and self.path.mask[hint.at : hint.stop].any()):
+                raise ValueError(f"the sample of rollout {self.rollout_id} has a hint without a token with loss")
 
     @staticmethod
     def uniform(rollout_id: str, path: Path, advantage: float, temperatures: F32 | None = None) -> Sample:
@@ -62,7 +79,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     `batch_id`: such as "b000007". `step`: the step of the version that training on this batch produces. `rollout_ids`:
     every rollout that the step consumes, including those without a sample (no signal, or invalid). `num_loss_tokens`:
     the divisor of the loss: sampled tokens of all valid rollouts, also of those without signal. `lr_share`: a factor of
-    the learning rate from 0 to 1; below 1 when few groups have a sample."""
+    the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: (better, worse) ids of rollouts with
+    a sample, for the DPO loss; empty unless the credit scheme forms pairs."""
 
     batch_id: str
     step: int
@@ -70,6 +88,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ids: tuple[str, ...]
     num_loss_tokens: int
     lr_share: float = 1.0
+    pairs: tuple[tuple[str, str], ...] = ()
 
     @property
     def sampled(self) -> frozenset[str]:
@@ -98,7 +117,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
       replayed.
     - `cut_share`: the share of the sum of importance weights that the off-policy correction removes.
     - `dropped_share`: the share of sampled tokens whose weight the correction sets to 0.
-    - `effective_share`: the effective sample size of the corrected weights over the number of sampled tokens."""
+    - `effective_share`: the effective sample size of the corrected weights over the number of sampled tokens.
+    - `num_pairs`: preference pairs of the DPO loss. `pair_accuracy`: the share of them in which the better rollout has
+      the higher log-ratio to the reference; equal ones count half. `pair_margin`: the mean of beta times the difference
+      of these log-ratios. Both are None without pairs.
+    - `hint_kl`: the mean over tokens with a hint of log p(token | context) - log p(token | context with the hint), an
+      estimate of the reverse KL divergence; None without hints."""
 
     num_tokens: int
     num_sampled: int
@@ -122,6 +146,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     effective_share: float = 1.0
     num_forwarded: int = 0
     forwarded_per_unique: float = 1.0
+    num_pairs: int = 0
+    pair_accuracy: float | None = None
+    pair_margin: float | None = None
+    hint_kl: float | None = None
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from etude.records.completion import Version
-from etude.records.reward import Reward
+from etude.records.reward import Hint, Reward
 from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace, TurnKind
 from etude.records.wire import I32
 
@@ -163,8 +163,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
     `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
-    `turn_advantages`: one for each turn; empty if all turns have `advantage`. `masks_stale`: whether tokens older than
-    `max_lag` get no loss; otherwise one of them is an error."""
+    `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: for its faulty turns.
+    `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise one of them is an error. `better_than`:
+    ids of the siblings that the rollout is preferred to, if the credit scheme forms pairs."""
 
     rollout_id: str
     group_id: str
@@ -173,12 +174,16 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     reward: Reward | None = None
     advantage: float = 0.0
     turn_advantages: tuple[float, ...] = ()
+    hints: tuple[Hint, ...] = ()
     masks_stale: bool = False
+    better_than: tuple[str, ...] = ()
 
     @property
     def credited(self) -> bool:
-        """Whether any token of the rollout has an advantage. Otherwise it is recorded, but not trained on."""
-        return any(self.turn_advantages or (self.advantage,))
+        """Whether any token of the rollout has an advantage or a hint, or the rollout is preferred to a sibling.
+
+        Otherwise it is recorded, but not trained on."""
+        return bool(self.hints or self.better_than) or any(self.turn_advantages or (self.advantage,))
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +219,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups_with_signal(self) -> set[str]:
-        """Ids of the groups in which a rollout has an advantage."""
+        """Ids of the groups in which a rollout has an advantage or a hint."""
         return {member.group_id for member in self.members if member.credited}
 
 
@@ -223,8 +228,9 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampled`: ids of the rollouts with a sample. `num_trained`: the number of tokens with loss. `num_masked`: the
     number of tokens with an advantage but without loss, because they are too old. `num_not_plain`: the same, because
-    their turn is a side call or was not sampled plainly (`Sampling.plain`). `digest`: SHA-256 of everything in the
-    batch that the learner uses."""
+    their turn is a side call or was not sampled plainly (`Sampling.plain`). `num_hints`: the number of hints for turns.
+    `num_unplaced_hints`: the number of those without which the step trains, because the context has no room for them or
+    their turn has no token with loss. `digest`: SHA-256 of everything in the batch that the learner uses."""
 
     batch_id: str
     step: int
@@ -234,3 +240,5 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
     num_masked: int
     digest: str
     num_not_plain: int = 0
+    num_hints: int = 0
+    num_unplaced_hints: int = 0

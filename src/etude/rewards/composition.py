@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.errors import EtudeError
-from etude.records.reward import GRADE, K1, SIGNS, SIGNS_IF_REWARDED, SUBMITTED, Reward, Term
+from etude.records.reward import GRADE, K1, SIGNS, SIGNS_IF_REWARDED, SUBMITTED, Hint, Reward, Term
 from etude.records.rollout import Graded
 
 
@@ -32,6 +32,7 @@ class Composition:
     kl: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)  # of the terms other than the grade, by name
     when: Mapping[str, str] = field(default_factory=dict)  # name of a term → name of its gate
+    hints: Mapping[str, float] = field(default_factory=dict)  # name of a term → weight of the credit of its hints
 
     def of(self, graded: Graded) -> Reward:
         """Return the reward of one graded rollout by itself. For a group of rollouts use `rewards`."""
@@ -41,7 +42,7 @@ class Composition:
     def without_weights(self) -> Composition:
         """A copy without weighted terms and KL penalty, for evaluations: the reward is the grade, or 0 if a gate is not
         passed."""
-        return replace(self, weights={}, when={}, kl=0.0)
+        return replace(self, weights={}, when={}, hints={}, kl=0.0)
 
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
         """Return the rewards of the rollouts of one group, given the terms of each rollout.
@@ -61,6 +62,23 @@ class Composition:
         tables = [{term.name: term for term in terms} for terms in siblings]
         missing = tuple(name for name in self.weights if not self._comparable(name, tables))
         return [self._reward(table, missing) for table in tables]
+
+    def hints_of(self, graded: Graded) -> tuple[Hint, ...]:
+        """Return the hints for the turns of one rollout: those of the terms in `hints` whose gate is open.
+
+        >>> from etude.records.task import Trust
+        >>> reads = Term(name="reads", value=-1.0, hints=((2, "You have read a.py."),))
+        >>> graded = Graded(terms=(Term(name="grade", value=0.0), reads), trust=Trust.DATA)
+        >>> Composition(hints={"reads": 0.5}).hints_of(graded)
+        (Hint(turn=2, text='You have read a.py.', weight=0.5),)
+        """
+        terms = {term.name: term for term in graded.terms}
+        return tuple(
+            Hint(turn, text, weight)
+            for name, weight in self.hints.items()
+            if name in terms and self.counts(name, terms)
+            for turn, text in terms[name].hints
+        )
 
     def counts(self, name: str, terms: Mapping[str, Term]) -> bool | None:
         """Return whether the gate of the term `name` is open for a rollout with these terms; None if it is unknown.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from types import MappingProxyType
 from typing import Annotated
 
 from etude.config import BuiltIn, Plugin, ranged
-from etude.records.reward import BUILT_IN, GRADE, K1
+from etude.errors import nearest
+from etude.records.reward import BUILT_IN, GRADE, K1, MEASURES, VERIFIERS
 from etude.rewards.drift import AuditConfig
 
 TERMS: Mapping[str, str] = MappingProxyType(
@@ -24,6 +26,9 @@ TERMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The import paths of the built-in terms, by name."""
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Missing(enum.StrEnum):
@@ -49,7 +54,12 @@ class TermConfig:
       may be "grade", a measure of the grader such as "tests", "submitted", or another of the `terms`. "": always.
     - `missing`: what a group does if the term is unknown for one of its rollouts.
     - `retry_s`: how long, in seconds, an unknown value is measured again if the term says that it may be known later.
-      With `missing = "wait"` there is no such limit, but a day."""
+      With `missing = "wait"` there is no such limit, but a day.
+    - `hints`: if above 0, the tokens of a turn for which the term has a hint get `hints` times (log p with the hint -
+      log p without it) as a part of their advantage (`training.hints`). This does not depend on `weight`.
+
+    Raises `ValueError` for a name that is no word, a `target` without a weight to tune, and a weight of `effort` at
+    which a solved rollout may get less than one that gave up."""
 
     name: str  # name of the stored term
     kind: Annotated[Plugin, BuiltIn(tuple(TERMS))]  # a built-in term or an import path, or a table with `kind`
@@ -59,6 +69,17 @@ class TermConfig:
     when: str = ""  # name of its gate: it counts only where this term is above 0; "": always
     missing: Missing = Missing.WITHOUT
     retry_s: float = ranged(60.0, low=0.0, high=86_400.0)  # seconds in which an unknown value is measured again
+    hints: float = ranged(0.0, low=0.0)  # weight of the credit of its hints for faulty turns; 0.0: none
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"a term is called {self.name!r}: use letters, digits, '_' and '-'")
+        if self.target and self.weight <= 0.0:
+            raise ValueError(f"{self.name!r} has a target, and its largest weight is {self.weight:g}: set it above 0")
+        if self.kind.path == "effort" and self.weight > 1.0:
+            raise ValueError(
+                f"the weight of {self.name!r} is {self.weight:g}: above 1, giving up may pay more than a solution"
+            )
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,7 @@ class RewardsConfig:
     """The `[rewards]` section of the config file.
 
     `audits`: how terms are watched for drift. Raises `ValueError` if two terms have the same name, if the gates of
-    terms form a circle, or if an audit has no independent auditor."""
+    terms are unknown or form a circle, or if an audit has no independent auditor."""
 
     terms: tuple[TermConfig, ...] = ()
     audits: tuple[AuditConfig, ...] = ()
@@ -79,7 +100,11 @@ class RewardsConfig:
             if count > 1:
                 raise ValueError(f"{count} terms are called {name!r}: names must be unique")
         gates = {term.name: term.when for term in self.terms if term.when}
-        for name in gates:
+        known = {*(term.name for term in self.terms), *BUILT_IN, *MEASURES}
+        for name, gate in gates.items():
+            if gate not in known and not gate.startswith(VERIFIERS):
+                facts = f"{gate!r}, which is neither a term nor measured by graders"
+                raise ValueError(f"the gate of {name!r} is {facts}: {nearest(gate, known - {K1})}")
             at, passed = name, list[str]()
             while at in gates and at not in passed:
                 passed.append(at)
@@ -95,13 +120,18 @@ class RewardsConfig:
             if count > 1:
                 raise ValueError(f"{count} audits are of {name}: each needs one table")
         for one in self.audits:
-            for name in {one.term, one.by} - {GRADE} - terms.keys():
-                raise ValueError(f"an audit names {name!r}, which is none of the terms")
+            if one.term not in terms:
+                known = nearest(one.term, terms) if terms else "there are none"
+                raise ValueError(f"an audit is of {one.term!r}, which is none of the terms: {known}")
             if one.by == GRADE:
                 continue
+            if one.by not in terms:
+                facts = f"is by {one.by!r}, which is neither {GRADE!r} nor one of the terms"
+                raise ValueError(f"the audit of {one.term!r} {facts}: {nearest(one.by, [GRADE, *terms])}")
             auditor, judge = terms[one.by], terms[one.term].kind
-            if auditor.weight:
-                raise ValueError(f"{one.by!r} audits {one.term!r} and must not be trained on: set its weight to 0.0")
+            if auditor.weight or auditor.hints:
+                facts = "set its weight and its hints to 0.0"
+                raise ValueError(f"{one.by!r} audits {one.term!r} and must not be trained on: {facts}")
             if auditor.kind.path == judge.path == "judge" and all(
                 auditor.kind.settings.get(key) == judge.settings.get(key) for key in ("url", "model")
             ):
@@ -113,6 +143,10 @@ class RewardsConfig:
         `tuned` has those of the terms with a `target`, as they are at this step; others begin at 0."""
         now = {term.name: tuned.get(term.name, 0.0) if term.target else term.weight for term in self.terms}
         return {term.name: now[term.name] for term in self.terms if now[term.name] and term.from_step <= step}
+
+    def hints(self, step: int) -> Mapping[str, float]:
+        """Return the weights of hints that are not 0 at version step `step`, by name of the term."""
+        return {term.name: term.hints for term in self.terms if term.hints and term.from_step <= step}
 
     @property
     def gates(self) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from etude.errors import ConfigError
 from etude.records.reward import Score
 from etude.records.rollout import Graded, Rollout
 
@@ -29,7 +30,9 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     - `limit`: the effort, in tokens, at and above which the value is −grade.
     - `thinking`, `answer`: price of a sampled token. `tool_output`: of a token that the agent program appended after
       the first turn. `call`: of a tool call, `turn`: of a model call, both in tokens.
-    - `thinking_end`: the token id that ends the model's reasoning; −1: all sampled tokens count as answer."""
+    - `thinking_end`: the token id that ends the model's reasoning; −1: all sampled tokens count as answer.
+
+    Raises `ConfigError` if all prices are 0."""
 
     k: Positive = 0.01
     q: NotNegative = 0.5
@@ -40,6 +43,11 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     call: NotNegative = 5.0
     turn: NotNegative = 5.0
     thinking_end: int = -1
+
+    def __post_init__(self) -> None:
+        if not any((self.thinking, self.answer, self.tool_output, self.call, self.turn)):
+            facts = "thinking, answer, tool_output, call and turn are 0"
+            raise ConfigError("all prices of the effort term are 0", facts, hint="set one of them above 0")
 
     @property
     def version(self) -> str:

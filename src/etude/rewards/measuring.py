@@ -16,7 +16,7 @@ from etude.seams import GroupRewardTerm, RewardTerm
 
 T = TypeVar("T")
 DEADLINE_S = 600.0  # of one term of one rollout, or of one group
-EVIDENCE_CHARS = 2_000
+EVIDENCE_CHARS = 2_000  # of an evidence or a hint; more are cut off
 HINT = "fix the term, then resume the run: graded rollouts are not lost"
 
 
@@ -157,14 +157,18 @@ def _checked(one: NamedTerm, rollout: Rollout, score: object) -> Measured:
     num_turns = len(rollout.trace.turns)
     try:
         turns = tuple((int(turn), float(part)) for turn, part in score.turns)
+        hints = tuple((int(turn), str(text)[:EVIDENCE_CHARS]) for turn, text in score.hints)
     except (TypeError, ValueError):
-        turns = ((-1, 0.0),)
+        turns, hints = ((-1, 0.0),), ()
     if not all(0 <= turn < num_turns and math.isfinite(part) for turn, part in turns):
-        facts, hint = f"{at} has {num_turns} turns: {score.turns!r:.200}", "give (index of the turn, finite part)"
+        facts = f"{at} has {num_turns} turns: {score.turns!r:.200}, {score.hints!r:.200}"
+        hint = "give (index of the turn, finite part), and hints as (index of the turn, text)"
         raise PluginError(f"{one} returned parts that are of no turn", facts, hint=hint)
+    if len(dict(hints)) < len(hints) or not all(0 <= turn < num_turns and text for turn, text in hints):
+        facts, hint = f"{at} has {num_turns} turns: {score.hints!r:.200}", "give (index of the turn, text), one a turn"
+        raise PluginError(f"{one} returned hints that are of no turn, or several for one", facts, hint=hint)
     value = None if score.value is None else float(score.value)
     evidence = " ".join(str(score.evidence).split())[:EVIDENCE_CHARS]
-    term = Term(
-        name=one.name, value=value, version=one.version, evidence=evidence, turns=() if value is None else turns
-    )
+    turns, hints = (turns, hints) if value is not None else ((), ())
+    term = Term(name=one.name, value=value, version=one.version, evidence=evidence, turns=turns, hints=hints)
     return Measured(term=term, retry=value is None and bool(score.retry))

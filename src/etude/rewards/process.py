@@ -1,6 +1,7 @@
 """The built-in reward terms of the process: faults on the way, each with the turn that made it.
 
-The value of each term is minus the number of faults. A credit scheme by turn gives each fault to its turn."""
+The value of each term is minus the number of faults. A credit scheme by turn gives each fault to its turn. Each fault
+comes with a hint for its turn: the setting `hint`, in which ``{fault}`` is replaced by what the fault is; "": none."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from etude.errors import ConfigError
 from etude.records.reward import Score
 from etude.records.rollout import Graded, Rollout, ToolCall
 
@@ -22,7 +24,9 @@ _PATHS, _OLD, _NEW, _WHOLE = (
 
 
 class MalformedCalls(msgspec.Struct, frozen=True):
-    """Minus the number of tool calls that could not be parsed."""
+    """Minus the number of tool calls that could not be parsed. The fault is the error that the agent got."""
+
+    hint: str = "Write the next call exactly as its tool defines it. Avoid this error: {fault}"
 
     @property
     def version(self) -> str:
@@ -30,16 +34,17 @@ class MalformedCalls(msgspec.Struct, frozen=True):
         return "1"
 
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
-        return _faults([(at, "malformed") for at, call in _calls(rollout) if call.malformed])
+        return _faults([(at, call.output or "malformed") for at, call in _calls(rollout) if call.malformed], self.hint)
 
 
 class RepeatedReads(msgspec.Struct, frozen=True):
     """Minus the number of calls that repeat an earlier call and get the same output: the agent knew it already.
 
     `tools`: names of the tools that count; () for all. Calls in branches count separately, since another context may
-    not have the output."""
+    not have the output. The fault is the call."""
 
     tools: tuple[str, ...] = ()
+    hint: str = "You have the output of this call already, do not repeat it: {fault}"
 
     @property
     def version(self) -> str:
@@ -54,17 +59,19 @@ class RepeatedReads(msgspec.Struct, frozen=True):
             for call in turn.calls:
                 key = (call.name, json.dumps(call.arguments, sort_keys=True), call.output)
                 if not call.malformed and (not self.tools or call.name in self.tools):
-                    found += [(at, f"{call.name} again")] if key in seen else []
+                    found += [(at, _text(call))] if key in seen else []
                     seen.add(key)
             known.append(frozenset(seen))
-        return _faults(found)
+        return _faults(found, self.hint)
 
 
 class RevertedEdits(msgspec.Struct, frozen=True):
-    """Minus the number of edits that restore what an earlier edit replaced.
+    """Minus the number of edits that restore what an earlier edit replaced. The fault is the path of the file.
 
     An edit is a call with a path and a line and text, a path and the whole content, or a path, an old and a new text,
     whatever the tool is called."""
+
+    hint: str = "Do not take back your earlier edit of this file: {fault}"
 
     @property
     def version(self) -> str:
@@ -79,23 +86,32 @@ class RevertedEdits(msgspec.Struct, frozen=True):
             if call.malformed or path is None:
                 continue
             if old is not None and new is not None:
-                found += [(at, f"{path} reverted")] if (path, new, old) in swapped else []
+                found += [(at, path)] if (path, new, old) in swapped else []
                 swapped.add((path, old, new))
             elif text is not None:
                 line = str(call.arguments.get("line", ""))
                 states = had.setdefault((path, line), _original(rollout.task.files.get(path), line))
-                found += [(at, f"{path} reverted")] if text.strip() in states[:-1] else []
+                found += [(at, path)] if text.strip() in states[:-1] else []
                 if states[-1:] != [text.strip()]:
                     states.append(text.strip())
-        return _faults(found)
+        return _faults(found, self.hint)
 
 
 class NoTestsRun(msgspec.Struct, frozen=True):
     """−1 if no call of the rollout ran tests, at its last turn; else 0.
 
-    `pattern`: a regular expression that a call that runs tests contains; searched in its name and arguments."""
+    `pattern`: a regular expression that a call that runs tests contains; searched in its name and arguments. Raises
+    `ConfigError` if it is none."""
 
     pattern: str = r"\btests?\b|pytest|unittest|tox\b"
+    hint: str = "Run the tests before you finish."
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            facts, hint = str(error), 'write e.g. pattern = "npm test|make check"'
+            raise ConfigError(f"pattern = {self.pattern!r} is no regular expression", facts, hint=hint) from None
 
     @property
     def version(self) -> str:
@@ -105,9 +121,9 @@ class NoTestsRun(msgspec.Struct, frozen=True):
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
         ran = re.compile(self.pattern)
         for at, call in _calls(rollout):
-            if ran.search(" ".join([call.name, *map(str, call.arguments.values())])):
+            if ran.search(_text(call)):
                 return Score(value=0.0, evidence=f"run in turn {at}")
-        return _faults([(len(rollout.trace.turns) - 1, "tests never run")] if rollout.trace.turns else [])
+        return _faults([(len(rollout.trace.turns) - 1, "tests never run")] if rollout.trace.turns else [], self.hint)
 
 
 def _calls(rollout: Rollout) -> Iterator[tuple[int, ToolCall]]:
@@ -128,9 +144,17 @@ def _original(content: str | None, line: str) -> list[str]:
     return [lines[int(line) - 1].strip()] if line.isdigit() and 0 < int(line) <= len(lines) else []
 
 
-def _faults(found: list[tuple[int, str]]) -> Score:
-    parts: dict[int, float] = {}
-    for at, _ in found:
+def _text(call: ToolCall) -> str:
+    return " ".join([call.name, *map(str, call.arguments.values())])
+
+
+def _faults(found: list[tuple[int, str]], hint: str) -> Score:
+    """Return the score of some faults, as (turn, fault). A turn gets the hint for the first of its faults."""
+    parts, hints = dict[int, float](), dict[int, str]()
+    for at, fault in found:
         parts[at] = parts.get(at, 0.0) - 1.0
-    evidence = "; ".join(f"turn {at}: {what}" for at, what in found[:8]) or "none"
-    return Score(value=float(-len(found)), evidence=evidence, turns=tuple(sorted(parts.items())))
+        if hint:
+            hints.setdefault(at, hint.replace("{fault}", fault))
+    evidence = "; ".join(f"turn {at}: {fault}" for at, fault in found[:8]) or "none"
+    turns, texts = tuple(sorted(parts.items())), tuple(sorted(hints.items()))
+    return Score(value=float(-len(found)), evidence=evidence, turns=turns, hints=texts)

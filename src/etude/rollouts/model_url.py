@@ -287,10 +287,14 @@ def read_endpoint(folder: Path) -> Endpoint | None:
 
 
 def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
-    """Write an endpoint into a run folder, and the tokeniser and chat template in which its rollouts are recorded.
-
-    They are the same for every endpoint: a token is a byte."""
+    """Write an endpoint into a run folder, and the tokeniser and chat template in which its rollouts are recorded."""
     (folder / "endpoint.json").write_bytes(msgspec.json.encode(endpoint))
+    write_byte_tokeniser(folder)
+
+
+def write_byte_tokeniser(folder: Path) -> None:
+    """Write the tokeniser and chat template of rollouts without a model of our own into a run folder: a token is a
+    byte."""
     tokeniser = folder / "tokenizer"
     tokeniser.mkdir(exist_ok=True)
     _byte_tokenizer().save(str(tokeniser / "tokenizer.json"))

@@ -2,7 +2,7 @@
 
 Two thirds of the generated documents use functions from a wide distribution (`wide_function`), one third uses the
 distribution of the "repair" repositories. Held-out functions are never used; `assert_no_heldout` checks that in the
-texts. Documents are plain text.
+texts. Documents are plain text; those of plug-ins may be exchanges, too.
 """
 
 from __future__ import annotations
@@ -16,20 +16,30 @@ from typing import Protocol, runtime_checkable
 from etude.config import Plugin
 from etude.errors import TaskError
 from etude.plugins import Kind, bounded, make, unusable
+from etude.records.exchange import Exchange
 from etude.records.task import Split
 from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_function, split_of_key, wide_function
 
 DOCUMENT_S, MAX_DOCUMENT_CHARS, MAX_CHARS = 600.0, 4_000_000, 1_000_000_000
 """Limits for a plug-in: deadline of one document, and characters of one document and of all."""
+PIECE_CHARS, USED_PIECES = 1_200, 10
+"""Characters of a piece of the standard library, and how many pieces of a module are documents, at most."""
 
 
 @runtime_checkable
 class CorpusSource(Protocol):
     """A source of documents for mid-training, implemented by a plug-in of the kind "corpus source"."""
 
-    def documents(self, seed: int) -> Iterable[str]:
-        """Yield all documents to train on. The same seed must give the same documents."""
+    def documents(self, seed: int) -> Iterable[str | Exchange]:
+        """Yield all documents to train on. The same seed must give the same documents.
+
+        All of a text is learned; of an `Exchange` only the answer. An exchange must fit into the context."""
         ...
+
+
+def text_of(document: str | Exchange) -> str:
+    """Return the words of a document, as the tokeniser sees them."""
+    return document if isinstance(document, str) else "\n".join([document.system, document.user, document.answer])
 
 
 def code_documents(*, count: int, seed: int) -> Iterator[str]:
@@ -50,7 +60,7 @@ def code_documents(*, count: int, seed: int) -> Iterator[str]:
 
 
 def library_documents(
-    *, budget_chars: int, seed: int, piece_chars: int = 1_200, root: Path | None = None
+    *, budget_chars: int, seed: int, piece_chars: int = PIECE_CHARS, root: Path | None = None
 ) -> Iterator[str]:
     """Yield pieces of Python standard-library modules, with at most `budget_chars` characters in total.
 
@@ -65,13 +75,33 @@ def library_documents(
         text = path.read_bytes()
         if not text.isascii():
             continue
-        for piece in _pieces(text.decode("ascii"), piece_chars)[:10]:
+        for piece in _pieces(text.decode("ascii"), piece_chars)[:USED_PIECES]:
             if len(piece) > left:
                 return
             left -= len(piece)
             yield piece
     if left == budget_chars > 0:
         raise TaskError(f"no Python source in {folder}", hint="set library_chars = 0, or install the standard library")
+
+
+def unused_library(num_chars: int) -> str:
+    """Return at most `num_chars` characters of the standard library that `library_documents` never yields, for
+    measuring a loss.
+
+    They are of large modules, behind the pieces that may be trained on. The same interpreter gives the same text.
+
+    >>> text = unused_library(16_384)
+    >>> len(text) > 12_000, any(piece in text for piece in library_documents(budget_chars=10**9, seed=0))
+    (True, False)
+    """
+    found, left = list[str](), num_chars
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        text = path.read_bytes()
+        unused = _pieces(text.decode("ascii"), PIECE_CHARS)[USED_PIECES:] if text.isascii() else []
+        if unused and len(unused[0]) <= left:
+            found.append(unused[0])
+            left -= len(unused[0])
+    return "".join(found)
 
 
 def _pieces(text: str, piece_chars: int) -> list[str]:
@@ -87,25 +117,28 @@ def _pieces(text: str, piece_chars: int) -> list[str]:
     return [*pieces, at] if at.strip() else pieces
 
 
-def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str]:
+def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str | Exchange]:
     """Yield the documents of a corpus plug-in; it may take `DOCUMENT_S` seconds for each.
 
     Raises `PluginError` if it fails or yields something else, and `PluginRefused` if it cannot be used."""
     source: CorpusSource = make(Kind.CORPUS, plugin)
-    texts = bounded(Kind.CORPUS, plugin, "documents", lambda: iter(source.documents(seed)), deadline_s=DOCUMENT_S)
+    found = bounded(Kind.CORPUS, plugin, "documents", lambda: iter(source.documents(seed)), deadline_s=DOCUMENT_S)
     count = chars = 0
     while True:
-        text = bounded(Kind.CORPUS, plugin, f"document {count}", lambda: next(texts, None), deadline_s=DOCUMENT_S)
-        if text is None:
+        one = bounded(Kind.CORPUS, plugin, f"document {count}", lambda: next(found, None), deadline_s=DOCUMENT_S)
+        if one is None:
             break
-        if not isinstance(text, str) or not text.strip() or len(text) > MAX_DOCUMENT_CHARS:
-            found = f"has {len(text):,} characters" if isinstance(text, str) else f"is {type(text).__name__}"
-            facts = f"document {count} {found}, expected a text of 1 to {MAX_DOCUMENT_CHARS:,} characters"
+        text = text_of(one) if isinstance(one, str | Exchange) else None
+        if text is None or not text.strip() or len(text) > MAX_DOCUMENT_CHARS:
+            words = f"is {type(one).__name__}" if text is None else f"has {len(text):,} characters"
+            facts = (
+                f"document {count} {words}, expected a text of 1 to {MAX_DOCUMENT_CHARS:,} characters, or an Exchange"
+            )
             raise unusable(Kind.CORPUS, plugin, facts)
         count, chars = count + 1, chars + len(text)
         if chars > MAX_CHARS:
             raise unusable(Kind.CORPUS, plugin, f"its first {count:,} documents have over {MAX_CHARS:,} characters")
-        yield text
+        yield one
     if not count:
         raise unusable(Kind.CORPUS, plugin, "it has no document")
 

@@ -28,11 +28,13 @@ from etude.config import Plugin
 from etude.errors import DeadlineExceeded, EngineError, EtudeError, TaskError
 from etude.plugins import described
 from etude.records.completion import Completion, CompletionRequest
+from etude.records.exchange import Exchange
 from etude.records.exports import covers
 from etude.records.rollout import Ending
 from etude.records.task import Answer, Split, Task, Trust
 from etude.records.wire import pack, unpack
 from etude.seams import TaskSource, TrackedRun
+from etude.tasks.corpus import text_of
 from etude.tasks.plugin_source import is_conversation
 from etude.tasks.scripts import Conversing, Demonstrating, Demonstration, Script
 
@@ -292,20 +294,21 @@ class CorpusSourceContract(Contract):
 
     FIRST = 50
 
-    def first(self, seed: int = 0) -> list[str]:
+    def first(self, seed: int = 0) -> list[str | Exchange]:
         return list(itertools.islice(self.make().documents(seed), self.FIRST))
 
-    def test_documents_are_texts_with_content(self) -> None:
+    def test_documents_are_texts_or_exchanges_with_content(self) -> None:
         documents = self.first()
         assert documents, "there is no document"
-        for number, text in enumerate(documents):
-            assert isinstance(text, str), f"document {number} is {type(text).__name__}"
-            assert text.strip(), f"document {number} is empty"
+        for number, document in enumerate(documents):
+            assert isinstance(document, str | Exchange), f"document {number} is {type(document).__name__}"
+            learned = document if isinstance(document, str) else document.answer
+            assert learned.strip(), f"document {number} has nothing to learn"
 
     def test_documents_can_be_written_as_utf_8(self) -> None:
-        for number, text in enumerate(self.first()):
+        for number, document in enumerate(self.first()):
             try:
-                text.encode()
+                text_of(document).encode()
             except UnicodeEncodeError as error:
                 raise AssertionError(f"document {number}: {error}") from None
 

@@ -15,15 +15,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from etude.experience.credit import advantages, turn_advantages
+from etude.experience.credit import advantages, better_than, turn_advantages
 from etude.records.completion import Completion, Sampling, StopReason, Version, VersionSpan
 from etude.records.reward import Reward, Term
-from etude.records.rollout import Ending, Graded, Rollout, Trace, Turn, TurnKind
+from etude.records.rollout import Ending, Graded, Rollout, ToolCall, Trace, Turn, TurnKind
 from etude.records.summary import TurnPlace
 from etude.records.task import Split, Task, Trust
 from etude.records.wire import pack
 from etude.rewards import NamedTerm, measure_group
-from etude.seams import CreditScheme, GroupRewardTerm, RewardTerm
+from etude.seams import CreditScheme, GroupRewardTerm, PairCreditScheme, RewardTerm
 from etude.testing.contracts import Contract
 
 GROUPS: tuple[tuple[float, ...], ...] = (
@@ -35,6 +35,18 @@ GROUPS: tuple[tuple[float, ...], ...] = (
     (0.0,) * 8,
 )
 """Rewards of groups, including groups without signal."""
+CALLS: tuple[tuple[ToolCall, ...], ...] = (
+    (ToolCall(name="cat", arguments={"path": "own.py"}, output="1 def double(n):\n2  return None"),),
+    (
+        ToolCall(name="cat", arguments={"path": "own.py"}, output="1 def double(n):\n2  return None"),
+        ToolCall(name="", arguments={}, output="no such tool: eidt", malformed=True),
+    ),
+    (
+        ToolCall(name="edit", arguments={"path": "own.py", "line": 2, "text": "    return 2 * n"}, output="ok"),
+        ToolCall(name="edit", arguments={"path": "own.py", "line": 2, "text": "    return None"}, output="ok"),
+    ),
+)
+"""The calls of three turns, with a repeated read, a malformed call, and an edit that is reverted; no tests are run."""
 
 
 class CreditSchemeContract(Contract):
@@ -83,6 +95,16 @@ class CreditSchemeContract(Contract):
             assert found == again, f"{values}: first {found}, then {again}"
             assert all(np.allclose(own, other, atol=1e-9) for own, other in zip(found, back, strict=True)), f"{values}"
 
+    def test_pairs_are_of_a_higher_and_a_lower_reward_whatever_the_order_of_the_siblings(self) -> None:
+        if not isinstance(self.make(), PairCreditScheme):
+            return
+        for values in GROUPS:
+            rewards = [Reward(value=value, raw=value, reason="") for value in values]
+            ids = [str(i) for i in range(len(values))]
+            found = better_than(rewards, ids, self.make())
+            back = better_than(rewards[::-1], ids[::-1], self.make())[::-1]
+            assert list(map(set, found)) == list(map(set, back)), f"{values}: {found}; in the other order {back}"
+
     def test_it_has_a_name_and_a_version(self) -> None:
         scheme = self.make()
         for what in ("name", "version"):
@@ -108,7 +130,7 @@ class RewardTermContract(Contract):
         solved = Graded.of(1.0, {"tests": 1.0}, trust=Trust.DATA, reason="all 3 hidden tests pass")
         failed = Graded.of(0.0, {"tests": 0.0}, trust=Trust.DATA, reason="0 of 3 hidden tests pass")
         return (
-            (finished(num_turns=3), solved),
+            (finished(num_turns=3, calls=CALLS), solved),
             (finished(num_turns=1, exports={}, number=1), failed),
             (finished(num_turns=0, ending=Ending.CONTEXT, number=2), failed),
         )
@@ -129,7 +151,7 @@ class RewardTermContract(Contract):
 
     def test_the_same_rollout_has_the_same_value(self) -> None:
         term = self.make()
-        first, again = ([one.value for one in self.measured(term)] for _ in range(2))
+        first, again = ([(one.value, one.hints) for one in self.measured(term)] for _ in range(2))
         assert first == again, f"first {first}, then {again}"
 
     def test_the_order_of_the_siblings_does_not_matter(self) -> None:
@@ -152,6 +174,7 @@ class RewardTermContract(Contract):
         version = self.make().version
         assert isinstance(version, str), "its version is not a string"
         assert version, "its version is empty"
+        assert self.make().version == version, "another object with the same settings has another version"
 
 
 def finished(
@@ -160,10 +183,12 @@ def finished(
     ending: Ending = Ending.SUBMITTED,
     exports: dict[str, bytes] | None = None,
     number: int = 0,
+    calls: Sequence[Sequence[ToolCall]] = (),
 ) -> Rollout:
     """Make a finished rollout of `num_turns` turns in one context, with four sampled tokens each.
 
-    `exports` are its exported files (path → content); None: one file. `number`: its place among its siblings."""
+    `exports` are its exported files (path → content); None: one file. `number`: its place among its siblings. `calls`:
+    the tool calls of its turns, from the first one on."""
     turns = [
         Turn(
             parent=i - 1 if i else None,
@@ -179,6 +204,7 @@ def finished(
                 stop_reason=StopReason.STOP,
                 engine="engine-0",
             ),
+            calls=tuple(calls[i]) if i < len(calls) else (),
         )
         for i in range(num_turns)
     ]

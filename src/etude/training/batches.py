@@ -24,7 +24,7 @@ def plan_batches(
     """Plan the batches of a training run until they hold `num_tokens`. The corpus is reshuffled for each epoch.
 
     `batch_tokens`: the most tokens in a batch. `document_tokens`: longer documents are split. Raises `TaskError` when
-    no document has two tokens.
+    no document has a token to predict.
 
     >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
     >>> [b.tolist() for b in plan_batches(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
@@ -33,7 +33,9 @@ def plan_batches(
     spans = split_documents(documents, document_tokens=min(document_tokens, batch_tokens))
     if not len(spans):
         raise TaskError(
-            "the corpus has nothing to predict", "every document is shorter than two tokens", hint="add documents"
+            "the corpus has nothing to predict",
+            "every document is shorter than two tokens, or only context",
+            hint="add documents",
         )
     batches: list[Spans] = []
     planned, epoch = 0, 0
@@ -51,13 +53,20 @@ def plan_batches(
 def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
     """Split documents into pieces of at most `document_tokens`.
 
-    Pieces of one token are dropped, since they predict nothing."""
+    Pieces that predict nothing are dropped: those of one token, and those that are only context."""
     cut = [
         (at, min(at + document_tokens, int(stop)))
         for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
         for at in range(int(start), int(stop), document_tokens)
     ]
-    return np.array([p for p in cut if p[1] - p[0] >= 2], np.int64).reshape(-1, 2)
+    pieces = np.array(cut, np.int64).reshape(-1, 2)
+    return pieces[targets_per_span(documents, pieces) > 0]
+
+
+def targets_per_span(documents: Documents, spans: Spans) -> npt.NDArray[np.int64]:
+    """Return how many tokens of each span are predicted: those that are learned, without its first, [documents]."""
+    before = documents.num_learned_before
+    return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
 
 
 def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:

@@ -29,10 +29,20 @@ class OptimizerKind(enum.StrEnum):
 
 
 class PolicyLossKind(enum.StrEnum):
-    """The built-in policy losses, described in `training.losses`."""
+    """The built-in policy losses, described in `training.losses`.
+
+    DPO is a loss of preference pairs, which `experience.credit` forms (`training.pair_loss`)."""
 
     PPO = "ppo"
     CISPO = "cispo"
+    DPO = "dpo"
+
+
+class DpoReference(enum.StrEnum):
+    """The reference policy of the DPO loss: the starting checkpoint, or for each token the version that sampled it."""
+
+    START = "start"
+    SAMPLER = "sampler"
 
 
 class CorrectionKind(enum.StrEnum):
@@ -75,6 +85,7 @@ class LearnerConfig:
 
     - `lr`: constant, then linear decay to a tenth over the last 40 % of the steps.
     - `grad_clip`: the largest norm of the full gradient.
+    - `dpo_beta`: how strongly the DPO loss holds the policy to its reference, `dpo_reference`.
     - `ratio_cap`: the largest importance ratio of a token; None: 2 for cispo, 3 for others.
     - `clip_low`, `clip_high`: the range of the ratio in PPO.
     - `budget_tokens`: tokens of one forward pass; it bounds memory and changes nothing else.
@@ -98,6 +109,8 @@ class LearnerConfig:
     warmup_steps: int = ranged(0, low=0)
     grad_clip: float = ranged(1.0, low=0.0)
     policy_loss: PolicyLossKind | Plugin = PolicyLossKind.PPO  # cispo collapsed at lag 4: docs/lab/LOG.md
+    dpo_beta: float = ranged(0.1, low=1e-6)
+    dpo_reference: DpoReference = DpoReference.START
     ratio_cap: float | None = ranged(None, low=1.0)
     clip_low: float = ranged(0.8, low=0.0, high=1.0)
     clip_high: float = ranged(1.28, low=1.0)
@@ -132,6 +145,8 @@ class LearnerConfig:
         for name in ("expert_parallel", "context_parallel"):
             if self.ranks % getattr(self, name):
                 raise ValueError(f"ranks = {self.ranks} is not a multiple of {name} = {getattr(self, name)}")
+        if self.policy_loss is PolicyLossKind.DPO:
+            self._check_dpo()
         if self.kl and self.context_parallel > 1:
             raise ValueError("kl with context_parallel is not possible: set experience.kl instead")
         if self.lora_rank and self.balance_bias:
@@ -140,6 +155,28 @@ class LearnerConfig:
             )
         if self.lora_rank and self.optimizer is OptimizerKind.MUON:
             raise ValueError(f"lora_rank = {self.lora_rank} with optimizer = {str(self.optimizer)!r}: LoRA needs adamw")
+
+    def _check_dpo(self) -> None:
+        start = self.dpo_reference is DpoReference.START
+        if self.correction is not CorrectionKind.NONE:
+            raise ValueError(
+                "policy_loss = 'dpo' has no importance weights to correct, since a pair weighs at most dpo_beta: "
+                "set correction = 'none'"
+            )
+        if self.kl and start:
+            raise ValueError(
+                f"kl = {self.kl} with policy_loss = 'dpo': the starting checkpoint is the reference already; set "
+                "kl = 0 and a higher dpo_beta, or dpo_reference = 'sampler'"
+            )
+        if self.context_parallel > 1 and start:
+            raise ValueError(
+                "dpo_reference = 'start' with context_parallel is not possible: set dpo_reference = 'sampler'"
+            )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss is computed with the starting checkpoint, which the learner then holds, too."""
+        return bool(self.kl) or (self.policy_loss is PolicyLossKind.DPO and self.dpo_reference is DpoReference.START)
 
     @property
     def shares(self) -> int:

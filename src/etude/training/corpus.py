@@ -1,14 +1,16 @@
 """Read and write a corpus on disk: token ids of all documents, and the offset of each document. Imports no torch.
 
-``tokens.bin`` has uint16, ``documents.bin`` int64 offsets into it, one per document and the total at the end; both
-little-endian. ``heldout.tokens.bin`` and ``heldout.documents.bin`` hold the documents that are never trained on.
-``corpus.json`` has the counts. It is written last: without it the corpus is incomplete."""
+``tokens.bin`` has uint16, ``documents.bin`` int64 offsets into it, one per document and the total at the end, and
+``context.bin`` int64 numbers of leading tokens that are only context, one per document; all little-endian.
+``heldout.*.bin`` hold the documents that are never trained on. ``corpus.json`` has the counts. It is written last:
+without it the corpus is incomplete."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +20,24 @@ from etude.errors import TaskError
 from etude.file_checksums import SUMS, verify_files, write_sums
 from etude.records.wire import I32
 
-FORMAT = 1
+FORMAT = 2
 _HINT = "delete the corpus directory; it is then created again"
 
 
 @dataclass(frozen=True)
+class Answered:
+    """A document of which only the end is learned: the first `num_context` of the `token_ids` [T] are its context."""
+
+    token_ids: I32
+    num_context: int
+
+
+@dataclass(frozen=True)
 class Documents:
-    """Many documents as token ids in two arrays.
+    """Many documents as token ids in arrays.
 
     `tokens`: [T] of all documents, one after another. `offsets`: [documents + 1] the start of each document, and T.
+    `num_context`: [documents] the number of leading tokens of each document that are not learned; None: 0 for all.
 
     >>> docs = Documents(tokens=np.array([5, 6, 7], np.uint16), offsets=np.array([0, 2, 3]))
     >>> len(docs), docs[0].tolist(), docs.lengths.tolist()
@@ -35,6 +46,7 @@ class Documents:
 
     tokens: npt.NDArray[np.uint16]
     offsets: npt.NDArray[np.int64]
+    num_context: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -47,6 +59,20 @@ class Documents:
         """[documents] The number of tokens of each document."""
         return np.diff(self.offsets)
 
+    @cached_property
+    def learned(self) -> npt.NDArray[np.bool_]:
+        """[T] Whether a token is learned. The first token of a document never is: nothing comes before it."""
+        found = np.ones(len(self.tokens), np.bool_)
+        num_context = np.zeros(len(self), np.int64) if self.num_context is None else self.num_context
+        for start, stop, count in zip(self.offsets[:-1], self.offsets[1:], np.maximum(num_context, 1), strict=True):
+            found[start : min(start + count, stop)] = False
+        return found
+
+    @cached_property
+    def num_learned_before(self) -> npt.NDArray[np.int64]:
+        """[T + 1] The number of learned tokens before each token, and at the end that of all."""
+        return np.concatenate([[0], np.cumsum(self.learned)])
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -56,7 +82,9 @@ class Corpus:
     heldout: Documents
 
 
-def write_corpus(folder: Path | str, documents: Sequence[I32], *, heldout: Sequence[I32] = ()) -> None:
+def write_corpus(
+    folder: Path | str, documents: Sequence[I32 | Answered], *, heldout: Sequence[I32 | Answered] = ()
+) -> None:
     """Write a corpus directory, in place of an existing one. `documents` and `heldout`: the token ids of each document.
 
     Raises `ValueError` for a token id that does not fit 16 bits."""
@@ -69,13 +97,15 @@ def write_corpus(folder: Path | str, documents: Sequence[I32], *, heldout: Seque
         packed = _pack(docs)
         packed.tokens.astype("<u2").tofile(folder / f"{prefix}tokens.bin")
         packed.offsets.astype("<i8").tofile(folder / f"{prefix}documents.bin")
+        num_context = np.array([doc.num_context if isinstance(doc, Answered) else 0 for doc in docs], "<i8")
+        num_context.tofile(folder / f"{prefix}context.bin")
         counts[name] = {"num_documents": len(packed), "num_tokens": len(packed.tokens)}
     (folder / "corpus.json").write_text(json.dumps({"format": FORMAT, **counts}) + "\n")
     write_sums(folder)
 
 
-def _pack(documents: Iterable[I32]) -> Documents:
-    documents = list(documents)
+def _pack(given: Iterable[I32 | Answered]) -> Documents:
+    documents = [doc.token_ids if isinstance(doc, Answered) else doc for doc in given]
     tokens = np.concatenate([np.zeros(0, np.int32), *documents])
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 1 << 16:
         raise ValueError(f"token ids from {tokens.min()} to {tokens.max()} do not fit 16 bits")
@@ -112,4 +142,7 @@ def _read(folder: Path, prefix: str) -> Documents:
     offsets = np.fromfile(folder / f"{prefix}documents.bin", "<i8").astype(np.int64, copy=False)
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
         raise ValueError(f"{prefix}documents.bin does not fit {prefix}tokens.bin")
-    return Documents(tokens, offsets)
+    num_context = np.fromfile(folder / f"{prefix}context.bin", "<i8").astype(np.int64, copy=False)
+    if len(num_context) != len(offsets) - 1 or (num_context < 0).any() or (num_context > np.diff(offsets)).any():
+        raise ValueError(f"{prefix}context.bin does not fit {prefix}documents.bin")
+    return Documents(tokens, offsets, num_context)

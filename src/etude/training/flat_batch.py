@@ -93,6 +93,12 @@ class FlatBatch:
         """Expand a value per sample to the rows of each sample, bool [R]."""
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
 
+    def places_in(self, whole: FlatBatch) -> torch.Tensor:
+        """Return the number of each row in the batch of which this is a rank's part, int64 [R]."""
+        if self.kept_N is None:
+            return torch.arange(len(self.rows_R))
+        return torch.searchsorted(whole.rows_R, self.kept_N.cpu()[self.rows_R.cpu()])
+
     def temperature(self, run: float) -> torch.Tensor | float:
         """Return the temperature of each row's log-probability, [R, 1]; or just `run`, if all rows have the run's
         temperature."""

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from etude import progress
 from etude.config import Plugin
-from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
+from etude.errors import CheckpointError, DeadlineExceeded, InputError, ParityError, WeightsError
 from etude.file_checksums import verify_files
 from etude.models.checkpoint_files import read_json
 from etude.models.hooks import ForwardHook, no_hook
@@ -29,11 +31,13 @@ from etude.numerics.config import Mode, NumericsConfig
 from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
+from etude.records.wire import F32
 from etude.training.balance import ExpertBalancer
 from etude.training.batch_metrics import BatchMetrics, merge_metrics
-from etude.training.config import CorrectionKind, LearnerConfig, OptimizerKind, PolicyLossKind
+from etude.training.config import CorrectionKind, DpoReference, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches, num_forwarded
+from etude.training.hints import with_hint_credit
 from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
 from etude.training.muon import Muon
@@ -47,6 +51,7 @@ from etude.training.nan_check import (
 )
 from etude.training.optimizer import AdamW
 from etude.training.packing import Cost, pack, pack_prefixes
+from etude.training.pair_loss import PairLoss, pair_loss, weighted_tokens_loss
 from etude.training.prefix_tree import prefix_order
 from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
@@ -68,14 +73,24 @@ UNREPLAYED_EVERY = 64
 class PackedSamples:
     """The samples of a batch, by forward pass.
 
-    `rows`: for each forward pass, one list of samples for each data-parallel rank. `shared`: whether tokens that paths
-    share are computed once. `num_tokens`: tokens of all paths. `num_unique`: the same number with shared tokens counted
-    once."""
+    `rows`: for each forward pass, one list of indices of samples for each data-parallel rank. `shared`: whether tokens
+    that paths share are computed once. `num_tokens`: tokens of all paths. `num_unique`: the same number with shared
+    tokens counted once."""
 
-    rows: list[list[list[Sample]]]
+    samples: Sequence[Sample]
+    rows: list[list[list[int]]]
     shared: bool
     num_tokens: int
     num_unique: int
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Log-probabilities of some rows of a forward pass over `samples` (indices). `rows`: the number of each row."""
+
+    samples: list[int]
+    rows: list[int]
+    logprobs: list[float]
 
 
 class TorchLearner:
@@ -87,7 +102,7 @@ class TorchLearner:
     - `num_steps`: length of the run, for the learning-rate decay (None: no decay).
     - `temperature`: the run's sampling temperature, at which probabilities are compared. Samples may have their own
       (`Sample.temperatures`).
-    - `reference`: the reference policy of `config.kl`.
+    - `reference`: the reference policy of `config.kl` and of the DPO loss; used if `config.has_reference`.
     - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
     - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
       ratio is only reported.
@@ -121,7 +136,7 @@ class TorchLearner:
         self._group = group
         self.numerics, self._refuse_mismatch = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
         self.config, self.step, self.version, self._seed = config, 0, None, seed
-        self._reference = reference if config.kl else None
+        self._reference = reference if config.has_reference else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._publisher: Publisher | None = None
         self._plugins = LearnerPlugins()
@@ -165,8 +180,13 @@ class TorchLearner:
         began = time.process_time()
         shares, self._lr_share = self.config.shares, batch.lr_share
         metrics = [BatchMetrics() for _ in self._group.own_shares(shares)]
+        pairs: PairLoss | None = None
         try:
-            packed = self._packed(batch.samples, shares)
+            samples, hint_kl = with_hint_credit(batch.samples, self._score)
+            packed = self._packed(samples, self._replay())
+            if self.config.policy_loss is PolicyLossKind.DPO:
+                pairs = pair_loss(batch.pairs, self._log_ratios(packed), beta=self.config.dpo_beta)
+                packed = replace(packed, samples=pairs.weighted(packed.samples))
             for row in packed.rows:
                 self._row(row, packed, batch.num_loss_tokens, metrics)
             total = merge_metrics([share for rank in self._group.all_gather(metrics) for share in rank])
@@ -178,27 +198,56 @@ class TorchLearner:
             self._balance.clear()
             raise
         cpu_s = sum(self._group.all_gather(time.process_time() - began))
-        return total.report(cpu_s=cpu_s, num_unique=packed.num_unique)
+        report = total.report(cpu_s=cpu_s, num_unique=packed.num_unique, hint_kl=hint_kl)
+        return report if pairs is None else pairs.added_to(report)
 
-    def _packed(self, samples: Sequence[Sample], shares: int) -> PackedSamples:
-        """Distribute the samples of a batch over forward passes, and decide whether these share prefixes."""
+    def _packed(self, samples: Sequence[Sample], replay: RouteReplay | None) -> PackedSamples:
+        """Distribute samples over forward passes, and decide whether these share prefixes."""
         lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
-        found, budget = prefix_order(samples, lengths, self._replay()), self.config.budget_tokens
+        found, budget, shares = prefix_order(samples, lengths, replay), self.config.budget_tokens, self.config.shares
         shared = self.share_prefixes and found.num_unique < (1 - LEAST_SHARED) * sum(lengths)
         if shared:
             rows = pack_prefixes(found, shares=shares, budget_tokens=budget, cost=cost)
         else:
             rows = pack(lengths, shares=shares, budget_tokens=budget, cost=cost)
-        samples_of = [[[samples[i] for i in one] for one in row] for row in rows]
-        return PackedSamples(samples_of, shared, sum(lengths), found.num_unique)
+        return PackedSamples(samples, rows, shared, sum(lengths), found.num_unique)
 
-    def _row(
-        self, row: list[list[Sample]], packed: PackedSamples, normaliser: float, metrics: list[BatchMetrics]
-    ) -> None:
+    @torch.no_grad()
+    def _score(self, samples: Sequence[Sample]) -> list[F32]:
+        """Return the log-probability of each token with loss under the live weights, [S] per sample, on every rank.
+
+        No routes are replayed: a context with a hint has none."""
+        group, step, packed, found = self._group, self.step + 1, self._packed(samples, None), list[_Scores]()
+        for row in packed.rows:
+            for share in group.own_shares(len(row)):
+                some = [samples[i] for i in row[share]]
+                with group.propagate_errors("hints"):
+                    flat = flatten_samples(some, share_prefixes=packed.shared)
+                rows = group.local_tokens(flat).to(self._device)
+                with group.collective("hints"):
+                    done = self._run(rows)
+                with group.propagate_errors("hints"):
+                    again = functools.partial(self._run, rows) if group.size == 1 else None
+                    place = functools.partial(describe_token, some, rows)
+                    check_logits(done.logits, again, rows.rows_R, step=step, place=place)
+                    logprobs_R = self._logprobs(done.logits, rows).gather(1, rows.targets_R[:, None])[:, 0]
+                found.append(_Scores(row[share], rows.places_in(flat).tolist(), logprobs_R.tolist()))
+                progress.tick()
+        counts = [int(sample.path.mask.sum()) for sample in samples]
+        scores = [np.zeros(count, np.float32) for count in counts]
+        for one in [one for rank in group.all_gather(found) for one in rank if one.samples]:
+            whole = np.concatenate([scores[i] for i in one.samples])
+            whole[one.rows] = one.logprobs
+            parts = np.split(whole, np.cumsum([counts[i] for i in one.samples[:-1]]))
+            for i, part in zip(one.samples, parts, strict=True):
+                scores[i] = part
+        return scores
+
+    def _row(self, row: list[list[int]], packed: PackedSamples, normaliser: float, metrics: list[BatchMetrics]) -> None:
         own = self._group.own_shares(len(row))
         accumulator = self._group.accumulator(self.optimizer, len(own))
         for share, share_metrics in zip(own, metrics, strict=True):
-            self._share(row[share], packed, normaliser, share_metrics)
+            self._share([packed.samples[i] for i in row[share]], packed, normaliser, share_metrics)
             if accumulator is not None:
                 accumulator.add_share()
         if accumulator is not None:
@@ -211,10 +260,7 @@ class TorchLearner:
 
         `normaliser`: number of sampled tokens in the batch."""
         group, step = self._group, self.step + 1
-        with group.propagate_errors("samples"):
-            flat = flatten_samples(samples, self._replay(), share_prefixes=packed.shared)
-            check_sampled(samples, flat, step=step)
-        rows = group.local_tokens(flat).to(self._device)
+        rows = self._flatten(samples, packed)
         with group.collective("forward pass"):
             done = self._run(rows)
         with group.propagate_errors("forward pass"):
@@ -228,7 +274,7 @@ class TorchLearner:
             fresh = self._fresh_ratio(samples, rows, log_ratio_R, fresh_R)
             policy, corrected = self._policy_loss(logprobs_R, rows, fresh_R, normaliser)
             loss = policy.loss
-            if self._reference is not None:
+            if self.config.kl and self._reference is not None:
                 anchor_R = self._reference.logprobs(rows)
                 weight_R = corrected.weight_R.clamp(max=self.config.ratio_bound)
                 loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, weight_R, normaliser=normaliser)
@@ -242,6 +288,48 @@ class TorchLearner:
         with torch.no_grad():
             share_metrics.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
         progress.tick()
+
+    def _flatten(self, samples: Sequence[Sample], packed: PackedSamples) -> FlatBatch:
+        """Return the tokens of one forward pass that this rank computes, on its device."""
+        with self._group.propagate_errors("samples"):
+            flat = flatten_samples(samples, self._replay(), share_prefixes=packed.shared)
+            check_sampled(samples, flat, step=self.step + 1)
+        return self._group.local_tokens(flat).to(self._device)
+
+    @torch.no_grad()
+    def _log_ratios(self, packed: PackedSamples) -> dict[str, float]:
+        """Return log π − log π_ref of each rollout, in nats: the sum over its tokens with loss, on all ranks.
+
+        π_ref is that of the DPO loss. Sums are float64, and do not depend on how samples are distributed."""
+        own = list[tuple[str, float]]()
+        for row in packed.rows:
+            for share in self._group.own_shares(len(row)):
+                samples = [packed.samples[i] for i in row[share]]
+                rows = self._flatten(samples, packed)
+                with self._group.collective("forward pass"):
+                    done = self._run(rows)
+                with self._group.propagate_errors("forward pass"):
+                    logprobs_R = self._logprobs(done.logits, rows).gather(1, rows.targets_R[:, None])[:, 0]
+                    log_ratio_R = (logprobs_R - self._dpo_reference(rows)).double()
+                    per_sample = log_ratio_R.new_zeros(len(samples)).index_add_(0, rows.sample_R, log_ratio_R)
+                own += zip((sample.rollout_id for sample in samples), per_sample.tolist(), strict=True)
+                progress.tick()
+        parts: dict[str, list[float]] = {}
+        for rollout_id, part in (one for rank in self._group.all_gather(own) for one in rank):
+            parts.setdefault(rollout_id, []).append(part)
+        return {rollout_id: math.fsum(of) for rollout_id, of in parts.items()}
+
+    def _dpo_reference(self, rows: FlatBatch) -> torch.Tensor:
+        """Return the log-probability of each sampled token under the reference of the DPO loss, float32 [R]."""
+        if self.config.dpo_reference is DpoReference.SAMPLER:
+            return rows.sampler_logprobs_R
+        if self._reference is None:
+            raise InputError(
+                "the DPO loss has no reference policy",
+                "learner.dpo_reference is 'start'",
+                hint="give TorchLearner a Reference, or set dpo_reference = 'sampler'",
+            )
+        return self._reference.logprobs(rows)
 
     def _replay(self) -> RouteReplay | None:
         if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):
@@ -295,6 +383,8 @@ class TorchLearner:
         match config.policy_loss:
             case Plugin():
                 return self._plugins.loss(config.policy_loss, tokens)
+            case PolicyLossKind.DPO:
+                return weighted_tokens_loss(*rows)
             case PolicyLossKind.CISPO:
                 return cispo_loss(*rows, normaliser=normaliser, cap=cap)
             case PolicyLossKind.PPO:
@@ -337,10 +427,10 @@ class TorchLearner:
         """Change the settings to continue with engines whose probabilities differ from the learner's.
 
         From now on the learner replays the engines' routes (chosen experts), and a ratio other than 1 on the live
-        weights is reported, not refused. With `truncate` it also truncates importance weights."""
+        weights is reported, not refused. With `truncate` it also truncates importance weights; DPO has none."""
         self._refuse_mismatch = False
-        correction = self.config.correction
-        if truncate and correction is CorrectionKind.NONE:
+        correction, weighted = self.config.correction, self.config.policy_loss is not PolicyLossKind.DPO
+        if truncate and weighted and correction is CorrectionKind.NONE:
             correction = CorrectionKind.TRUNCATED
         self.config = replace(self.config, replay_routes=True, correction=correction)
 

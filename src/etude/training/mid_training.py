@@ -32,7 +32,14 @@ from etude.models.transformer import Forward, Transformer
 from etude.models.weight_views import hf_biases, hf_views
 from etude.telemetry import Telemetry
 from etude.training.balance import ExpertBalancer
-from etude.training.batches import Spans, group_by_budget, plan_batches, rank_share, split_documents
+from etude.training.batches import (
+    Spans,
+    group_by_budget,
+    plan_batches,
+    rank_share,
+    split_documents,
+    targets_per_span,
+)
 from etude.training.config import LiveWeights, MidTrainingConfig, OptimizerKind
 from etude.training.corpus import Corpus, Documents, read_corpus
 from etude.training.data_parallel import RankGroup, run_ranks
@@ -44,6 +51,7 @@ from etude.training.schedule import lr_multiplier
 
 FORMAT = 1
 FORWARD_TOKENS = 4096  # of one forward pass; bounds memory, changes nothing else
+NOT_LEARNED = -100  # the target of a token that is only context: cross_entropy's `ignore_index`
 RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.state"
 
 Probe = Callable[[Transformer], float]
@@ -232,7 +240,7 @@ class _Run:
 
     def _accumulate(self, spans: Spans) -> torch.Tensor:
         """Accumulate this rank's part of the gradient, and return its part of (mean loss, balance loss)."""
-        num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
+        num_targets, num_inputs = int(targets_per_span(self.corpus.train, spans).sum()), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(
             self.corpus.train, rank_share(spans, self.ranks.rank, self.ranks.size)
@@ -264,7 +272,8 @@ class _Run:
             for inputs, targets, lengths in _forwards(docs, rank_share(every, self.ranks.rank, self.ranks.size)):
                 self.ranks.heartbeat()
                 logits, _ = self.model(inputs, Packed(lengths, self.model.operators))
-                sums += torch.tensor([float(F.cross_entropy(logits, targets, reduction="sum")), float(len(targets))])
+                loss = F.cross_entropy(logits, targets, reduction="sum")
+                sums += torch.tensor([float(loss), float((targets != NOT_LEARNED).sum())])
         self.ranks.all_reduce(sums)
         self.heldout_loss = float(sums[0] / sums[1]) if sums[1] else None
         if self.job.probe is not None and self.ranks.rank == 0:
@@ -362,10 +371,12 @@ def _num_tokens(spans: Spans) -> int:
 def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Return (inputs, targets, lengths) of each forward pass over some documents.
 
-    The last token of a document is only predicted."""
+    The last token of a document is only predicted. Targets that are not learned are `NOT_LEARNED`."""
     batches = []
     for part in group_by_budget((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
         docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]
         lengths = [len(doc) - 1 for doc in docs]
-        batches.append((torch.cat([d[:-1] for d in docs]), torch.cat([d[1:] for d in docs]), lengths))
+        learned = [torch.from_numpy(documents.learned[start + 1 : stop]) for start, stop in spans[part]]
+        targets = torch.cat([d[1:] for d in docs]).masked_fill(~torch.cat(learned), NOT_LEARNED)
+        batches.append((torch.cat([d[:-1] for d in docs]), targets, lengths))
     return batches

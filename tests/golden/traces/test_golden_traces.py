@@ -1,4 +1,4 @@
-"""Trace files of formats 1 to 3, written by the etude that wrote that format, are still read."""
+"""Trace files of formats 1 to 4, written by the etude that wrote that format, are still read."""
 
 from __future__ import annotations
 
@@ -69,3 +69,11 @@ def test_the_batch_of_a_file_of_format_3_is_the_one_that_was_trained_on() -> Non
     assert found is not None
     assert (found.rollout.reward, found.first_row, len(found.samples)) == (0.0, 1, 1)
     assert {(turn.start, turn.completion.num_cached) for turn in found.trace.turns} == {(None, 0)}
+
+
+def test_the_batch_of_a_file_of_format_4_is_the_one_that_was_trained_on() -> None:
+    file = Path(__file__).parent / "format-4" / "batch-000005.parquet"
+    recorded = read_trace(file)
+    assert recorded.digest == batch_digest(recorded.batch) == DIGEST_2
+    assert [sample.hints for sample in recorded.batch.samples] == [(), ()]
+    assert read_rollout(file, "g000000.1") is not None

@@ -1,12 +1,15 @@
-"""``etude judge calibrate`` and ``accounts``, and changes of rewards that keep the audits."""
+"""``etude judge calibrate``, ``tune`` and ``accounts``, and changes of rewards that keep the audits."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.judge_server import ScriptedJudge, honest
@@ -15,7 +18,18 @@ from tests.unit.rewards.judges.test_calibration import rows
 from etude import cli as etude
 from etude.cli.rewards import changed_rewards
 from etude.config import build
+from etude.harness import ChatFormat, chat_template
+from etude.harness.chat import SPECIAL_TOKENS
+from etude.inference import EngineConfig
+from etude.inference.engine import ReferenceEngine
+from etude.models import ModelConfig, Transformer, load_model
+from etude.models.checkpoint import save_model
 from etude.rewards.config import RewardsConfig
+from etude.rewards.judges import Evidence, Form, Judge, JudgeStore, PolicyAsker, read_rubric
+from etude.rewards.judges.calibration import AspectReport, Half, calibrate, read_labels
+from etude.testing import EnginePolicy
+from etude.testing.learning import make_version
+from etude.training.tokenizer import train_tokenizer
 
 
 @pytest.fixture
@@ -70,6 +84,87 @@ def test_a_judge_of_a_config_is_calibrated_on_one_half_and_its_account_is_shown(
     assert "these labels are for tuning" in capsys.readouterr().out
     assert etude.main(["judge", "accounts"]) == 0
     assert "facts by facts" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with random weights, of a tokeniser that knows digits."""
+    folder = tmp_path_factory.mktemp("start")
+    words = ["solved", "red blue green 0 1", "==== data 0123456789: text ====", "==== end of data abcdef ===="]
+    special: dict[str, Any] = {"special_tokens": SPECIAL_TOKENS, "chat_template": chat_template()}
+    train_tokenizer(words * 20, folder / "tokenizer", vocab_size=300, **special)
+    sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "num_experts": 4, "top_k": 2, "context_tokens": 128}
+    model = ModelConfig(vocab_size=300, hidden_size=32, head_dim=16, expert_size=32, **sizes)
+    save_model(Transformer(model, seed=0), folder / "start", dtype="f32", assets=folder / "tokenizer")
+    return folder / "start"
+
+
+TUNED = """
+seed = 1
+[mid_training]
+num_tokens = 60_000
+batch_tokens = 512
+lr = 1e-2
+warmup_steps = 5
+[[rewards.terms]]
+name = "solved"
+weight = 0.0
+kind = {kind = "judge", rubric = "red.toml", url = "http://h/v1", model = "m", form = "token", tuned = true, EVIDENCE}
+"""
+
+
+def colours(count: int) -> list[dict[str, Any]]:
+    """Works whose label is whether red comes before blue."""
+    draw, found = random.Random(0), []
+    for number in range(count):
+        order = draw.sample(["red", "blue"], 2)
+        found.append(
+            {"work": f"{' green' * draw.randint(0, 3)} {order[0]} {order[1]} {number}", "label": order[0] == "red"}
+        )
+    return [row | {"label": int(row["label"])} for row in found]
+
+
+def test_a_tuned_checkpoint_judges_works_that_it_was_not_tuned_on(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one rank, in this process
+    Path("red.toml").write_text('[[aspects]]\nname = "solved"\nquestion = "?"\nlowest = 0\nhighest = 1\n')
+    Path("config.toml").write_text(TUNED.replace("EVIDENCE", 'evidence = ["files"]'))
+    given = colours(300)
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    words = ["judge", "tune", "labels.jsonl", "--config", "config.toml", "--term", "solved", "--start", str(start)]
+    assert etude.main([*words, "--out", "tuned"]) == 0
+    assert not Path("tuned.corpus").exists()
+    rubric = read_rubric("red.toml")
+    labels = read_labels(Path("labels.jsonl"), rubric, lambda name: Evidence.of_text(name))
+
+    async def use() -> AspectReport:
+        config = EngineConfig(max_sequences=8, context_tokens=128)
+        async with ReferenceEngine(load_model("tuned"), version=make_version(0), config=config) as engine:
+            asker = PolicyAsker(EnginePolicy(engine), ChatFormat.load("tuned"), name="tuned")
+            judge = Judge(rubric, asker, JudgeStore(Path("judges.sqlite")), form=Form.TOKEN, tuned=True)
+            [found] = await calibrate(judge, [one for one in labels if one.half is Half.REPORT])
+            judge.store.close()
+            return found
+
+    found = asyncio.run(use())
+    assert found.num_unknown == 0
+    assert found.auc is not None
+    assert found.auc.low > 0.9
+
+
+def test_a_judge_is_not_tuned_to_read_the_grade(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("red.toml").write_text('[[aspects]]\nname = "solved"\nquestion = "?"\nlowest = 0\nhighest = 1\n')
+    Path("config.toml").write_text(TUNED.replace("EVIDENCE", 'evidence = ["files", "tests"]'))
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in colours(4)))
+    words = ["judge", "tune", "labels.jsonl", "--config", "config.toml", "--term", "solved", "--start", str(start)]
+    assert etude.main([*words, "--out", "tuned"]) == 2
+    assert "the judge sees the grade, which is the label" in capsys.readouterr().err
+    assert not Path("tuned").exists()
 
 
 @pytest.mark.parametrize(

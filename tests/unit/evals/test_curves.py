@@ -14,7 +14,7 @@ from tests.unit.evals.test_evals import row
 
 from etude.evals import EvalRow
 from etude.evals.curves import Effect, best_of, compare_curves, curve_points, pass_at_k, pass_curve, reward_curve
-from etude.evals.intervals import clustered_rate, crossed_rate, paired_difference
+from etude.evals.intervals import clustered_rate, crossed_difference, crossed_rate, paired_difference
 
 
 @given(st.integers(1, 9), st.data())
@@ -103,4 +103,21 @@ def test_intervals_hold_the_truth_in_95_of_100_simulated_suites() -> None:
     assert near(coverage.rates(150, small, peers=False)["clustered"], 150)
     assert near(coverage.pairs(150, small), 150)
     assert all(near(found, 100) for found in coverage.curve(100, coverage.KINDS[-1]).values())
-    assert near(coverage.seeds(150, 3, 0.6), 150)
+    assert near(coverage.gains(150, 3, 0.6), 150)
+
+
+def test_the_interval_of_a_recipe_holds_the_truth_also_where_three_seeds_differ_much() -> None:
+    found = [coverage.seeds(1500, 3, spread) for spread in (0.1, 1.0)]
+    assert all(0.935 <= one <= 0.975 for one in found), found
+
+
+def test_a_gain_over_seeds_is_as_unsure_as_the_seeds_differ() -> None:
+    problems = list(range(40))
+    same = crossed_difference([[0.0, 1.0] * 20] * 3, problems)
+    other = crossed_difference([[1.0] * 40, [-0.5] * 40, [1.0] * 40], problems)
+    assert (same.value, other.value) == (0.5, 0.5)
+    assert same.low > 0.3
+    assert other.low < 0
+    none = crossed_difference([[0.0] * 40] * 3, problems)
+    assert none.low < none.value == 0.0 < none.high < 0.1
+    assert crossed_difference([[1.0], [1.0]], ["a"]).low == -1.0

@@ -14,7 +14,7 @@ from etude.errors import ConfigError, InputError, StoreError
 from etude.evals import EvalRow, evaluate, read_rows, write_rows
 from etude.evals.costs import NO_PRICE, Price, cost, price_of, quantile
 from etude.evals.records import EvalRecord, gate_reports, read_record, read_records, record_path, write_record
-from etude.evals.suites import BUILT_IN, METRICS, Gate, Purpose, read_suite, value_of
+from etude.evals.suites import BUILT_IN, METRICS, Gate, Purpose, read_suite, values_of
 from etude.prices import Prices, TokenPrices
 from etude.records.task import Split
 
@@ -39,6 +39,7 @@ at_most = 0.01
 
 def test_every_built_in_suite_can_be_read_and_has_the_name_of_its_file() -> None:
     assert {"own", "repair", "brevity", "following", "interruption", "long", "humaneval", "tools"} <= {*BUILT_IN}
+    assert {"mined", "swe", "harbor"} <= {*BUILT_IN}
     for name in BUILT_IN:
         assert read_suite(name).name == name
     assert {read_suite(name).purpose for name in BUILT_IN} == set(Purpose)
@@ -132,7 +133,7 @@ def record(tmp_path: Path, label: str, solved: int, price: Price = PRICE) -> Eva
     suite_file.write_text(SUITE)
     suite = read_suite(str(suite_file))
     result = evaluate(rows, name=label, split="heldout", step=0, wall_s=2.0, price=price)
-    values = {name: value_of(result, name) for name in METRICS}
+    values = values_of(result)
     found = EvalRecord(
         suite=suite.name,
         purpose=suite.purpose,
@@ -191,6 +192,17 @@ def test_the_leaderboard_compares_models_of_a_suite_and_escapes_their_names(tmp_
     assert "-0.625" in html
     assert html.count("<svg") == 3
     assert write_leaderboard(tmp_path / "page.html", records).read_text().startswith("<!doctype html>")
+
+
+def test_a_gate_may_bound_what_a_model_forgets_and_needs_the_untrained_one_beside(tmp_path: Path) -> None:
+    result = evaluate(played(6, 8), name="a", split="heldout", step=0, wall_s=1.0)
+    gate = Gate("general_rise", at_most=0.05)
+    alone = values_of(result, general_bits_per_byte=2.5)
+    assert (alone["general_bits_per_byte"], gate.failure(alone["general_rise"])) == (2.5, "general_rise is unknown")
+    risen = values_of(result, general_bits_per_byte=2.5, untrained_bits_per_byte=2.25)
+    assert gate.failure(risen["general_rise"]) == "general_rise = 0.25, must be at most 0.05"
+    assert values_of(result)["num_invalid"] == 0.0
+    assert set(risen) == set(METRICS)
 
 
 def test_the_digest_of_a_suite_depends_on_what_is_measured_and_not_on_its_gates(tmp_path: Path) -> None:

@@ -10,12 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import EtudeError
+from etude.errors import EtudeError, PluginError
 from etude.experience import SCHEMES, Credit
-from etude.experience.credit import DrGrpo, Fork, Grpo, Rloo, advantages, turn_advantages
+from etude.experience.credit import (
+    AllPairs,
+    BestWorst,
+    DrGrpo,
+    Fork,
+    Grpo,
+    Rloo,
+    advantages,
+    better_than,
+    staged_credit,
+    turn_advantages,
+)
 from etude.records.reward import Reward
-from etude.records.rollout import TurnKind
+from etude.records.rollout import Graded, TurnKind
 from etude.records.summary import TurnPlace
+from etude.records.task import Trust
+from etude.rewards import Composition
+from etude.seams import PairCreditScheme
 
 values_of_a_group = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
@@ -56,6 +70,31 @@ def test_a_group_without_variance_or_siblings_has_no_signal(scheme, values):
     assert advantages(rewards(values), scheme) == [0.0] * len(values)
 
 
+@given(values_of_a_group)
+def test_all_pairs_are_those_with_different_rewards_and_best_worst_pairs_are_among_them(values):
+    ids = [f"{i:02d}" for i in range(len(values))]
+    found = better_than(rewards(values), ids, AllPairs())
+    assert found == [tuple(j for j, other in zip(ids, values, strict=True) if own > other) for own in values]
+    extremes = better_than(rewards(values), ids, BestWorst())
+    for own, all_worse, worst in zip(values, found, extremes, strict=True):
+        wanted = all_worse if own == max(values) else ()
+        assert worst == tuple(j for j in wanted if values[int(j)] == min(values))
+
+
+def test_schemes_without_pairs_prefer_nobody():
+    assert better_than(rewards([1.0, 0.0]), ["a", "b"], DrGrpo()) == [(), ()]
+
+
+@pytest.mark.parametrize("pairs", [[(1, 0)], [(0, 2)], [(0, 0)], [(0, -1)], [(0, 5)], [0], None])
+def test_a_pair_that_is_not_of_a_higher_and_a_lower_reward_is_an_error_of_its_scheme(pairs):
+    class Wrong(AllPairs):
+        def pairs(self, rewards):
+            return pairs
+
+    with pytest.raises(PluginError, match="credit scheme 'all-pairs'"):
+        better_than(rewards([1.0, 0.0, 1.0]), ["a", "b", "c"], Wrong())
+
+
 def test_every_named_scheme_exists():
     assert {name: scheme.name for name, scheme in SCHEMES.items()} == {name: str(name) for name in Credit}
 
@@ -77,7 +116,8 @@ def test_a_penalty_is_never_divided_by_its_own_deviation(values, beta, seed):
 @pytest.mark.parametrize("beta", [1e-6, 1e-3])
 def test_in_a_solved_group_the_penalty_stays_as_small_as_it_is(beta):
     penalised = rewards([1.0 - beta * k for k in (0.0, 1.0, 2.0, 3.0)], raw=[1.0] * 4)
-    for scheme in SCHEMES.values():
+    by_size = [scheme for scheme in SCHEMES.values() if not isinstance(scheme, PairCreditScheme)]  # pairs count signs
+    for scheme in by_size:
         assert max(map(abs, advantages(penalised, scheme))) <= 2.0 * beta * (1 + 1e-6)
 
 
@@ -221,3 +261,59 @@ def test_a_part_of_a_turn_is_in_the_reward_of_the_rollout_for_schemes_without_tu
     given = [Reward(value=0.6, raw=0.6, reason="", turns=((1, -0.4),)), Reward(value=1.0, raw=1.0, reason="")]
     assert advantages(given, DrGrpo()) == pytest.approx([-0.2, 0.2])
     assert turn_advantages(given, [chain("p"), chain("p")], DrGrpo()) == [(), ()]
+
+
+LEAF = {"aa": 0.4 * 0.7, "ab": 0.4 * 0.3, "ba": 0.6 * 0.45, "bb": 0.6 * 0.55}
+"""The probability of each rollout under `POLICY`."""
+EARLY, ALL = 2, 4
+
+
+def staged_gradient(scheme: Any, *, staged: bool) -> dict[str, float]:
+    """The mean over all groups of the summed gradient by the logit of each context: two rollouts, and two more where
+    the rewards of these differ. `staged`: credited as batches are; else as if the group had had one stage."""
+    found = dict.fromkeys(POLICY, 0.0)
+    for first in itertools.product(OUTCOME, repeat=EARLY):
+        more = ALL - EARLY if len({OUTCOME[one] for one in first}) > 1 else 0
+        for rest in itertools.product(OUTCOME, repeat=more):
+            group = [*first, *rest]
+            graded = [Graded.of(OUTCOME[one], trust=Trust.DATA, reason="") for one in group]
+            turns = [chain(PROMPT, one[0]) for one in group]
+            is_first = [not staged or i < EARLY for i in range(len(group))]
+            for one, credited in zip(group, staged_credit(graded, turns, is_first, Composition(), scheme), strict=True):
+                own = credited.by_turn or (credited.advantage,) * 2
+                for context, action, advantage in zip((PROMPT, one[0]), one, own, strict=True):
+                    slope = (action == "a") - POLICY[context]
+                    found[context] += math.prod(LEAF[i] for i in group) * advantage * slope
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "factors"), [(Rloo(), (1, 1)), (Fork(), (1, 1)), (DrGrpo(), (1 / 2, 3 / 4))], ids=["rloo", "fork", "dr"]
+)
+def test_groups_that_go_on_where_rewards_differ_have_the_true_gradient_times_a_known_factor(scheme, factors):
+    value = {c: POLICY[c] * OUTCOME[c + "a"] + (1 - POLICY[c]) * OUTCOME[c + "b"] for c in "ab"}
+    slope = {c: p * (1 - p) for c, p in POLICY.items()}
+    true = {
+        PROMPT: slope[PROMPT] * (value["a"] - value["b"]),
+        FIRST: POLICY[PROMPT] * slope[FIRST] * (OUTCOME["aa"] - OUTCOME["ab"]),
+        LAST: (1 - POLICY[PROMPT]) * slope[LAST] * (OUTCOME["ba"] - OUTCOME["bb"]),
+    }
+    goes_on = 1.0 - math.fsum(chance**2 for chance in LEAF.values())
+    factor = EARLY * factors[0] + goes_on * (ALL - EARLY) * factors[1]
+    expected = pytest.approx({context: factor * one for context, one in true.items()}, abs=1e-12)
+    assert staged_gradient(scheme, staged=True) == expected
+    pooled = staged_gradient(scheme, staged=False)
+    ratios = [pooled[context] / true[context] for context in POLICY]
+    assert max(ratios) / min(ratios) > 1.02, "with later siblings in the first ones' baseline the direction is biased"
+
+
+def test_the_reward_of_a_later_sibling_changes_no_advantage_of_a_first_one():
+    graded = [Graded.of(v, trust=Trust.DATA, reason="") for v in (1.0, 0.0, 1.0, 1.0)]
+    other = [*graded[:3], Graded.of(0.0, trust=Trust.DATA, reason="")]
+    places, first = [()] * 4, [True, True, False, False]
+    for scheme in SCHEMES.values():
+        one, two = (staged_credit(some, places, first, Composition(), scheme) for some in (graded, other))
+        assert one[:2] == two[:2]
+        assert one[2:] != two[2:]
+    whole = staged_credit(graded, places, [True] * 4, Composition(), DrGrpo())
+    assert [one.advantage for one in whole] == advantages(rewards([1.0, 0.0, 1.0, 1.0]), DrGrpo())

@@ -9,9 +9,10 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_metrics
-from etude.experience.credit import DrGrpo, Fork, advantages, assign_credit, turn_advantages
+from etude.experience.credit import AllPairs, BestWorst, DrGrpo, Fork, advantages, assign_credit, turn_advantages
 from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
-from etude.experience.traces import read_index, read_trace, trace_path
+from etude.experience.recomputing import recompute
+from etude.experience.traces import batch_digest, read_index, read_step, read_trace, trace_path
 from etude.records import Completion, Graded, Trace
 from etude.records.reward import K1, SUBMITTED, Reward, Term
 from etude.records.rollout import TurnKind
@@ -334,3 +335,40 @@ def test_a_refused_summary_gets_blame_and_no_credit(kit):
     batch = make_batch(plan_batch([group], batch_id="b", step=1, max_lag=0), kit.read)
     trained = {i: [int(s.path.mask.sum()) for s in batch.samples if s.rollout_id == i] for i in group.rollout_ids}
     assert trained == {"g000000.0": [4, 7, 4], "g000000.1": [7, 7, 4]}
+
+
+def test_pairs_of_a_group_are_in_its_batch_and_trace_and_computed_again_to_the_bit(kit: Any, tmp_path: Path) -> None:
+    groups = [kit.group("g000000", [0.5, 0.0, 1.0, None, 0.5]), kit.group("g000001", [1.0, 1.0])]
+    twelve = kit.group("g000002", [float(i % 3) for i in range(12)])  # by id, .10 comes before .2
+    plan = plan_batch([*groups, twelve], batch_id="b", step=2, max_lag=1, scheme=AllPairs())
+    record_batch(tmp_path, plan, kit.read)
+    assert recompute(read_step(trace_path(tmp_path, 2)), Composition(), AllPairs(), max_lag=1).equal
+    plan = plan_batch(groups, batch_id="b", step=1, max_lag=0, scheme=AllPairs())
+    batch, _ = record_batch(tmp_path, plan, kit.read)
+    better = {"0": "1", "2": "014", "4": "1"}
+    assert batch.pairs == tuple((f"g000000.{i}", f"g000000.{j}") for i, of in better.items() for j in of)
+    assert batch.sampled == {f"g000000.{i}" for i in (0, 1, 2, 4)}, "also those that win as often as they lose"
+    path = trace_path(tmp_path, 1)
+    recorded = read_trace(path)
+    assert recorded.batch.pairs == batch.pairs
+    assert batch_digest(msgspec.structs.replace(batch, pairs=batch.pairs[1:])) != recorded.digest
+    again = recompute(read_step(path), Composition(), AllPairs(), max_lag=0)
+    assert again.equal
+    assert not recompute(read_step(path), Composition(), BestWorst(), max_lag=0).equal
+    made = make_batch(plan_batch(groups, batch_id="b", step=1, max_lag=0, scheme=BestWorst()), kit.read)
+    assert made.pairs == (("g000000.2", "g000000.1"),)
+    assert made.sampled == {"g000000.1", "g000000.2"}
+
+
+def test_a_pair_of_which_one_rollout_is_too_old_is_left_out(kit: Any) -> None:
+    group = kit.group("g000000", [1.0, 0.0, 0.0], kit.chain([(3, 4)]))
+    finished = list(group.finished)
+    finished[1] = msgspec.structs.replace(finished[1], summary=kit.summary("g000000.1", kit.chain([(0, 4)])))
+    group = type(group)(group.group_id, group.rollout_ids, tuple(finished))
+
+    def pairs(max_lag: int) -> tuple[tuple[str, str], ...]:
+        masks: dict[str, Any] = {"max_lag": max_lag, "straggler": Straggler.MASK}
+        return make_batch(plan_batch([group], batch_id="b", step=4, scheme=AllPairs(), **masks), kit.read).pairs
+
+    assert pairs(max_lag=3) == (("g000000.0", "g000000.1"), ("g000000.0", "g000000.2"))
+    assert pairs(max_lag=2) == (("g000000.0", "g000000.2"),)

@@ -323,7 +323,7 @@ def test_the_temperature_of_a_token_is_kept_where_it_is_not_the_runs(tmp_path, k
     assert batch.samples[1].temperatures is None
     assert [row["sampling"]["temperature"] for row in rows if row["row"] == "turn"] == [0.5, 0.0, 0.5]
     facts = json.loads(pq.read_schema(trace_path(tmp_path, 5)).metadata[b"etude.batch"])
-    assert (facts["format"], facts["temperature"]) == (4, 0.5)
+    assert (facts["format"], facts["temperature"]) == (5, 0.5)
 
 
 def test_a_turn_that_was_not_sampled_plainly_is_recorded_and_counted_but_not_trained(tmp_path, kit):
@@ -400,8 +400,8 @@ def test_every_turn_of_any_tree_is_read_back(tmp_path, kit, seed, kind, group_by
 def test_a_file_of_a_later_format_is_refused_by_name(tmp_path, kit):
     _, path = recorded(tmp_path, kit, max_lag=1)
     table = pq.read_table(path)
-    facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 5}
+    facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 6}
     pq.write_table(table.replace_schema_metadata({b"etude.batch": json.dumps(facts).encode()}), path)
     for read in (read_trace, read_index, lambda path: read_rollout(path, "g000000.0")):
-        with pytest.raises(LedgerError, match="it has format 5, this etude reads 1 to 4"):
+        with pytest.raises(LedgerError, match="it has format 6, this etude reads 1 to 5"):
             read(path)

@@ -33,19 +33,23 @@ def test_only_reward_settings_may_change_in_a_run(run: RunFolder) -> None:
     assert "seed is 7" in caught.value.facts
 
 
-def test_settings_that_differ_from_the_config_and_the_last_change_are_a_change(run: RunFolder) -> None:
+def test_settings_that_differ_from_the_config_and_the_last_change_are_a_change(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = read_config(run)
     assert changed_rewards(run, config, given(0.5)) == []
     [change] = changed_rewards(run, config, given(0.25))
     assert (change.from_step, change.rewards.terms[0].weight) == (1, 0.25)
-    record_change(run, change.rewards, from_step=1, last_step=lambda: 0)
+    record_change(run, change.rewards, from_step=1, last_step=lambda: 0, num_steps=9)
     assert changed_rewards(run, config, given(0.25)) == []
+    assert not capsys.readouterr().out
     assert changed_rewards(run, config, given(0.5)) == [], "the file with which the run began says nothing new"
+    assert "rewards stay as they were changed in the run" in capsys.readouterr().out
     assert RewardSettings(run, config).composition(1).weights == {"brief": 0.25}
 
 
 def test_a_damaged_record_of_changes_is_named(run: RunFolder) -> None:
-    record_change(run, build(RunConfig, given(0.25)).rewards, from_step=3, last_step=lambda: 0)
+    record_change(run, build(RunConfig, given(0.25)).rewards, from_step=3, last_step=lambda: 0, num_steps=9)
     path = run / FILE
     path.write_text(path.read_text().replace('"from_step": 3', '"from_step": 4'))
     with pytest.raises(RunError, match=r"rewards\.json"):

@@ -181,6 +181,29 @@ def test_an_engine_that_cannot_compute_as_the_run_asks_is_refused(numerics: dict
     assert build(RunConfig, {"fleet": fleet, "numerics": {"mode": "native"}}).max_running == 96
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({}, "set experience.credit = 'all-pairs' or 'best-worst'"),
+        ({"experience": {"credit": "fork"}}, "set experience.credit = 'all-pairs' or 'best-worst'"),
+        ({"experience": {"credit": "all-pairs", "kl": 0.1}}, "set experience.kl = 0"),
+        ({"experience": {"credit": "all-pairs", "min_group_size": 2}}, "set experience.min_group_size = 0"),
+        (
+            {
+                "experience": {"credit": "all-pairs"},
+                "rewards": {"terms": [{"name": "reads", "kind": "repeated-reads", "weight": 0.0, "hints": 0.5}]},
+            },
+            "set hints = 0.0",
+        ),
+    ],
+)
+def test_credit_that_does_not_fit_the_dpo_loss_is_refused(given: dict[str, object], hint: str) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.policy_loss = 'dpo'") as caught:
+        build(RunConfig, given | {"learner": {"policy_loss": "dpo"}})
+    assert hint in caught.value.hint
+    build(RunConfig, {"learner": {"policy_loss": "dpo"}, "experience": {"credit": "best-worst"}})
+
+
 def test_rollouts_under_way_follow_the_room_that_a_vllm_has_for_keys_and_values() -> None:
     given = {"fleet": {"engines": ["reference", "vllm"]}, "numerics": {"mode": "native"}}
     sizes = {"engine": {"max_sequences": 16, "context_tokens": 1024}}

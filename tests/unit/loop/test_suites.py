@@ -15,9 +15,10 @@ from etude.evals.costs import NO_PRICE
 from etude.evals.suites import Suite, read_suite
 from etude.experience import Ledger
 from etude.loop.config import EvalsConfig, RunConfig
-from etude.loop.evaluation import run_price
+from etude.loop.evaluation import Baseline, run_price
 from etude.loop.locations import ledger_location
 from etude.loop.suites import (
+    URL_CONTEXT,
     URL_TURN_TOKENS,
     Subject,
     config_for,
@@ -105,6 +106,9 @@ def test_a_suite_replaces_tasks_limits_and_seed_and_a_url_its_limits_of_tokens(t
     assert theirs.harness.prompt == suite.prompt
     assert config_for(suite, given, Subject("c", tmp_path, prompted=True)).harness.prompt == suite.prompt
     assert config_for(read_suite("own"), given, Subject("a", tmp_path), source="following").tasks.source == "following"
+    script = config_for(suite, given, Subject("d", Baseline.ORACLE))
+    assert {"write", "run", "edit", "submit"} <= {*script.harness.tools}
+    assert (script.engine.context_tokens, script.harness.prompt) == (URL_CONTEXT, "")
     with pytest.raises(ConfigError, match=r"harness\.max_trns"):
         config_for(Suite("x", suite.purpose, harness={"max_trns": 3}), given, Subject("a", tmp_path))
 

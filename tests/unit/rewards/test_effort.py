@@ -10,18 +10,15 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from etude.config import Plugin
-from etude.plugins import Kind, make
 from etude.records import Graded, Rollout
 from etude.records.reward import Score
 from etude.records.rollout import ToolCall
 from etude.records.task import Trust
 from etude.rewards import Composition, NamedTerm, measure
-from etude.rewards.config import TERMS
 from etude.rewards.effort import Effort, Tuned, next_weight
 from etude.rewards.process import MalformedCalls, NoTestsRun, RepeatedReads, RevertedEdits
 from etude.seams import RewardTerm
-from etude.testing.rewards import RewardTermContract, finished
+from etude.testing.rewards import finished
 
 
 def graded(grade: float) -> Graded:
@@ -34,24 +31,12 @@ def score(term: RewardTerm, rollout: Rollout, grade: float = 1.0) -> Score:
 
 def called(*turns: Sequence[ToolCall], files: dict[str, str] | None = None) -> Rollout:
     """A rollout whose turns made these calls."""
-    rollout = finished(num_turns=len(turns))
-    made = [replace(turn, calls=tuple(calls)) for turn, calls in zip(rollout.trace.turns, turns, strict=True)]
-    task = replace(rollout.task, files=files or {})
-    return replace(rollout, task=task, trace=type(rollout.trace)(tuple(made)))
+    rollout = finished(num_turns=len(turns), calls=turns)
+    return replace(rollout, task=replace(rollout.task, files=files or {}))
 
 
 def call(name: str, output: str = "ok", malformed: bool = False, **arguments: str | int) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, output=output, malformed=malformed)
-
-
-class TestBuiltIn(RewardTermContract):
-    @pytest.fixture(autouse=True, params=sorted({*TERMS} - {"judge"}))  # a judge needs a rubric and a server
-    def _take(self, request: pytest.FixtureRequest) -> None:
-        self.kind: str = request.param
-
-    def make(self) -> RewardTerm:
-        made: RewardTerm = make(Kind.REWARD, Plugin(self.kind))
-        return made
 
 
 def test_effort_sums_thinking_answer_tool_output_calls_and_turns_at_their_prices() -> None:
@@ -140,3 +125,14 @@ def test_a_rollout_that_never_ran_tests_is_blamed_at_its_last_turn() -> None:
     assert (found.value, found.turns) == (-1.0, ((1, -1.0),))
     for ran in (call("test"), call("run", command="python -m pytest -q")):
         assert score(NoTestsRun(), called([ran], [call("submit")])).value == 0.0
+
+
+def test_each_faulty_turn_has_one_hint_that_says_the_fault() -> None:
+    first, wrong = call("cat", "1 a", path="a"), call("", "no tool 'ct'", malformed=True)
+    reads = score(RepeatedReads(hint="you know {fault}"), called([first], [first, first], [first]))
+    assert reads.hints == ((1, "you know cat a"), (2, "you know cat a"))
+    assert score(MalformedCalls(hint="avoid: {fault}"), called([wrong], [first])).hints == ((0, "avoid: no tool 'ct'"),)
+    assert score(RevertedEdits(hint="keep {fault}"), called(*([one] for one in SWAP))).hints == ((1, "keep a.py"),)
+    assert score(NoTestsRun(hint="test first"), called([first], [first])).hints == ((1, "test first"),)
+    assert score(RepeatedReads(hint=""), called([first], [first])).hints == ()
+    assert all(one.hints for one in (score(term, called([wrong])) for term in (MalformedCalls(), NoTestsRun())))

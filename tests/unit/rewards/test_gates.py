@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,8 @@ def test_gates_of_two_versions_are_not_compared() -> None:
         ({"a": "a"}, "form a circle: a -> a"),
         ({"a": "b", "b": "c", "c": "b"}, "form a circle: a -> b -> c -> b"),
         ({"a": "k1"}, "the gate of 'a' is 'k1'"),
+        ({"a": "tets"}, "neither a term nor measured by graders: did you mean 'tests'?"),
+        ({"a": "tests > 0.5"}, "the gate of 'a' is 'tests > 0.5'"),
     ],
 )
 def test_gates_that_can_never_be_known_are_refused(gates: dict[str, str], says: str) -> None:
@@ -166,3 +169,25 @@ class Parts:
 def test_parts_that_are_of_no_turn_are_an_error_that_names_the_term(turns: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(PluginError, match=r"reward term 'parts'.*parts that are of no turn"):
         asyncio.run(measure_group([NamedTerm("parts", Parts(turns))], SIBLINGS[:1], [graded(1.0)]))
+
+
+class Hints:
+    version = "1"
+
+    def __init__(self, hints: tuple[tuple[int, str], ...]) -> None:
+        self.hints = hints
+
+    async def score(self, rollout: Rollout, graded: Graded) -> Score:
+        return Score(value=-1.0, hints=self.hints)
+
+
+@pytest.mark.parametrize("hints", [((3, "no"),), ((-1, "no"),), ((0, ""),), ((0, "no"), (0, "so")), (0,)])
+def test_hints_that_are_of_no_turn_or_several_of_one_are_an_error_that_names_the_term(hints: Any) -> None:
+    with pytest.raises(PluginError, match=r"reward term 'hints'.*of no turn"):
+        asyncio.run(measure_group([NamedTerm("hints", Hints(hints))], SIBLINGS[:1], [graded(1.0)]))
+
+
+def test_a_hint_is_stored_with_its_term_and_a_long_one_is_cut_off() -> None:
+    terms = [NamedTerm("hints", Hints(((1, "no"), (2, "n" * 5_000))))]
+    [[found]] = asyncio.run(measure_group(terms, SIBLINGS[:1], [graded(1.0)]))
+    assert found.term.hints == ((1, "no"), (2, "n" * 2_000))

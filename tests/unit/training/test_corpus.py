@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from etude.errors import TaskError
 from etude.training import read_corpus, train_tokenizer, write_corpus
-from etude.training.batches import group_by_budget, plan_batches, rank_share, split_documents
-from etude.training.corpus import Documents
+from etude.training.batches import group_by_budget, plan_batches, rank_share, split_documents, targets_per_span
+from etude.training.corpus import Answered, Documents
 
 SPECIAL = ("<|pad|>", "<|user|>", "<|end|>")
 
@@ -32,6 +32,16 @@ def test_a_corpus_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "tokens.bin").read_bytes() == bytes([1, 0, 2, 0, 3, 0, 255, 255])
 
 
+def test_pieces_that_are_only_context_are_left_out(tmp_path: Path) -> None:
+    answered = Answered(np.arange(10, dtype=np.int32), 6)
+    write_corpus(tmp_path, [np.array([7, 8, 9], np.int32), answered])
+    docs = read_corpus(tmp_path, vocab_size=65536).train
+    assert docs.learned.tolist() == [False, True, True, *[False] * 6, *[True] * 4]
+    spans = split_documents(docs, document_tokens=4)
+    assert spans.tolist() == [[0, 3], [7, 11], [11, 13]]
+    assert targets_per_span(docs, spans).tolist() == [2, 2, 1]
+
+
 def test_token_ids_past_sixteen_bits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="16 bits"):
         write_corpus(tmp_path, [np.array([70_000], np.int32)])
@@ -47,6 +57,8 @@ def test_token_ids_past_sixteen_bits_are_refused(tmp_path: Path) -> None:
         ("documents.bin", b""),
         ("documents.bin", np.array([0, 9], "<i8").tobytes()),
         ("documents.bin", np.array([0, 5, 2, 3], "<i8").tobytes()),
+        ("context.bin", b""),
+        ("context.bin", np.array([4], "<i8").tobytes()),
     ],
 )
 def test_damaged_corpora_are_task_errors(tmp_path: Path, name: str, content: bytes) -> None:

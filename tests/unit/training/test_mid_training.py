@@ -19,6 +19,7 @@ from etude.telemetry import Telemetry, read_events
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
 from etude.training.balance import router_biases
 from etude.training.config import OptimizerKind
+from etude.training.corpus import Answered
 from etude.training.data_parallel import SingleProcess, run_ranks
 
 from ..models.families import DEEPSEEK
@@ -81,6 +82,16 @@ def test_it_learns_tells_and_leaves_a_checkpoint(tmp_path: Path, corpus: Path) -
     assert steps[-1]["tokens"] == done.num_tokens >= CONFIG.num_tokens
     evals = [e for e in events if e["kind"] == "mid.eval"]
     assert evals[-1]["heldout_loss"] < evals[0]["heldout_loss"]
+
+
+def test_only_the_answer_of_a_document_is_learned(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    texts = draw.integers(0, 20, (90, 20)).astype(np.int32)  # nothing in them can be predicted
+    documents = [Answered(np.append(text, np.int32(20 + text[-1] % 2)), 20) for text in texts]
+    write_corpus(tmp_path / "corpus", documents[:80], heldout=documents[80:])
+    done = mid_train(CONFIG, tmp_path / "corpus", tmp_path / "mid", model=SIZES, ranks=1)
+    assert done.heldout_loss is not None
+    assert max(done.loss, done.heldout_loss) < 0.3, "the loss of the answers alone; that of the texts is ln 20 = 3"
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from benchmarks.learner import sharded_ranks as ranked
 from benchmarks.learner.sharded_ranks import Job, Trained
+from msgspec.structs import replace as replaced
 from tests.unit.models.families import DEEPSEEK, DENSE
 from tests.unit.training import ranked_learner
 
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.records import Batch
+from etude.records.sample import PlacedHint
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.config import LoraOn, OptimizerKind
+from etude.training.config import DpoReference, LoraOn, OptimizerKind, PolicyLossKind
 from etude.training.data_parallel import run_ranks
 
 SIZES = ModelConfig(
@@ -52,17 +59,35 @@ def jobs_in(folder: Path) -> dict[str, Job]:
     rounded = replace(CONFIG, dtype=ComputeDtype.BFLOAT16)
     bf16 = ranked.batches(start, LENGTHS, steps=2, numerics=NATIVE, dtype="bfloat16")
     shared = replace(CONFIG, expert_parallel=1, context_parallel=2)
+    pairs = tuple(replaced(one, pairs=tuple(pairwise(one.rollout_ids))) for one in given)
+    dpo = replace(CONFIG, policy_loss=PolicyLossKind.DPO, dpo_beta=0.5, budget_tokens=100)
+    texts = replace(dpo, expert_parallel=1, context_parallel=2, dpo_reference=DpoReference.SAMPLER)
+    hints = tuple(map(with_hints, given))
     made = {
         SAVED: adamw,
         "muon": replace(adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, recompute=True), save=None),
         "rows": replace(adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100), save=None),
         "lora": replace(adamw, config=LORA, save=folder / "adapter"),
+        "dpo": replace(adamw, config=dpo, batches=pairs, save=None),
+        "dpo of texts": replace(adamw, config=texts, batches=pairs, save=None),
         "few": replace(adamw, batches=ranked.batches(start, [40], steps=1, numerics=EXACT), save=None),
         "texts": Job(start, folder / "texts", shared, long),
+        "hints": replace(adamw, batches=hints, save=None),
+        "hints for texts": Job(start, folder / "hinted", shared, tuple(map(with_hints, long))),
         "bf16": Job(start, folder / "bf16", rounded, bf16, NATIVE),
         "bf16 adapters": Job(start, folder / "low", replace(LORA, dtype=ComputeDtype.BFLOAT16), bf16, NATIVE),
     }
     return {name: replace(job, store=folder / name) for name, job in made.items()}
+
+
+def with_hints(batch: Batch) -> Batch:
+    """The batch with a hint for a part of every other text, and no other credit."""
+    samples = [msgspec.structs.replace(one, advantages=0 * one.advantages) for one in batch.samples]
+    for i in range(0, len(samples), 2):
+        at = len(samples[i].path.mask) // 2
+        hint = PlacedHint(at=at, stop=at + 9, token_ids=np.arange(5, dtype=np.int32), weight=0.5)
+        samples[i] = msgspec.structs.replace(samples[i], hints=(hint,))
+    return msgspec.structs.replace(batch, samples=tuple(samples))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +104,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
     return {name: (job, alone[name], [told[i] for told in by_rank]) for i, (name, job) in enumerate(jobs.items())}
 
 
-@pytest.mark.parametrize("name", [SAVED, "muon", "rows", "lora", "few"])
+@pytest.mark.parametrize("name", [SAVED, "muon", "rows", "lora", "few", "dpo", "hints"])
 def test_two_ranks_publish_the_bytes_of_one_process(
     told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
 ) -> None:
@@ -98,12 +123,24 @@ def test_the_shares_change_a_step_by_rounding_alone(
     assert rank.norms == pytest.approx(one.norms, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["texts", "hints for texts"])
 def test_tokens_of_a_text_on_two_ranks_have_the_bits_that_they_have_together(
-    told: dict[str, tuple[Job, Trained, list[Trained]]],
+    told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
 ) -> None:
-    _, alone, ranks = told["texts"]
+    _, alone, ranks = told[name]
     for one in ranks:
         assert one.fresh == alone.fresh == [0.0]
+        assert one.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert one.norms == pytest.approx(alone.norms, rel=1e-5)
+
+
+def test_pairs_whose_texts_are_on_two_ranks_have_the_loss_that_they_have_together(
+    told: dict[str, tuple[Job, Trained, list[Trained]]],
+) -> None:
+    _, alone, ranks = told["dpo of texts"]
+    assert alone.losses[0] == pytest.approx(math.log(2))
+    assert alone.losses[1] != pytest.approx(math.log(2), rel=1e-3), "the second step is away from the reference"
+    for one in ranks:
         assert one.losses == pytest.approx(alone.losses, rel=1e-5)
         assert one.norms == pytest.approx(alone.norms, rel=1e-5)
 

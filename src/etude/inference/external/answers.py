@@ -17,13 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import EngineError, MalformedRequest
-from etude.grammars import kind_of
-from etude.inference.errors import InvalidGrammar
 from etude.models.config import ModelConfig
 from etude.records.completion import (
     Completion,
     CompletionRequest,
-    Sampling,
     StopReason,
     Version,
     VersionSpan,
@@ -33,6 +30,7 @@ from etude.records.wire import F32, I32, Routes
 
 T = TypeVar("T")
 ROUTES_PREFIX = "routes"  # prefix of the id of a request whose routes will be fetched
+FAILED = "Internal server error"  # what vLLM says of a request that it ended with the finish reason "error"
 NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is not finite
 
 
@@ -222,19 +220,6 @@ def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Route
 def any_missing(routes: Routes) -> bool:
     """Return whether any of the routes is unknown (`missing_route`)."""
     return bool((routes == missing_route(routes.dtype)).any())
-
-
-def grammar_of(sampling: Sampling, server: str) -> tuple[str, Any] | None:
-    """Return ("json_schema", schema) or ("regex", expression) for the grammar of a request; None without a grammar.
-
-    A schema true or false becomes the object that servers need. Raises `InvalidGrammar` for a Lark grammar."""
-    if not sampling.grammar:
-        return None
-    kind, value = kind_of(sampling.grammar)
-    if kind == "lark":
-        hint = "use an engine of kind reference, or a grammar of a JSON schema or a regular expression"
-        raise InvalidGrammar(f"{server} takes no Lark grammar", "etude forces tool calls by Lark grammars", hint=hint)
-    return kind, value if not isinstance(value, bool) else {} if value else {"not": {}}
 
 
 def check_temperature(request: CompletionRequest, lowest: float, server: str) -> None:

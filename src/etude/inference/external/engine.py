@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.errors import EngineError
+from etude.errors import EngineError, MalformedRequest
 from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy, EngineLate, InvalidGrammar
@@ -171,6 +171,11 @@ class ExternalEngine:
                 f"it holds {self.version}{'; ' + self.trouble if self.trouble else ''}",
                 hint="check that the learner published this step; if it did, see the engine's log",
             ) from None
+
+    async def hold(self, seconds: float) -> Version:
+        """Refuse to keep a version: a swap of this server that waits would block its scoring meanwhile."""
+        facts = f"{self.name} is an engine of another kind"
+        raise MalformedRequest("only reference engines can hold a version", facts, hint="ask a reference engine")
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         """Return the current state and load. Never waits for the server, so a hanging one can still be inspected."""
@@ -373,12 +378,24 @@ class ExternalEngine:
                 async for line in answer.content:
                     if done := answers.is_end(line):
                         return
-                    if (part := dialect.read_event(line, engine=self.name)) is not None:
+                    if (part := self._read_event(line, request)) is not None:
                         yield part
                 raise self._broken("a stream without an end")
         finally:
             if not done:
                 self.client.forget(sent.name)
+
+    def _read_event(self, line: bytes, request: CompletionRequest) -> AnswerPart | None:
+        """Parse one line of the response to a request. Raises `EngineError`; `InvalidGrammar` when the server failed to
+        follow the request's grammar, which no other engine would do better."""
+        try:
+            return self._dialect.read_event(line, engine=self.name)
+        except EngineError as error:
+            if not request.sampling.grammar or error.facts != answers.FAILED:
+                raise
+            what = f"request {request.request_id} cannot follow its grammar"
+            hint = "simplify the grammar, or send the request without it"
+            raise InvalidGrammar(what, f"{error.what}: {error.facts}", hint=hint) from None
 
     async def _finish(self, request: CompletionRequest, sent: _SentRequest, answer: AnswerPart) -> Completion:
         if answer.finish_reason == "abort" and not sent.active.ended:

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from etude.grammars import kind_of
+from etude.inference.errors import InvalidGrammar
 from etude.inference.external.answers import (
     AnswerPart,
     LabelledSpan,
@@ -22,7 +24,6 @@ from etude.inference.external.answers import (
     decode,
     decode_kept_routes,
     event_body,
-    grammar_of,
     keyed_seed,
     read_spans,
 )
@@ -93,10 +94,22 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     params |= {"top_k": sampling.top_k or -1, "min_new_tokens": sampling.min_tokens}
     if sampling.logit_bias:
         params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
-    if grammar := grammar_of(sampling, SERVER):
-        kind, value = grammar
-        params |= {"regex": value} if kind == "regex" else {"json_schema": msgspec.json.encode(value).decode()}
+    if sampling.grammar:
+        params |= _grammar(sampling.grammar)
     return params
+
+
+def _grammar(grammar: str) -> dict[str, str]:
+    """The parameter of a grammar. A schema true or false becomes the object that SGLang needs. Raises `InvalidGrammar`
+    for a Lark grammar."""
+    kind, value = kind_of(grammar)
+    if kind == "lark":
+        hint = "use an engine of kind reference or vllm, or a grammar of a JSON schema or a regular expression"
+        raise InvalidGrammar(f"{SERVER} takes no Lark grammar", "etude forces tool calls by Lark grammars", hint=hint)
+    if kind == "regex":
+        return {"regex": value}
+    schema = value if not isinstance(value, bool) else {} if value else {"not": {}}
+    return {"json_schema": msgspec.json.encode(schema).decode()}
 
 
 _SAME_NAMES = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")

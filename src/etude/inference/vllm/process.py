@@ -109,7 +109,8 @@ def start(
     device = environment.require().device
     socket = folder / "vllm.sock"
     argv = [str(environment.python), "-m", "etude.inference.external.launch", MODULE, "--uds", str(socket)]
-    argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--skip-tokenizer-init", "--seed", "0"]
+    argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--seed", "0"]
+    argv += _grammars(checkpoint)
     argv += ["--max-model-len", str(config.context_tokens + 1)]  # scoring a text samples one token after it
     argv += ["--max-num-seqs", str(config.max_sequences), "--scheduling-policy", "priority"]
     argv += ["--scheduler-cls", SCHEDULERS[device]]
@@ -123,6 +124,14 @@ def start(
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--disable-uvicorn-access-log", *arguments]
     return VllmProcess(argv, _vllm_environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
+
+
+def _grammars(checkpoint: Path) -> list[str]:
+    """Return the arguments for grammars: "guidance" is the only backend that takes all of them. Without a tokeniser in
+    the checkpoint vLLM refuses them."""
+    if not (checkpoint / "tokenizer.json").is_file():
+        return ["--skip-tokenizer-init"]
+    return ["--structured-outputs-config.backend", "guidance"]
 
 
 def _prefill(config: EngineConfig, device: str) -> list[str]:

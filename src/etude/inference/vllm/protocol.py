@@ -1,7 +1,8 @@
 """Encodes requests to vLLM and parses its responses. The functions are those of `external.client.Dialect`.
 
 Its log-probabilities are those of the distribution that was sampled from: after penalties, biases and truncation, where
-a request asks for them. Structured outputs need vLLM's tokeniser: `vllm.arguments = ["--no-skip-tokenizer-init"]`.
+a request asks for them. Grammars are sent as Lark, which vLLM's backend "guidance" compiles by llguidance, as etude's
+own engine does. Each has the request's stop tokens as its end, since vLLM would end the text with its tokeniser's only.
 
 Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
 Written for `/inference/v1/generate` of vLLM 0.32."""
@@ -15,6 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from etude import grammars
+from etude.inference.errors import InvalidGrammar
 from etude.inference.external.answers import (
     AnswerPart,
     LabelledSpan,
@@ -24,7 +27,6 @@ from etude.inference.external.answers import (
     decode,
     decode_kept_routes,
     event_body,
-    grammar_of,
     keyed_seed,
     read_spans,
 )
@@ -118,13 +120,16 @@ def encode_request(request: CompletionRequest, name: str, *, salt: str, native_r
 
 def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     """The parameters of a request that is not sampled plainly. Their names and meanings are vLLM's own. Raises
-    `InvalidGrammar` for a Lark grammar."""
+    `InvalidGrammar`."""
     params: dict[str, Any] = {name: getattr(sampling, name) for name in _SAME_NAMES}
     if sampling.logit_bias:
         params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
-    if grammar := grammar_of(sampling, SERVER):
-        kind, value = grammar
-        params["structured_outputs"] = {"regex" if kind == "regex" else "json": value}
+    if sampling.grammar:
+        try:
+            lark = grammars.to_lark(sampling.grammar, sampling.stop_token_ids)
+        except grammars.GrammarError as error:
+            raise InvalidGrammar(error.what, error.facts, hint=error.hint) from None
+        params["structured_outputs"] = {"grammar": lark}
     return params
 
 

@@ -1,14 +1,21 @@
-"""vLLM's scheduler with strict priorities: production requests preempt rollouts.
+"""vLLM's scheduler with strict priorities, and with texts that cannot end where their grammar failed.
 
 vLLM (0.32) orders its queue by priority, but does not preempt running requests for waiting ones: when long rollouts
 have every sequence slot, a production request waits until one of them ends. Here, before a step is planned, the
 youngest rollouts return to the queue by vLLM's own preemption. They keep their tokens and their random state, and later
-compute again what the prefix cache no longer has. Only vLLM's core loads this module (`--scheduler-cls`)."""
+compute again what the prefix cache no longer has.
+
+A grammar can become too complex while its text grows. vLLM's backend "guidance" then allows the end token only, and the
+text would end as if it were complete. Here the request fails.
+
+Only vLLM's core loads this module (`--scheduler-cls`)."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # type: ignore[import-not-found]
@@ -25,6 +32,11 @@ class _Strict:
     waiting: Any
     running: Any
     kv_cache_manager: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        manager = self.structured_output_manager  # type: ignore[attr-defined]
+        manager.accept_tokens = partial(_accept_tokens, manager.accept_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Preempt rollouts if needed, then plan a step."""
@@ -48,6 +60,15 @@ class _Strict:
         blocks = sum(one.num_tokens // self.block_size + 1 for one in urgent)  # type: ignore[attr-defined]
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return len(urgent) <= seats and blocks <= free
+
+
+def _accept_tokens(accept: Callable[[Any, list[int]], bool], request: Any, token_ids: list[int]) -> bool:
+    """Advance a request's grammar by sampled tokens, as vLLM's `accept` does. Returns False, with which vLLM ends the
+    request as failed, also when the grammar has failed."""
+    accepted = accept(request, token_ids)
+    structured = request.structured_output_request
+    matcher = getattr(structured.grammar, "ll_matcher", None) if structured is not None else None
+    return accepted and not (matcher is not None and matcher.is_error())
 
 
 class StrictScheduler(_Strict, Scheduler):  # type: ignore[misc]

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from etude import grammars
-from etude.errors import ContextFull, EngineError, MalformedRequest
+from etude.errors import ContextFull, EngineError, InputError, MalformedRequest
 from etude.records.completion import CompletionRequest, Sampling, StopReason
 from etude.records.wire import I32
 from etude.rewards.judges.questions import Question
+from etude.rewards.judges.verdicts import Form, Likeliest
 from etude.seams import Policy
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 MAX_REPLY_BYTES = 4 << 20
 MAX_TOKENS = 2_048
 """Limit of an answer, with the reasoning of models that count it."""
+TOP_LOGPROBS = 20
+"""So many of the likeliest tokens are asked for: the most that OpenAI, vLLM and etude give."""
 _BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _CUT = {"length", "max_tokens", "model_context_window_exceeded"}
 _ENDED = {"stop", "end_turn", "stop_sequence"}
@@ -45,13 +48,15 @@ class Dialect(enum.StrEnum):
 class Reply:
     """The answer of a model: its text, the name of the model that the server gives, and the tokens that it counts.
 
-    Counts are None when the server does not say them. `num_input` includes `num_cached`."""
+    Counts are None when the server does not say them. `num_input` includes `num_cached`. `likeliest`: the likeliest
+    first tokens, for questions of the form `Form.TOKEN`."""
 
     text: str
     model: str
     num_input: int | None = None
     num_cached: int | None = None
     num_output: int | None = None
+    likeliest: Likeliest = ()
 
 
 class NoReply(Exception):
@@ -131,14 +136,17 @@ class HttpAsker:
             raise NoReply(f"the judge's answer is longer than {MAX_REPLY_BYTES} bytes", retry=True, charged=True)
         try:
             found = json.loads(data)
-            return _of_openai(found) if openai else _of_anthropic(found)
+            return _of_openai(found, question.form) if openai else _of_anthropic(found)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             why = f"the judge's answer is not of the dialect {self.dialect}: {self._shown(data)}"
             raise NoReply(why, retry=True, charged=True) from None
 
     def _openai(self, question: Question) -> dict[str, Any]:
-        messages = [{"role": "system", "content": question.system}, {"role": "user", "content": question.user}]
-        body: dict[str, Any] = {"model": self.model, "messages": messages, "max_completion_tokens": MAX_TOKENS}
+        body: dict[str, Any] = {"model": self.model, "messages": question.messages}
+        if question.form is Form.TOKEN:
+            body |= {"max_completion_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
+        else:
+            body["max_completion_tokens"] = MAX_TOKENS
         if question.schema is not None:
             form = {"name": "verdict", "strict": True, "schema": question.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
@@ -173,7 +181,7 @@ class HttpAsker:
                 await session.close()
 
 
-def _of_openai(found: Mapping[str, Any]) -> Reply:
+def _of_openai(found: Mapping[str, Any], form: Form) -> Reply:
     used = found.get("usage") or {}
     [choice] = found["choices"]
     message, ended = choice["message"], choice.get("finish_reason")
@@ -183,8 +191,33 @@ def _of_openai(found: Mapping[str, Any]) -> Reply:
         num_input=_count(used.get("prompt_tokens")),
         num_cached=_count((used.get("prompt_tokens_details") or {}).get("cached_tokens", 0)),
         num_output=_count(used.get("completion_tokens")),
+        likeliest=_likeliest(choice) if form is Form.TOKEN else (),
     )
-    return _checked(reply, ended, message.get("refusal"))
+    if form is Form.TOKEN and not reply.likeliest:
+        raise NoReply(str(_no_logprobs(reply.model)), retry=False, charged=True, reply=reply)
+    return _checked(reply, ended, message.get("refusal"), whole=form is not Form.TOKEN)
+
+
+def _likeliest(choice: Mapping[str, Any]) -> Likeliest:
+    """Return the likeliest first tokens of a choice of chat completions; () if the server gives none."""
+    first = next(iter((choice.get("logprobs") or {}).get("content") or ()), None)
+    if first is None or not first.get("top_logprobs"):
+        return ()
+    found = [(one["token"], one["logprob"]) for one in first["top_logprobs"]]
+    if (first["token"], first["logprob"]) not in found:
+        found.append((first["token"], first["logprob"]))
+    for text, logprob in found:
+        if not isinstance(text, str) or not isinstance(logprob, int | float) or not logprob <= 1e-3:  # NaN, too
+            raise TypeError(f"the token {text!r} has the log-probability {logprob!r}")
+    return tuple(found)
+
+
+def _no_logprobs(model: str) -> InputError:
+    return InputError(
+        "the judge gives no probabilities of its tokens",
+        f"{model or 'the model'} answered without logprobs.content[0].top_logprobs, which form = 'token' reads",
+        hint="write form = 'value' or 'json', or serve the model with vLLM, SGLang or etude serve",
+    )
 
 
 def _of_anthropic(found: Mapping[str, Any]) -> Reply:
@@ -201,12 +234,14 @@ def _of_anthropic(found: Mapping[str, Any]) -> Reply:
     return _checked(reply, found.get("stop_reason"), None)
 
 
-def _checked(reply: Reply, ended: object, refusal: object) -> Reply:
-    """Return a reply that ended by itself. Raises `NoReply` for others."""
+def _checked(reply: Reply, ended: object, refusal: object, *, whole: bool = True) -> Reply:
+    """Return a reply that ended by itself, or with `whole` False one that was cut off. Raises `NoReply` for others."""
     if not isinstance(reply.text, str):
         raise TypeError("the text of an answer is no text")
     if refusal or ended in ("refusal", "content_filter"):
         raise NoReply(f"the judge refuses: {str(refusal or ended)[:200]}", retry=False, charged=True, reply=reply)
+    if ended in _CUT and not whole:
+        return reply
     if ended in _CUT:
         raise NoReply("the judge's answer was cut off", retry=False, charged=True, reply=reply)
     if ended not in _ENDED:
@@ -247,6 +282,8 @@ class Encoding(Protocol):
 class PolicyAsker:
     """A model of one's own as a judge, over `Policy`. Answers are sampled greedily, under a grammar of their form.
 
+    For `Form.TOKEN` there is no grammar: vLLM and SGLang would give the probabilities after it.
+
     `name` names the weights, such as a checkpoint's digest: it is part of the judge's version."""
 
     policy: Policy
@@ -259,17 +296,18 @@ class PolicyAsker:
         return ("policy", self.name)
 
     async def ask(self, question: Question) -> Reply:
-        messages = [{"role": "system", "content": question.system}, {"role": "user", "content": question.user}]
+        one_token = question.form is Form.TOKEN
         name = f"judge-{uuid.uuid4().hex}"
         request = CompletionRequest(
             request_id=name,
             session_id=name,
-            prompt_ids=await asyncio.to_thread(self.chat.encode_prompt, messages, {}),
+            prompt_ids=await asyncio.to_thread(self.chat.encode_prompt, question.messages, {}),
             sampling=Sampling(
-                max_tokens=self.max_tokens,
+                max_tokens=1 if one_token else self.max_tokens,
                 stop_token_ids=self.chat.stop_token_ids,
                 temperature=0.0,
                 grammar=_grammar(question),
+                top_logprobs=TOP_LOGPROBS if one_token else 0,
             ),
             routes_from=None,
             keep_session=False,
@@ -281,8 +319,14 @@ class PolicyAsker:
             raise NoReply(why, retry=retry, charged=False) from None
         stops = set(self.chat.stop_token_ids)
         text = self.chat.decode(token for token in done.token_ids.tolist() if token not in stops)
-        reply = Reply(text, self.name, len(request.prompt_ids), done.num_cached, len(done.token_ids))
-        return _checked(reply, "stop" if done.stop_reason is StopReason.STOP else "length", None)
+        likeliest: Likeliest = ()
+        if one_token and not len(done.top_ids):
+            raise NoReply(str(_no_logprobs(self.name)), retry=False, charged=False)
+        if one_token:
+            pairs = zip(done.top_ids[0].tolist(), done.top_logprobs[0].tolist(), strict=True)
+            likeliest = tuple((self.chat.decode([token]), logprob) for token, logprob in pairs)
+        reply = Reply(text, self.name, len(request.prompt_ids), done.num_cached, len(done.token_ids), likeliest)
+        return _checked(reply, "stop" if done.stop_reason is StopReason.STOP else "length", None, whole=not one_token)
 
 
 def _grammar(question: Question) -> str:

@@ -1,7 +1,8 @@
 """Compare a judge with people: agreement, and biases by length, position and author.
 
 Labels are divided into two halves by a hash of the work. A rubric is tuned with one half, and what is reported comes
-from the other, so a rubric that was fitted to its labels does not look better than it is."""
+from the other, so a rubric that was fitted to its labels does not look better than it is. Works with the same `group`,
+such as attempts at one task, are in the same half and are resampled together."""
 
 from __future__ import annotations
 
@@ -48,6 +49,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
     second: Given = None
     aspect: str = ""
     author: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,24 @@ class Label:
     """What a person says about one work, or which of two works is better.
 
     `score`: of the aspect's scale; for two works 1 if the first is better, -1 if the second is, 0 for a tie. `author`:
-    who did the work; the judge is not told."""
+    who did the work; the judge is not told. `group`: works with the same one are not independent; "": none are."""
 
     aspect: Aspect
     work: Evidence
     other: Evidence | None
     score: int
     author: str
+    group: str = ""
+
+    @property
+    def cluster(self) -> str:
+        """The group, or else a digest of the works, in any order. Labels of one cluster are not independent."""
+        return self.group or repr(sorted({self.work.digest, self.other.digest if self.other else self.work.digest}))
 
     @property
     def half(self) -> Half:
-        """The half that the label belongs to, by a hash of the works. Their order does not matter."""
-        digests = sorted({self.work.digest, self.other.digest if self.other else self.work.digest})
-        return list(Half)[hashlib.sha256(repr(digests).encode()).digest()[0] % 2]
+        """The half that the label belongs to, by a hash of its cluster."""
+        return list(Half)[hashlib.sha256(self.cluster.encode()).digest()[0] % 2]
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -90,7 +97,7 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
     - `kappa`: Cohen's kappa with squared weights, which are all equal on a scale of two. 1: agrees, 0: as by chance.
     - `auc`: probability that the judge puts two works that people score differently in their order; ties count half.
       On a scale of two it is the area under the ROC curve. None for pairs.
-    - `exact`: share of equal scores.
+    - `exact`: share of equal scores. For this and kappa, scores with a fraction are rounded.
     - `length`: Spearman correlation of judge minus people with the length of the work. None for pairs.
     - `prefers_first`: share of pairs in which the work shown first wins in both orders, minus that of the second. None
       for works.
@@ -155,11 +162,11 @@ def _label(row: _Row, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> 
         scores = {"first": 1, "second": -1, "tie": 0}
         if row.label not in scores:
             raise ValueError(f"label is {row.label!r}: of two works it is first, second or tie")
-        return Label(aspect, _evidence(row.first), _evidence(row.second), scores[str(row.label)], row.author)
+        return Label(aspect, _evidence(row.first), _evidence(row.second), scores[str(row.label)], row.author, row.group)
     if not isinstance(row.label, int) or not aspect.lowest <= row.label <= aspect.highest:
         raise ValueError(f"label is {row.label!r}, and the scale is {aspect.lowest} to {aspect.highest}")
     work = of_rollout(row.rollout) if row.rollout is not None else _evidence(row.work)
-    return Label(aspect, work, None, row.label, row.author)
+    return Label(aspect, work, None, row.label, row.author, row.group)
 
 
 def _evidence(given: Given) -> Evidence:
@@ -198,16 +205,20 @@ async def _of_works(judge: Judge, labels: Sequence[Label]) -> AspectReport:
     aspect = labels[0].aspect
     verdicts = await _few_at_once(judge, (judge.score(aspect, label.work) for label in labels))
     known, found = _known(labels, [one.value for one in verdicts], verdicts)
-    people, said = [label.score for label in known], list(map(int, found))
+    people, said = [label.score for label in known], list(map(float, found))
     lengths = [float(sum(len(part.text) for part in label.work.parts)) for label in known]
-    more = [float(s - p) for s, p in zip(said, people, strict=True)]
-    table = confusion(people, said, aspect.lowest, aspect.highest)
+    more = [s - p for s, p in zip(said, people, strict=True)]
+    rounded = [math.floor(s + 0.5) for s in said]
+    levels = range(aspect.lowest, aspect.highest + 1)
+    agreed = _Counts(people, levels, rounded, levels, known)
+    ordered = _Counts(people, levels, said, sorted(set(said)), known)
+    table = agreed.table()
     return AspectReport(
         aspect=aspect.name,
         num_labels=len(known),
         num_unknown=len(labels) - len(known),
-        kappa=_resampled(table, kappa),
-        auc=_resampled(table, concordance),
+        kappa=agreed.estimate(kappa),
+        auc=ordered.estimate(concordance),
         exact=float(np.trace(table) / table.sum()),
         length=_correlation(more, lengths),
         prefers_first=None,
@@ -225,14 +236,14 @@ async def _of_pairs(judge: Judge, labels: Sequence[Label]) -> AspectReport:
     known, found = _known(labels, shown, unknown)
     ahead = {FIRST: 1, SECOND: -1}
     said = [int(np.sign(ahead.get(a, 0) - ahead.get(b, 0))) for a, b in found]
-    people = [label.score for label in known]
-    table = confusion(people, said, -1, 1)
+    counts = _Counts([label.score for label in known], range(-1, 2), said, range(-1, 2), known)
+    table = counts.table()
     first = [float((a == b == FIRST) - (a == b == SECOND)) for a, b in found]
     return AspectReport(
         aspect=aspect.name,
         num_labels=len(known),
         num_unknown=len(labels) - len(known),
-        kappa=_resampled(table, kappa),
+        kappa=counts.estimate(kappa),
         auc=None,
         exact=float(np.trace(table) / table.sum()),
         length=None,
@@ -290,11 +301,36 @@ async def _value(judge: Judge, work: Evidence) -> float | None:
 Table = npt.NDArray[np.float64]
 
 
-def confusion(people: Sequence[int], judge: Sequence[int], lowest: int, highest: int) -> Table:
-    """Count pairs of scores: [people's score - lowest, judge's score - lowest]."""
-    table = np.zeros((highest - lowest + 1,) * 2)
-    np.add.at(table, (np.array(people) - lowest, np.array(judge) - lowest), 1)
-    return table
+class _Counts:
+    """Counts of pairs (people's score, judge's score), over all works and over works that are drawn again."""
+
+    def __init__(
+        self,
+        people: Sequence[int],
+        rows: Sequence[int],
+        judge: Sequence[float],
+        columns: Sequence[float],
+        labels: Sequence[Label],
+    ) -> None:
+        places = [{score: i for i, score in enumerate(scores)} for scores in (rows, columns)]
+        self.shape = len(rows), len(columns)
+        pairs = zip(people, judge, strict=True)
+        self.cells = np.array([places[0][p] * self.shape[1] + places[1][j] for p, j in pairs])
+        clusters: dict[str, int] = {}
+        self.cluster = np.array([clusters.setdefault(label.cluster, len(clusters)) for label in labels])
+
+    def table(self, weights: Table | None = None) -> Table:
+        """[people's scores, judge's scores] The number of works, each with its weight."""
+        found = np.bincount(self.cells, weights, minlength=self.shape[0] * self.shape[1])
+        return found.reshape(self.shape).astype(float)
+
+    def estimate(self, statistic: Callable[[Table], float]) -> Estimate:
+        """A statistic of the table, with the interval of its bootstrap over clusters. The draws are always the same."""
+        n = int(self.cluster.max()) + 1
+        drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), RESAMPLED)
+        found = [statistic(self.table(counts[self.cluster].astype(float))) for counts in drawn]
+        low, high = np.quantile(found, [0.025, 0.975])
+        return Estimate(statistic(self.table()), float(low), float(high))
 
 
 def kappa(table: Table) -> float:
@@ -323,15 +359,6 @@ def concordance(table: Table) -> float:
             right += float((table[high] * (below + table[low] / 2)).sum())
             total += float(table[high].sum() * table[low].sum())
     return right / total if total else 0.5
-
-
-def _resampled(table: Table, statistic: Callable[[Table], float]) -> Estimate:
-    """The statistic of a table, with the interval of its bootstrap distribution. The draws are always the same."""
-    draw, n = np.random.default_rng(0), int(table.sum())
-    flat = table.reshape(-1) / n
-    found = [statistic(one.reshape(table.shape).astype(float)) for one in draw.multinomial(n, flat, RESAMPLED)]
-    low, high = np.quantile(found, [0.025, 0.975])
-    return Estimate(statistic(table), float(low), float(high))
 
 
 def _mean(values: Sequence[float]) -> Estimate:

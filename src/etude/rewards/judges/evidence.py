@@ -110,6 +110,20 @@ class Evidence:
             raise ValueError("there is no evidence")
         return cls(tuple(parts))
 
+    def as_mapping(self) -> dict[str, object]:
+        """Return the evidence as a mapping that `of_mapping` reads.
+
+        >>> Evidence((Part(Section.TASK, "add"), Part(Section.FILES, "a.py\\nx = 1\\n"))).as_mapping()
+        {'task': 'add', 'files': {'a.py': 'x = 1\\n'}}
+        """
+        found: dict[str, object] = {}
+        files = [part.text for part in self.parts if part.section is Section.FILES]
+        for part in self.parts:
+            found.setdefault(part.section, part.text)
+        if any("\n" in text for text in files):
+            found[Section.FILES] = {path: content for path, _, content in (text.partition("\n") for text in files)}
+        return {str(section): value for section, value in found.items()}
+
 
 def _turns(trace: Trace, readable: Callable[[Iterable[int]], str]) -> str:
     """The text of the turns: what was added to the context, except the first prompt, and what the policy wrote."""

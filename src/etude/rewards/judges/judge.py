@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from etude.errors import ConfigError
 from etude.prices import UNKNOWN, TokenPrices
 from etude.rewards.judges.asking import MAX_TOKENS, Asker, NoReply, Reply
 from etude.rewards.judges.evidence import Evidence
@@ -68,7 +69,10 @@ class Judge:
     """A judge with its rubric. `version` changes with everything that may change a verdict.
 
     `account` names the judge in the store: money and the server's model are counted by it. `prices`: of the model's
-    tokens. `first_wait_s`: the wait before a second try, which doubles with each further one."""
+    tokens. `first_wait_s`: the wait before a second try, which doubles with each further one. `tuned`: the model was
+    trained on the questions of this judge (`tuning`).
+
+    Raises `ConfigError` for a form that the rubric cannot have."""
 
     rubric: Rubric
     asker: Asker
@@ -79,18 +83,20 @@ class Judge:
     prices: TokenPrices = UNKNOWN
     account: str = "judge"
     first_wait_s: float = _FIRST_WAIT_S
+    tuned: bool = False
     _pending: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict, init=False, repr=False)
     _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False, repr=False)
     _paused_until: float = field(default=0.0, init=False, repr=False)
     _asking: Asking | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_form(self.form, self.rubric, tuned=self.tuned)
         asked = [self.rubric.digest(aspect) for aspect in self.rubric.aspects]
-        parts = (WORDING, self.asker.identity, self.form, self.limits.max_chars, self.hide, asked)
+        parts = (WORDING, self.asker.identity, self.form, self.limits.max_chars, self.hide, self.tuned, asked)
         self.version = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     async def score(self, aspect: Aspect, work: Evidence) -> Verdict:
-        """Ask for the score of a work; the value is an integer of the aspect's scale."""
+        """Ask for the score of a work; the value is an integer of the aspect's scale, or with `Form.TOKEN` a float."""
         asking = await self._asked_as()
         return await self._known_or_asked(asking.about_one(aspect, work), self._key("one", aspect, [work]))
 
@@ -151,7 +157,7 @@ class Judge:
     async def _asked_as(self) -> Asking:
         if self._asking is None:
             secret = await asyncio.to_thread(self.store.secret)
-            self._asking = Asking(self.rubric, self.form, self.limits.max_chars, self.hide, secret)
+            self._asking = Asking(self.rubric, self.form, self.limits.max_chars, self.hide, secret, self.tuned)
         return self._asking
 
     async def _known_or_asked(self, question: Question, key: bytes) -> Verdict:
@@ -187,7 +193,9 @@ class Judge:
             reply, why, after_s = await self._tried(question, waits)
             if reply is not None:
                 try:
-                    value, reason = read_reply(reply.text, question.form, question.domain, question.code)
+                    value, reason = read_reply(
+                        reply.text, question.form, question.domain, question.code, reply.likeliest
+                    )
                     await self._check_served(reply)
                     row = Stored(json.dumps(value), reason, reply.model)
                     await asyncio.to_thread(self.store.put, key, row)
@@ -256,6 +264,19 @@ class Judge:
             if first != reply.model:
                 why = f"{reply.model} answered, and {first} before: name one version in `model`"
                 raise _Unknown(why, retry=True)
+
+
+def check_form(form: Form, rubric: Rubric, *, tuned: bool) -> None:
+    """Raise `ConfigError` if a rubric cannot be judged in this form."""
+    if form is not Form.TOKEN:
+        if tuned:
+            hint = "write form = 'token': models are trained to answer with one token"
+            raise ConfigError(f"tuned = true needs the form 'token', and form is '{form}'", hint=hint)
+        return
+    for aspect in rubric.aspects:
+        if aspect.lowest < 0 or aspect.highest > 9:
+            facts = f"the scale of aspect {aspect.name!r} is {aspect.lowest} to {aspect.highest}"
+            raise ConfigError("form = 'token' needs scores of one digit", facts, hint="use a scale within 0 to 9")
 
 
 @dataclass

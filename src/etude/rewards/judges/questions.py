@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from etude.errors import InputError
 from etude.rewards.judges.evidence import Evidence, fenced
 from etude.rewards.judges.rubrics import Aspect, Rubric
-from etude.rewards.judges.verdicts import Choice, Domain, Form, Order, Scale, instruction, schema
+from etude.rewards.judges.verdicts import Choice, Domain, Form, Order, Scale, Weighed, instruction, schema
 
 WORDING = "1"
 """Version of the texts in this module and in `evidence`; part of a judge's version."""
@@ -30,7 +31,9 @@ _SYSTEM = (
 
 @dataclass(frozen=True)
 class Question:
-    """One call of a judge: the messages, the form and domain of the answer, and the code that the answer must carry."""
+    """One call of a judge: the messages, the form and domain of the answer, and the code that the answer must carry.
+
+    `system` is "" for a question without a system message."""
 
     system: str
     user: str
@@ -43,22 +46,33 @@ class Question:
         """The JSON schema of the answer, for a server that follows schemas; None for other forms."""
         return schema(self.domain) if self.form is Form.JSON else None
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages in OpenAI's format."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.user}]
+
 
 @dataclass(frozen=True)
 class Asking:
     """How questions are put: the rubric, the form of answers, the limit of the evidence, and names to hide.
 
-    `secret` makes the codes of the fences; who does not know it cannot predict them."""
+    `secret` makes the codes of the fences; who does not know it cannot predict them. `tuned`: the model was trained on
+    these questions (`tuning`), so they are asked without the explanations that other models need."""
 
     rubric: Rubric
     form: Form
     max_chars: int
     hide: tuple[str, ...]
     secret: bytes
+    tuned: bool = False
 
     def about_one(self, aspect: Aspect, work: Evidence) -> Question:
         """Ask for the score of one work."""
-        return self._question(aspect, [work], "What is the score of the work?", Scale(aspect.lowest, aspect.highest))
+        scale = (Weighed if self.form is Form.TOKEN else Scale)(aspect.lowest, aspect.highest)
+        if self.tuned:
+            return self._short(aspect, work, scale)
+        return self._question(aspect, [work], "What is the score of the work?", scale)
 
     def about_two(self, aspect: Aspect, first: Evidence, second: Evidence) -> Question:
         """Ask which of two works is better."""
@@ -68,7 +82,17 @@ class Asking:
         """Ask for the order of several works."""
         return self._question(aspect, works, "Put the works in order, the best first.", Order(len(works)))
 
+    def _short(self, aspect: Aspect, work: Evidence, domain: Domain) -> Question:
+        """Return the question for a model that was trained on it: the name of the aspect, and the work."""
+        fence, code = self._codes(aspect, [work])
+        lines = [aspect.name, fenced(work, fence, max_chars=self.max_chars, hide=self.hide)]
+        return Question("", "\n".join(lines), self.form, domain, code)
+
     def _question(self, aspect: Aspect, works: Sequence[Evidence], asked: str, domain: Domain) -> Question:
+        if self.form is Form.TOKEN and not isinstance(domain, Weighed):
+            facts = "its verdict is the mean of a scale under the probabilities of one token"
+            hint = "use another form, or mode = 'pointwise' and labels of single works"
+            raise InputError("a judge of the form 'token' cannot compare works", facts, hint=hint)
         fence, code = self._codes(aspect, works)
         lines = [self.rubric.about] if self.rubric.about else []
         lines += [f"Aspect: {aspect.name}", f"Question: {aspect.question}"]

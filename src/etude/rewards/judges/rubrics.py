@@ -28,6 +28,7 @@ import msgspec
 
 from etude import config
 from etude.config import ranged, to_plain
+from etude.errors import ConfigError
 
 MAX_CHARS = 20_000
 """Limit of the text of one aspect with its examples. It is sent with every call."""
@@ -118,4 +119,8 @@ class Rubric:
 def read_rubric(path: Path | str) -> Rubric:
     """Read a rubric. Raises `ConfigError` for a file that is missing, malformed or has no aspects."""
     raw = config.read(path, noun="rubric", example="docs/guides/judges.md")
-    return config.build(Rubric, raw, Path(path).name)
+    try:
+        return config.build(Rubric, raw)
+    except ConfigError as error:
+        error.what = f"{Path(path).name}: {error.what}"
+        raise

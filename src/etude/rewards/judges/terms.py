@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from etude.rewards.judges.verdicts import Form
 
 MAX_DEADLINE_S = 540.0  # below that of `measuring`, which ends the run
 EVIDENCE_CHARS = 2_000
+_OWN_FIELDS = {"messages", "model", "n", "stream", "system"}  # of a request's body
 Positive = Annotated[int | None, msgspec.Meta(ge=1)]
 
 
@@ -142,6 +144,7 @@ def judge(
     key_env: str = "",
     mode: Mode = Mode.POINTWISE,
     form: Form = Form.JSON,
+    tuned: bool = False,
     evidence: tuple[Section, ...] = OF_ROLLOUTS,
     evidence_chars: Annotated[int, msgspec.Meta(ge=200, le=2_000_000)] = 24_000,
     hide: tuple[str, ...] = (),
@@ -158,7 +161,9 @@ def judge(
     - `rubric`: the path of a rubric (`rubrics`).
     - `url`: the base URL of the API, as the vendor's SDK takes it.
     - `key_env`: the name of the environment variable that has the API key; "" for none.
-    - `form`: the form of the answers. `line` is for servers that do not follow JSON schemas.
+    - `form`: the form of the answers. `line` is for servers that do not follow JSON schemas; `token` reads the
+      probabilities of one token, which OpenAI's dialect has.
+    - `tuned`: the model was trained on these questions (`etude judge tune`).
     - `evidence`, `evidence_chars`: what the judge sees, and how many characters of it in one question.
     - `hide`: names of models and people that are replaced in the evidence.
     - `options`: further fields of the request's body; None: temperature 0. Reasoning models may refuse a temperature.
@@ -174,6 +179,10 @@ def judge(
         raise ConfigError(f"url = {shown!r} is no URL of an API", hint='write e.g. url = "https://api.openai.com/v1"')
     if not model:
         raise ConfigError("model is empty", hint="name the model as the server knows it")
+    if key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key_env):
+        facts = f"it has {len(key_env)} characters that are no name of an environment variable"
+        hint = 'export OPENAI_API_KEY=... in the shell, and write key_env = "OPENAI_API_KEY"'
+        raise ConfigError("key_env is the name of a variable that has the API key, and not the key", facts, hint=hint)
     key = os.environ.get(key_env, "") if key_env else ""
     if key_env and not key:
         facts = "it should have the API key of the judge"
@@ -181,20 +190,33 @@ def judge(
     if not evidence or len(set(evidence)) < len(evidence) or Section.TEXT in evidence:
         known = ", ".join(OF_ROLLOUTS)
         raise ConfigError(f"evidence = {list(map(str, evidence))}", hint=f"name some of these, each once: {known}")
+    if form is Form.TOKEN and (dialect is not Dialect.OPENAI or mode is not Mode.POINTWISE):
+        given = f"dialect = '{dialect}', mode = '{mode}'"
+        facts = "it reads the probabilities of the token that is the score, which only OpenAI's dialect has"
+        raise ConfigError(f"form = 'token' with {given}", facts, hint="use dialect = 'openai' and mode = 'pointwise'")
+    if own := sorted(_OWN_FIELDS & set(options or ())):
+        facts = "etude writes it into every request"
+        raise ConfigError(
+            f"options has {', '.join(own)}", facts, hint="remove it from options; the model is named by model = ..."
+        )
+    if not os.access(cache.absolute().parent, os.W_OK):
+        facts = f"{cache.absolute().parent} is no folder that can be written"
+        raise ConfigError(f"cache = {str(cache)!r} cannot be created", facts, hint="create the folder, or name another")
     table = read_prices(prices).tokens(model) if prices is not None else UNKNOWN
     if budget is not None and table.cost(1, 0, 1) is None:
         facts = f"the prices of {model!r} are unknown, so nobody can tell when it is spent"
         hint = f'give prices = "prices.toml" with [models."{model}"], input and output'
         raise ConfigError(f"budget = {budget:g} cannot be kept", facts, hint=hint)
-    form_of = Limits(at_once, per_minute, deadline_s, budget, evidence_chars)
-    found = Judge(
+    limits = Limits(at_once, per_minute, deadline_s, budget, evidence_chars)
+    asked = Judge(
         read_rubric(rubric),
         HttpAsker(url, model, dialect, key, {"temperature": 0.0} if options is None else options),
         JudgeStore(cache),
         form=form,
-        limits=form_of,
+        limits=limits,
         hide=hide,
         prices=table,
         account=f"{rubric.stem} by {model} at {parts.hostname}",
+        tuned=tuned,
     )
-    return (JudgeTerm if mode is Mode.POINTWISE else GroupJudgeTerm)(found, mode, evidence)
+    return (JudgeTerm if mode is Mode.POINTWISE else GroupJudgeTerm)(asked, mode, evidence)

@@ -1,9 +1,13 @@
-"""Verdicts of judges, parsed strictly: what is not exactly a verdict of the asked form is unknown, and never 0."""
+"""Verdicts of judges, parsed strictly: what is not exactly a verdict of the asked form is unknown, and never 0.
+
+A verdict of the form `Form.TOKEN` is not what the judge says, but the mean of the scale under the probabilities of its
+next token (Liu et al., G-Eval, arXiv 2303.16634). On a scale of two it is the probability of the higher score."""
 
 from __future__ import annotations
 
 import enum
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +15,22 @@ from typing import Any, Protocol
 
 MAX_REPLY_CHARS = 50_000
 MAX_REASON_CHARS = 500
+MIN_SHARE = 0.5
+"""The scores must have this share of the next token's probability; else the model does not answer with one of them."""
 
 
 class Form(enum.StrEnum):
     """The form of an answer. JSON: one JSON object, requested by the API's own means. LINE: free text whose last line
-    is the verdict. VALUE: the verdict alone, for small models."""
+    is the verdict. VALUE: the verdict alone, for small models. TOKEN: the probabilities of the verdict's one token."""
 
     JSON = "json"
     LINE = "line"
     VALUE = "value"
+    TOKEN = "token"
+
+
+Likeliest = tuple[tuple[str, float], ...]
+"""The likeliest first tokens of a reply: (text, natural logarithm of the probability)."""
 
 
 class NoVerdict(ValueError):
@@ -72,6 +83,40 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Weighed(Scale):
+    """Numbers from `lowest` to `highest`: means of the scale under probabilities. Scores are digits, so one token."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lowest < self.highest <= 9:
+            raise ValueError(f"the scale is {self.lowest} to {self.highest}")
+
+    def read(self, found: object) -> float:  # type: ignore[override]
+        if not isinstance(found, int | float) or not self.lowest <= found <= self.highest:
+            raise NoVerdict(f"the verdict {str(found)[:40]} is outside of {self.lowest} to {self.highest}")
+        return float(found)
+
+    def mean(self, likeliest: Likeliest) -> tuple[float, str]:
+        """Return (mean score, reason) from the likeliest tokens. A score that is not among them has probability 0.
+
+        Raises `NoVerdict` if the scores have less than `MIN_SHARE` of the probability.
+
+        >>> Weighed(0, 1).mean((("1", math.log(0.6)), (" 0", math.log(0.2)), ("The", math.log(0.1))))
+        (0.75, '0: 0.200, 1: 0.600')
+        """
+        shares = dict.fromkeys(range(self.lowest, self.highest + 1), 0.0)
+        for text, logprob in likeliest:
+            word = text.strip()
+            if len(word) == 1 and word in "0123456789" and int(word) in shares:
+                shares[int(word)] += math.exp(logprob)
+        total = sum(shares.values())
+        if not MIN_SHARE <= total <= 1.01:
+            shown = ", ".join(f"{text!r} {math.exp(logprob):.2f}" for text, logprob in likeliest[:3])
+            raise NoVerdict(f"the scores have {total:.0%} of the next token's probability; the likeliest are {shown}")
+        reason = ", ".join(f"{score}: {share:.3f}" for score, share in shares.items())
+        return round(sum(score * share for score, share in shares.items()) / total, 6), reason
+
+
+@dataclass(frozen=True)
 class Choice:
     """One of some words."""
 
@@ -117,7 +162,7 @@ class Order:
 
 def instruction(form: Form, domain: Domain, code: str) -> str:
     """Return the sentences of a question that say in which form to answer."""
-    if form is Form.VALUE:
+    if form in (Form.VALUE, Form.TOKEN):
         return f"Answer with {domain.shown}, and nothing else."
     if form is Form.LINE:
         return (
@@ -136,17 +181,19 @@ def schema(domain: Domain) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def read_reply(text: str, form: Form, domain: Domain, code: str) -> tuple[Any, str]:
+def read_reply(text: str, form: Form, domain: Domain, code: str, likeliest: Likeliest = ()) -> tuple[Any, str]:
     """Return (verdict, reason) from the whole reply of a judge. Raises `NoVerdict`.
 
-    The reply must carry the question's `code`, except in the form `VALUE`. So a verdict that the judge quotes from the
-    evidence is none.
+    The reply must carry the question's `code`, except in the forms `VALUE` and `TOKEN`. So a verdict that the judge
+    quotes from the evidence is none. `likeliest`: the first tokens that the judge might have said, for `TOKEN`.
 
     >>> read_reply("It is short.\\nVERDICT 7f: 4", Form.LINE, Scale(1, 5), "7f")
     (4, 'It is short.')
     """
     if len(text) > MAX_REPLY_CHARS:
         raise NoVerdict(f"the reply has {len(text)} characters")
+    if isinstance(domain, Weighed):
+        return domain.mean(likeliest)
     if form is Form.VALUE:
         return domain.read(text.strip()), ""
     return _read_line(text, domain, code) if form is Form.LINE else _read_json(text, domain, code)

@@ -17,6 +17,7 @@ from typing import Any
 
 from etude import __version__
 from etude.errors import NoSource, TaskError
+from etude.records.reward import VERIFIERS
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust
 from etude.seams import Grader, TaskSource
@@ -175,7 +176,7 @@ class VerifiersGrader:
 
 def _graded(reward: float, metrics: Mapping[str, float], reason: str) -> Graded:
     """A grade with the metrics of the environment, named "verifiers.NAME" to avoid collisions with built-in terms."""
-    measures = {**{f"verifiers.{name}": value for name, value in metrics.items()}, "pass": float(reward == 1.0)}
+    measures = {**{f"{VERIFIERS}{name}": value for name, value in metrics.items()}, "pass": float(reward == 1.0)}
     return Graded.of(reward, measures, trust=Trust.DATA, reason=reason, version=__version__)
 
 

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from etude import grammars
 from etude.errors import EngineBehind, EngineError, WeightsError
 from etude.inference.config import EngineConfig
-from etude.inference.errors import EngineBusy, EngineLate
+from etude.inference.errors import EngineBusy, EngineLate, InvalidGrammar
 from etude.inference.external.engine import ExternalEngine
 from etude.inference.external.serving import require_routes
 from etude.inference.vllm.process import VllmClient
@@ -196,6 +197,25 @@ def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_stream_without_an_end
         server.status, server.body = 500, b"it fell over"
         with pytest.raises(EngineError, match="answered 500"):
             await engine.generate(ask())
+
+    tell(story)
+
+
+def test_a_text_that_cannot_follow_its_grammar_is_the_requests_fault_and_no_other_failure_is(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(engine: ExternalEngine, server: Server) -> None:
+        sampling = Sampling(max_tokens=5, stop_token_ids=(7,), grammar=grammars.from_regex("a"))
+        constrained = msgspec.structs.replace(ask(), sampling=sampling)
+        event = b'data: {"error": {"message": "%s", "type": "InternalServerError", "code": 500}}\n\n'
+        server.body = event % b"Internal server error"
+        with pytest.raises(InvalidGrammar, match="request r cannot follow its grammar"):
+            await engine.generate(constrained)
+        for request, words in ((ask(), b"Internal server error"), (constrained, b"EngineCore encountered an issue")):
+            server.body = event % words
+            with pytest.raises(EngineError, match="answered 500") as caught:
+                await engine.generate(request)
+            assert not isinstance(caught.value, InvalidGrammar)
 
     tell(story)
 

@@ -257,15 +257,18 @@ def test_further_sampling_parameters_have_vllms_own_names() -> None:
     assert not {*given, "logit_bias", "structured_outputs"} & plain.keys(), "a plain request is sent as before"
 
 
-def test_grammars_are_structured_outputs_and_lark_is_refused_by_name() -> None:
+def test_grammars_are_sent_as_lark_that_ends_with_the_requests_stop_tokens() -> None:
     def sent(grammar: str) -> Any:
-        body = protocol.encode_request(asked(grammar=grammar), "n", salt="a", native_routes=False)
+        body = protocol.encode_request(
+            asked(grammar=grammar, stop_token_ids=(7, 3)), "n", salt="a", native_routes=False
+        )
         return json.loads(body)["sampling_params"]["structured_outputs"]
 
-    assert sent(grammars.any_json_object()) == {"json": {"type": "object"}}
-    assert sent(grammars.from_regex("a+")) == {"regex": "a+"}
-    with pytest.raises(InvalidGrammar, match="vLLM takes no Lark grammar"):
-        sent(grammars.from_lark('start: "a"'))
+    assert sent(grammars.from_regex("a/b")) == {"grammar": "start: sentence (<[7]> | <[3]>)\nsentence: /a\\/b/"}
+    lark = sent(grammars.from_lark('start: "a"'))["grammar"]
+    assert lark == 'start: sentence (<[7]> | <[3]>)\nsentence: %lark {\nstart: "a"\n}'
+    with pytest.raises(InvalidGrammar, match="no JSON is valid"):
+        sent(grammars.from_json_schema(False))
 
 
 def test_the_likeliest_tokens_are_read_with_or_without_the_sampled_one() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.judge_server import HIGH, LOW, SIGNATURE, Bias, ScriptedJudge, honest, longer, praises_itself, work
+from tests.judge_server import HIGH, LOW, SIGNATURE, Bias, ScriptedJudge, honest, longer, praises_itself, truth, work
 
 from etude.errors import InputError
 from etude.rewards.judges import Aspect, Evidence, HttpAsker, Judge, JudgeStore, Limits, Rubric
@@ -20,7 +20,6 @@ from etude.rewards.judges.calibration import (
     Label,
     calibrate,
     concordance,
-    confusion,
     distance,
     kappa,
     read_labels,
@@ -166,6 +165,12 @@ def test_what_is_no_label_is_refused_with_its_line(tmp_path: Path, row: Any, nam
     assert named in refused.value.facts
 
 
+def confusion(people: list[int], judge: list[int], lowest: int, highest: int) -> Any:
+    table = np.zeros((highest - lowest + 1,) * 2)
+    np.add.at(table, (np.array(people) - lowest, np.array(judge) - lowest), 1)
+    return table
+
+
 def test_kappa_and_auc_are_those_of_their_definitions() -> None:
     draw = np.random.default_rng(3)
     people = draw.integers(1, 6, 60)
@@ -194,3 +199,31 @@ def test_the_distance_to_an_auditor_is_measured_with_an_upper_bound(tmp_path: Pa
 
     found = asyncio.run(use())
     assert 0.0 < found.low < found.value < found.high < 0.25
+
+
+def test_works_of_one_group_are_in_one_half_and_are_drawn_together(tmp_path: Path) -> None:
+    given = [row | {"group": f"task {number // 4}"} for number, row in enumerate(rows(200))]
+    labels = read_labels(written(tmp_path, given), RUBRIC, no_rollouts)
+    assert all(len({one.half for one in labels[at : at + 4]}) == 1 for at in range(0, 200, 4))
+    assert {one.half for one in labels} == set(Half)
+
+    def by_number(text: str, draw: random.Random) -> int:
+        """Half of the works get a random score; copies of a work get the same."""
+        number = next(line for line in text.splitlines() if line.startswith("number"))
+        fixed = random.Random(number)
+        return fixed.randint(LOW, HIGH) if fixed.random() < 0.5 else truth(text)
+
+    def width(name: str, given: list[dict[str, Any]]) -> float:
+        (tmp_path / name).mkdir()
+        found = reported(tmp_path / name, given, by_number)
+        assert found.auc is not None
+        return found.auc.high - found.auc.low
+
+    once = rows(40)
+    copies = [
+        row | {"work": f"{row['work']}\n{copy}", "group": str(n)} for n, row in enumerate(once) for copy in "abcd"
+    ]
+    plain, together = width("once", once), width("together", copies)
+    alone = width("alone", [row | {"group": ""} for row in copies])
+    assert alone < 0.7 * plain, "four copies of each work, taken for independent"
+    assert 0.8 * plain < together < 1.25 * plain

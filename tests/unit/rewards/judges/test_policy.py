@@ -6,11 +6,13 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.parity import chats
 from tests.unit.rewards.judges.injections import INJECTIONS
 
 from etude.harness import ChatFormat
+from etude.records import Completion, CompletionRequest
 from etude.rewards.judges import Aspect, Evidence, Form, Judge, JudgeStore, Limits, PolicyAsker, Rubric, Verdict
 from etude.rewards.judges.questions import Asking
 from etude.testing import EnginePolicy, ScriptedEngine
@@ -56,6 +58,39 @@ def test_an_answer_in_json_is_sampled_under_its_schema_and_needs_the_code(chat: 
     assert "of no question" in found.reason
     schema = json.loads(engine.requests[0].sampling.grammar)["json_schema"]
     assert schema["properties"]["verdict"]["enum"] == [1, 2, 3, 4, 5]
+
+
+class Weighing(ScriptedEngine):
+    """Says that the likeliest tokens are these, with these probabilities."""
+
+    shares: dict[int, float]
+
+    def completion(self, request: CompletionRequest, tokens: list[int]) -> Completion:
+        done = super().completion(request, tokens)
+        fields = {name: getattr(done, name) for name in done.__struct_fields__}
+        logprobs = np.log(np.array([list(self.shares.values())], np.float32))
+        return Completion(**fields | {"top_ids": np.array([list(self.shares)], np.int32), "top_logprobs": logprobs})
+
+
+def test_the_value_of_one_token_is_read_from_the_likeliest_tokens(chat: ChatFormat, tmp_path: Path) -> None:
+    one, five, other = (int(chat.encode(text)[0]) for text in ("1", "5", "x"))
+    engine = Weighing([[five]])
+    engine.shares = {five: 0.6, one: 0.2, other: 0.1}
+    asker = PolicyAsker(EnginePolicy(engine), chat, name="a digest")
+    judge = Judge(RUBRIC, asker, JudgeStore(tmp_path / "judges.sqlite"), form=Form.TOKEN)
+    found = asyncio.run(judge.score(ASPECT, Evidence.of_text("fact")))
+    again = asyncio.run(judge.score(ASPECT, Evidence.of_text("fact")))
+    judge.store.close()
+    assert found.value == again.value == pytest.approx(4.0)
+    assert again.cached
+    [request] = engine.requests
+    assert (request.sampling.max_tokens, request.sampling.top_logprobs, request.sampling.grammar) == (1, 20, "")
+
+
+def test_an_engine_without_probabilities_gives_no_verdict_of_one_token(chat: ChatFormat, tmp_path: Path) -> None:
+    found, engine = judged(chat, tmp_path, ["4"], Form.TOKEN)
+    assert (found.value, found.retry, len(engine.requests)) == (None, False, 1)
+    assert "a digest answered without" in found.reason
 
 
 def test_an_engine_that_fails_makes_the_verdict_unknown(chat: ChatFormat, tmp_path: Path) -> None:

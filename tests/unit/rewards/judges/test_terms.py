@@ -137,6 +137,9 @@ def test_the_version_changes_with_the_rubric_the_evidence_and_the_mode(rubric: P
         ({"temprature": 1.0}, "temprature"),
         ({"rubric": "nowhere.toml"}, "no rubric at nowhere.toml"),
         ({"prices": "nowhere.toml"}, "no table of prices at nowhere.toml"),
+        ({"key_env": "sk-proj-secret"}, "key_env is the name of a variable"),
+        ({"options": {"stream": True}}, "options has stream"),
+        ({"cache": "nowhere/judges.sqlite"}, "is no folder that can be written"),
     ],
 )
 def test_a_judge_that_cannot_work_is_refused_before_a_run(rubric: Path, settings: dict[str, Any], named: str) -> None:
@@ -151,6 +154,7 @@ def test_a_judge_that_cannot_work_is_refused_before_a_run(rubric: Path, settings
     [
         ("about = 'nothing'", "has no aspects"),
         ("aspects = 3", "expected a list"),
+        ("[aspects]\nname = 'a'\nquestion = 'q'", "bad.toml: aspects: expected a list"),
         ("[[aspects]]\nname = 'a'", "question"),
         ("[[aspects]]\nname = 'a'\nquestion = ' '", "has no question"),
         ("[[aspects]]\nname = 'a'\nquestion = 'q'\nlowest = 5", "lowest = 5 is not below highest = 5"),
@@ -184,7 +188,60 @@ def test_an_auditor_must_be_another_model_without_a_weight(rubric: Path) -> None
     assert rewards().audits[0].name == "facts by auditor"
     with pytest.raises(ConfigError) as refused:
         rewards(weight=0.5)
-    assert "set its weight to 0.0" in str(refused.value)
+    assert "set its weight and its hints to 0.0" in str(refused.value)
     with pytest.raises(ConfigError) as refused:
         rewards(model="m")
     assert "is the same model as 'facts'" in str(refused.value)
+
+
+def test_a_verdict_of_one_token_is_the_mean_of_the_scale_under_its_probabilities(rubric: Path) -> None:
+    server = ScriptedJudge(tokens=lambda said: {said: 0.6, " 1": 0.2, "The": 0.1})
+    found = measured(rubric, [work(5), work(1)], server, form="token")
+    assert [one.term.value for one in found] == [pytest.approx(0.75), 0.0]
+    assert "5: 0.600" in found[0].term.evidence
+    body = server.bodies[0]
+    assert (body["max_completion_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20)
+
+
+def test_a_server_without_probabilities_makes_the_verdict_unknown_and_says_what_to_do(rubric: Path) -> None:
+    server = ScriptedJudge(tokens=lambda said: None)
+    [found] = measured(rubric, [work(5)], server, form="token")
+    assert (found.term.value, found.retry, len(server.bodies)) == (None, False, 1)
+    assert "the judge gives no probabilities of its tokens: scripted-1 answered without" in found.term.evidence
+    assert "hint: write form = 'value'" in found.term.evidence
+
+
+def test_a_model_that_would_say_something_else_than_a_score_has_no_verdict(rubric: Path) -> None:
+    server = ScriptedJudge(tokens=lambda said: {"The": 0.7, said: 0.3})
+    [found] = measured(rubric, [work(5)], server, form="token")
+    assert found.term.value is None
+    assert "the scores have 30% of the next token's probability; the likeliest are 'The' 0.70" in found.term.evidence
+
+
+def test_a_tuned_judge_is_asked_without_explanations(rubric: Path) -> None:
+    server = ScriptedJudge()
+    measured(rubric, [work(2)], server, form="token", tuned=True)
+    [message] = server.bodies[0]["messages"]
+    assert message["content"].splitlines()[0] == "facts"
+    assert "| fact" in message["content"]
+    assert "How many" not in message["content"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"form": "token", "mode": "ranking"}, "mode = 'ranking'"),
+        ({"form": "token", "dialect": "anthropic"}, "dialect = 'anthropic'"),
+        ({"tuned": True}, "tuned = true needs the form 'token'"),
+    ],
+)
+def test_a_form_that_cannot_be_asked_is_refused(rubric: Path, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        term(rubric, "http://h", **settings)
+
+
+def test_scores_of_several_digits_are_no_tokens(rubric: Path) -> None:
+    rubric.write_text(RUBRIC.replace("levels", "highest = 10\nlevels"))
+    with pytest.raises(ConfigError, match="needs scores of one digit") as refused:
+        term(rubric, "http://h", form="token")
+    assert refused.value.facts == "the scale of aspect 'facts' is 1 to 10"

@@ -1,0 +1,244 @@
+"""Engines of a running run that an evaluation borrows, with a bound in share and time.
+
+The evaluation and the conductor are processes of one machine, and meet in the folder ``lease`` of the run:
+
+| file | written by | content |
+| --- | --- | --- |
+| ``lock`` | the evaluation | a kernel lock, held while it borrows: one evaluation at a time, and none that has died |
+| ``request.json`` | the evaluation | `Request` |
+| ``answer.json`` | the conductor | `Answer`, written again when the lease ends |
+
+A lent engine gets no new sessions of training, and keeps its version. Sessions that it has go on there. When the
+evaluation ends, dies or has had its time, the engine adopts the newest version and serves training again. Nothing that
+training computes depends on the lease, only how fast it is: with ``max_lag = 0`` the results are equal to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from etude.errors import DeadlineExceeded, EngineError, EtudeError, RunRefused
+from etude.inference import HttpEngine
+from etude.inference.config import EngineKind
+from etude.loop.run_processes import RunProcesses
+from etude.records.completion import Version
+from etude.run import RunFolder, lock_holder, take_lock, write_durably
+from etude.telemetry import Telemetry
+
+FOLDER = "lease"
+MAX_SHARE = 0.5
+"""The largest share of a run's engines that is lent."""
+MAX_LEASE_S = 3_600.0
+POLL_S, HOLD_S = 0.5, 15.0
+"""How often both sides look at the files, and for how long an engine keeps its version when nobody asks it again."""
+ANSWER_S = 120.0
+"""Longest wait for an answer: engines may be loading, or about to adopt a version."""
+T = TypeVar("T")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What an evaluation asks for: a share of the engines, for some seconds. `id` is a random text."""
+
+    id: str
+    share: float
+    seconds: float
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The conductor's answer to the request `id`: URLs of engines by name, which have this version.
+
+    `ended`: why the lease has ended, or why there is none; "": it goes on."""
+
+    id: str
+    engines: dict[str, str] = {}
+    version: Version | None = None
+    ended: str = ""
+
+
+class EngineLeases:
+    """The conductor's side: lends engines of `processes` to one evaluation at a time."""
+
+    def __init__(self, run: RunFolder, processes: RunProcesses, telemetry: Telemetry) -> None:
+        self._folder, self._processes, self._telemetry = run / FOLDER, processes, telemetry
+        self._answer: Answer | None = None  # of the lease that goes on
+        self._ends = 0.0
+        self._seen = ""  # id of the last request that was answered
+
+    async def watch(self) -> None:
+        """Lend and take back, forever. At the end nothing is lent."""
+        self._folder.mkdir(exist_ok=True)
+        try:
+            while True:
+                await asyncio.sleep(POLL_S)
+                try:
+                    await self._look()
+                except Exception as error:  # noqa: BLE001  training does not depend on leases: it is told and goes on
+                    self._telemetry.event("fleet.lease", state="failed", engines=[], version="", reason=repr(error))
+        finally:
+            if self._answer is not None:
+                with contextlib.suppress(EtudeError):
+                    self._write(msgspec.structs.replace(self._answer, ended="the run has stopped"))
+
+    async def _look(self) -> None:
+        held = lock_holder(self._folder / "lock") is not None
+        if self._answer is not None:
+            over = "" if held else "the evaluation has ended"
+            over = over or ("its time is over" if time.monotonic() >= self._ends else "")
+            over = over or await self._renew(self._answer)
+            if over:
+                await self._take_back(self._answer, over)
+        elif held and (request := self._request()) is not None and request.id != self._seen:
+            await self._lend(request)
+
+    def _request(self) -> Request | None:
+        try:
+            return msgspec.json.decode((self._folder / "request.json").read_bytes(), type=Request)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    async def _lend(self, request: Request) -> None:
+        """Lend engines that have the newest version. If they do not have it yet, nothing is answered."""
+        kinds = self._processes.config.fleet.engines
+        able = [f"engine-{i}" for i, kind in enumerate(kinds) if kind is EngineKind.REFERENCE]
+        able = [name for name in able if name in self._processes.lendable]
+        others = len(self._processes.engines) - len(able)
+        count = min(int(min(request.share, MAX_SHARE) * len(kinds)), len(able) - (not others))
+        if count < 1:
+            facts = (
+                f"{len(able)} of its {len(kinds)} engines can be lent, at most {MAX_SHARE:.0%}, and one must be left"
+            )
+            self._refuse(request, facts)
+            return
+        lent = await self._processes.lend(able[-count:])
+        versions = await self._hold(lent, HOLD_S)
+        if len(lent) < count or {*versions.values()} != {self._processes.head}:
+            await self._release(lent)
+            return
+        self._seen, self._ends = request.id, time.monotonic() + min(request.seconds, MAX_LEASE_S)
+        urls = {name: engine.url for name, engine in lent.items()}
+        self._answer = Answer(id=request.id, engines=urls, version=self._processes.head)
+        self._write(self._answer)
+        self._event("lent", self._answer)
+
+    async def _hold(self, engines: dict[str, HttpEngine], seconds: float) -> dict[str, Version | None]:
+        """Have engines keep their versions, and return these; None for an engine that does not answer."""
+
+        async def one(engine: HttpEngine) -> Version | None:
+            with contextlib.suppress(EngineError):
+                return await engine.hold(seconds)
+            return None
+
+        return dict(zip(engines, await asyncio.gather(*map(one, engines.values())), strict=True))
+
+    async def _renew(self, answer: Answer) -> str:
+        """Have the lent engines keep their version for longer. Returns why they cannot; "": they do."""
+        lent = await self._processes.lend(answer.engines)
+        versions = await self._hold(lent, HOLD_S)
+        same = {lent[name].url for name in lent} == {*answer.engines.values()}
+        return "" if same and {*versions.values()} == {answer.version} else "an engine was lost"
+
+    async def _take_back(self, answer: Answer, reason: str) -> None:
+        self._answer = None
+        self._event("returned", answer, reason)
+        self._write(msgspec.structs.replace(answer, ended=reason))
+        await self._release(await self._processes.lend(answer.engines))
+
+    async def _release(self, lent: dict[str, HttpEngine]) -> None:
+        await self._hold(lent, 0.0)
+        await self._processes.lend(())
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        self._seen = request.id
+        self._write(Answer(id=request.id, ended=reason))
+        self._event("refused", Answer(id=request.id), reason)
+
+    def _write(self, answer: Answer) -> None:
+        write_durably(self._folder / "answer.json", msgspec.json.encode(answer))
+
+    def _event(self, state: str, answer: Answer, reason: str = "") -> None:
+        version = str(answer.version) if answer.version else ""
+        self._telemetry.event("fleet.lease", state=state, engines=[*answer.engines], version=version, reason=reason)
+
+
+class Lease:
+    """Engines of a run that this process has borrowed: their URLs by name, and the version that they keep."""
+
+    def __init__(self, engines: dict[str, str], version: Version, ended: Callable[[], str]) -> None:
+        self.engines, self.version, self._ended = engines, version, ended
+
+    async def during(self, work: Awaitable[T]) -> T:
+        """Await `work` while the lease goes on. If the lease ends first, cancel it and raise `DeadlineExceeded`."""
+        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._until_ended())
+        both: tuple[asyncio.Future[Any], ...] = (task, watch)
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                hint = "ask for more seconds with --seconds, or for fewer tasks; the newest checkpoint needs no lease"
+                raise DeadlineExceeded("the run took its engines back", watch.result(), hint=hint)
+            return task.result()
+        finally:
+            for one in both:
+                one.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    async def _until_ended(self) -> str:
+        while not (reason := self._ended()):  # noqa: ASYNC110  the conductor is another process
+            await asyncio.sleep(POLL_S)
+        return reason
+
+
+@contextlib.asynccontextmanager
+async def borrowed_engines(run: RunFolder, *, share: float, seconds: float) -> AsyncIterator[Lease]:
+    """Borrow engines of a running run while the block runs, at most this share of them and for so many seconds.
+
+    Raises `RunRefused` if the run does not go on, lends no engines, or another evaluation has borrowed some."""
+    folder, request = run / FOLDER, Request(id=secrets.token_hex(8), share=share, seconds=seconds)
+    alone = f"evaluate its newest checkpoint: etude eval SUITE --checkpoint {run.path}"
+    if run.holder() is None:
+        raise RunRefused(f"{run.path} is not running", "so it has no engines", hint=alone)
+    folder.mkdir(exist_ok=True)
+    fd, holder = take_lock(folder / "lock")
+    if fd is None:
+        raise RunRefused(f"engines of {run.path} are borrowed", f"by process {holder}", hint="wait for its end")
+    try:
+        write_durably(folder / "request.json", msgspec.json.encode(request))
+        answer = await _answer_to(request, run)
+        if answer.version is None:
+            raise RunRefused(f"{run.path} lends no engines", answer.ended, hint=alone)
+        yield Lease(answer.engines, answer.version, lambda: _ended(request, run))
+    finally:
+        os.close(fd)
+
+
+async def _answer_to(request: Request, run: RunFolder) -> Answer:
+    for _ in range(int(ANSWER_S / POLL_S)):
+        answer = _read(run / FOLDER)
+        if answer is not None and answer.id == request.id:
+            return answer
+        if run.holder() is None:
+            return Answer(id=request.id, ended="it has stopped")
+        await asyncio.sleep(POLL_S)
+    facts = f"no answer within {ANSWER_S:g} s: it is not in RL yet, or its engines do not reach the newest version"
+    return Answer(id=request.id, ended=facts)
+
+
+def _ended(request: Request, run: RunFolder) -> str:
+    answer = _read(run / FOLDER)
+    if answer is None or answer.id != request.id:
+        return "the answer to its request is gone"
+    return answer.ended or ("" if run.holder() is not None else "the run has stopped")
+
+
+def _read(folder: Path) -> Answer | None:
+    try:
+        return msgspec.json.decode((folder / "answer.json").read_bytes(), type=Answer)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,45 @@
+"""How a run writes hints as tokens: by its chat format, within the context of its engines. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from etude.capture.chat import Message
+from etude.experience.hints import HintFormat
+from etude.harness import ChatFormat
+from etude.harness.template import ChatError
+from etude.loop.config import RunConfig
+from etude.records.wire import I32
+from etude.run import RunFolder
+
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}
+_ASKED: Message = {"role": "user", "content": "0"}
+_CALLED: Message = {"role": "assistant", "content": "0", "tool_calls": [_CALL]}
+
+
+def hint_format(run: RunFolder, config: RunConfig) -> HintFormat:
+    """Return how hints are written in a run. Raises `ChatError` when its chat format cannot be loaded."""
+    chat = ChatFormat.load(run / "tokenizer")
+    return HintFormat(chat.encode, message_ends(chat), config.engine.context_tokens)
+
+
+def message_ends(chat: ChatFormat) -> tuple[I32, ...]:
+    """Return the tokens between the text of a message and the reply of the model, each [E] int32, the longest first.
+
+    There are those after a message of the user and those after the output of a tool, if the format has tools."""
+    found = {tuple(_common_end(chat, [], "user").tolist()): None}
+    with contextlib.suppress(ChatError):
+        found[tuple(_common_end(chat, [_ASKED, _CALLED], "tool").tolist())] = None
+    return tuple(np.array(end, np.int32) for end in sorted(found, key=len, reverse=True) if end)
+
+
+def _common_end(chat: ChatFormat, before: list[Message], role: str) -> I32:
+    """Return what prompts end with whatever the text of their last message, which is of `role`."""
+    last = [{"role": role, "content": text, "tool_call_id": "call_1"} for text in ("0", "a")]
+    one, other = (chat.encode_prompt([*before, message]) for message in last)
+    same = 0
+    while same < min(len(one), len(other)) and one[-1 - same] == other[-1 - same]:
+        same += 1
+    return one[len(one) - same :]

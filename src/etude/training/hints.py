@@ -1,0 +1,91 @@
+"""Credit from hints: dense credit for the tokens of a faulty turn, by on-policy self-distillation.
+
+A hint is a text that would have helped the policy in a turn. The sampled tokens of the turn are scored twice by the
+live weights, with the hint in their context and without it. To the advantage of each token is added
+``weight * (log p(token | context with the hint) - log p(token | context))``. So the policy learns to act as it would
+with the hint: the expected gradient is that of minus the reverse KL divergence KL(policy || policy with the hint) of
+these tokens. Neither score has a gradient, and nothing new is sampled.
+
+Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv 2306.13649), with the policy as its own teacher.
+
+Shapes: S tokens with loss of a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from etude.records import Sample
+from etude.records.rollout import UNKNOWN, Path
+from etude.records.sample import PlacedHint
+from etude.records.wire import F32, I32, Bools
+
+Score = Callable[[Sequence[Sample]], list[F32]]
+"""Returns the log-probability of each token with loss of some samples, [S] each, under the live weights."""
+
+
+def with_hint_credit(samples: Sequence[Sample], score: Score) -> tuple[list[Sample], float | None]:
+    """Return the samples with the credit of their hints in their advantages, and without hints.
+
+    Also returns the mean over tokens with a hint of log p(token | context) - log p(token | context with the hint); None
+    if there is none. `score` is called at most once."""
+    plain = {i: _without(sample) for i, sample in enumerate(samples) if sample.hints}
+    if not plain:
+        return list(samples), None
+    hinted = [(i, hint) for i in plain for hint in samples[i].hints]
+    found = score([*plain.values(), *(_with(samples[i], hint) for i, hint in hinted)])
+    before = dict(zip(plain, found, strict=False))
+    credit = {i: np.zeros(len(samples[i].advantages)) for i in plain}
+    gains = list[float]()
+    for (i, hint), after in zip(hinted, found[len(plain) :], strict=True):
+        own = _within(samples[i], hint)
+        without = before[i][own[plain[i].path.mask[samples[i].path.mask]]]
+        gain = after.astype(np.float64) - without
+        credit[i][own] += hint.weight * gain
+        gains += gain.tolist()
+    credited = [
+        msgspec.structs.replace(one, advantages=(one.advantages + credit[i]).astype(np.float32), hints=())
+        if i in plain
+        else one
+        for i, one in enumerate(samples)
+    ]
+    return credited, -math.fsum(gains) / len(gains)
+
+
+def _within(sample: Sample, hint: PlacedHint) -> Bools:
+    """Return which of the tokens with loss a hint is for, [S]."""
+    at = np.flatnonzero(sample.path.mask)
+    return (at >= hint.at) & (at < hint.stop)
+
+
+def _without(sample: Sample) -> Sample:
+    """Return a sample with loss on the tokens with a hint only."""
+    of_hints = np.logical_or.reduce([_within(sample, hint) for hint in sample.hints])
+    mask = sample.path.mask.copy()
+    mask[mask] = of_hints
+    return _scored(sample, sample.path.token_ids, mask, of_hints)
+
+
+def _with(sample: Sample, hint: PlacedHint) -> Sample:
+    """Return a sample with a hint in its context, and with loss on the tokens of the turn only."""
+    path, at = sample.path, hint.at
+    token_ids = np.concatenate([path.token_ids[:at], hint.token_ids, path.token_ids[at : hint.stop]])
+    mask = np.concatenate([np.zeros(at + len(hint.token_ids), bool), path.mask[at : hint.stop]])
+    return _scored(sample, token_ids, mask, _within(sample, hint))
+
+
+def _scored(sample: Sample, token_ids: I32, mask: Bools, own: Bools) -> Sample:
+    """Return the sample of a path that is only scored. `own`: which tokens with loss of `sample` are its own, [S]."""
+    path = Path(
+        token_ids=token_ids.astype(np.int32),
+        mask=mask,
+        logprobs=np.zeros(len(mask), np.float32),
+        steps=np.full(len(mask), UNKNOWN, np.int32),
+        kv_epochs=np.zeros(len(mask), np.int32),
+        routes=np.zeros((0, 0, 0), np.uint8),
+    )
+    temperatures = None if sample.temperatures is None else sample.temperatures[own]
+    return Sample.uniform(sample.rollout_id, path, 0.0, temperatures)

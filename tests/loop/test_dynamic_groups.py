@@ -1,0 +1,141 @@
+"""Groups of two stages: the real conductor, ledger and learner, rollouts made up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.played_run import PlayedRun, Players
+
+from etude.experience import SCHEMES, Credit, Ledger
+from etude.experience.recomputing import recompute, recorded_composition
+from etude.experience.traces import read_step, read_trace, trace_path
+from etude.loop.replay import replay_step
+from etude.loop.rollout_result import RolloutResult
+from etude.records import Graded, RolloutSpec
+from etude.stores import DirectoryStore
+from etude.telemetry import read_events
+from etude.weights import lineage
+
+pytestmark = pytest.mark.timeout(120)
+
+GROUPS, FIRST, SIZE, STEPS = 4, 2, 4, 3
+
+
+class Some(Players):
+    """Of every four groups, the siblings of the first one fail and succeed in turn; all others succeed."""
+
+    async def grade(self, rollout: RolloutResult) -> Graded:
+        graded = await super().grade(rollout)
+        return graded if int(rollout.summary.group_id[1:]) % 4 == 0 else Graded.of(1.0, trust=graded.trust, reason="")
+
+
+class Stuck(Some):
+    """The first later sibling of the second step's first group never ends."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        Stuck.reached = asyncio.Event()
+
+    reached: asyncio.Event
+
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> RolloutResult:
+        if spec.rollout_id == f"g{GROUPS:06d}.{FIRST}":
+            self.reached.set()
+            await asyncio.sleep(600)
+        return await super().rollout(spec, kept=kept)
+
+
+@pytest.fixture
+def run(game: Any, tmp_path: Path) -> Callable[..., PlayedRun]:
+    def make(name: str, *sets: str) -> PlayedRun:
+        sizes = (
+            f"rl.steps={STEPS}",
+            f"experience.groups_per_step={GROUPS}",
+            f"experience.group_size={SIZE}",
+            f"experience.min_group_size={FIRST}",
+        )
+        made = PlayedRun.create(tmp_path / name, game, "rl.checkpoint_every=50", "evals.every=50", *sizes, *sets)
+        return PlayedRun(made.folder, made.config, players=Some)
+
+    return make
+
+
+def played(this: PlayedRun) -> dict[str, Any]:
+    """Train to the end: the versions' digests, the lags, and what the ledger has."""
+
+    async def main() -> None:
+        async with this.conductor() as conductor:
+            await conductor.reinforce()
+
+    asyncio.run(main())
+    this.assert_sound(STEPS)
+    assert [one.equal for one in replay_step(this.folder, STEPS).steps] == [True] * STEPS
+    ledger = Ledger.open_readonly(this.folder / "ledger.sqlite")
+    states, slots = ledger.states(), ledger.slots()
+    ledger.close()
+    events = read_events(this.folder / "events")
+    return {
+        "digests": [one.version.digest for one in lineage(DirectoryStore(this.folder / "weights"), "policy")],
+        "lag": {int(lag) for event in events if event["kind"] == "rl.step" for lag in event["token_lag"]},
+        "states": states,
+        "slots": slots,
+    }
+
+
+def test_only_undecided_groups_go_on_and_a_synchronous_run_repeats_to_the_byte(run: Callable[..., PlayedRun]) -> None:
+    first, second = (played(run(name, "experience.max_lag=0")) for name in "ab")
+    agreed = STEPS * (GROUPS - 1)
+    assert first["states"] == {"trained": STEPS * SIZE, "no-signal": agreed * FIRST, "cancelled": agreed * FIRST}
+    assert first["lag"] == {0}
+    assert first["slots"][0] == 0, "every state has given its slot back"
+    assert first == second
+
+
+def test_beside_training_a_second_stage_keeps_the_bound_of_lag(run: Callable[..., PlayedRun]) -> None:
+    found = played(run("r", "experience.max_lag=2"))
+    assert found["lag"] <= {0, 1, 2}
+    assert found["states"]["trained"] == STEPS * SIZE
+
+
+def test_credit_by_stage_is_in_the_batch_and_computed_again_to_the_bit(run: Callable[..., PlayedRun]) -> None:
+    made = run("r", "experience.max_lag=0", "experience.credit=rloo")
+    played(made)
+    for step in range(1, STEPS + 1):
+        path = trace_path(made.folder / "traces", step)
+        given = {s.rollout_id[-1]: float(s.advantages[0]) for s in read_trace(path).batch.samples}
+        later = [float(np.float32(value)) for value in (-2 / 3, 2 / 3)]
+        assert list(given.values()) == [-1.0, 1.0, *later], "the first two among themselves, then against all others"
+        recorded = read_step(path)
+        how = recorded_composition(recorded.rewards, made.config.composition)
+        assert recompute(recorded, how, SCHEMES[Credit.RLOO], max_lag=0).equal
+
+
+def test_a_run_that_is_cut_off_between_the_stages_goes_on_to_the_same_weights(run: Callable[..., PlayedRun]) -> None:
+    whole = played(run("whole", "experience.max_lag=0"))
+    made = run("cut", "experience.max_lag=0")
+
+    async def cut() -> None:
+        async with PlayedRun(made.folder, made.config, players=Stuck).conductor() as conductor:
+            training = asyncio.create_task(conductor.reinforce())
+            async with asyncio.timeout(60.0):
+                await Stuck.reached.wait()
+            training.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await training
+
+    asyncio.run(cut())
+    again = played(made)
+    assert again["digests"][-1] == whole["digests"][-1]
+    assert again["states"] == whole["states"]
+
+
+def test_a_first_stage_of_one_rollout_is_refused(run: Callable[..., PlayedRun]) -> None:
+    for size in (1, SIZE + 1):
+        with pytest.raises(Exception, match=f"min_group_size = {size} is not 0 or 2 to group_size = {SIZE}"):
+            run(f"r{size}", f"experience.min_group_size={size}")

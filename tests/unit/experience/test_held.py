@@ -1,0 +1,60 @@
+"""Groups of two stages in the ledger: further siblings wait until the first ones have ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.experience import Ledger
+from etude.experience.transitions import State
+
+NAMES = [f"g000000.{i}" for i in range(4)]
+
+
+def begun(ledger: Ledger, kit) -> None:
+    ledger.admit(*map(kit.spec, NAMES), held=set(NAMES[2:]))
+    assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[:2], "held rollouts do not start"
+
+
+def ended(ledger: Ledger, kit, number: int, reward: float | None) -> None:
+    outcome = kit.invalid if reward is None else kit.graded(reward)
+    assert ledger.finish(kit.summary(NAMES[number]), outcome)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.0), (1.0, None), (None, None)])
+def test_held_siblings_run_unless_the_first_ones_agree(ledger, kit, rewards) -> None:
+    begun(ledger, kit)
+    ended(ledger, kit, 0, rewards[0])
+    assert ledger.start(8) == [], "not before all first siblings have ended"
+    ended(ledger, kit, 1, rewards[1])
+    assert not ledger.ready_groups(["g000000"])
+    assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[2:]
+    ended(ledger, kit, 2, 1.0)
+    ended(ledger, kit, 3, 1.0)
+    assert ledger.ready_groups(["g000000"])
+
+
+def test_held_siblings_are_cancelled_where_the_first_ones_agree_and_give_their_slots_back(ledger, kit) -> None:
+    begun(ledger, kit)
+    assert ledger.slots()[0] == 4
+    ended(ledger, kit, 0, 1.0)
+    ended(ledger, kit, 1, 1.0)
+    assert ledger.ready_groups(["g000000"])
+    assert [row.state for row in ledger.group_rows("g000000")] == [State.GRADED] * 2 + [State.CANCELLED] * 2
+    assert ledger.slots()[0] == 2
+    assert len(ledger.group("g000000").valid) == 2
+
+
+def test_a_first_sibling_whose_workers_died_too_often_lets_the_others_run(ledger, kit) -> None:
+    begun(ledger, kit)
+    ended(ledger, kit, 0, 1.0)
+    ledger.fail(NAMES[1], kit.invalid)
+    assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[2:]
+
+
+def test_a_restart_between_the_stages_keeps_what_is_held(ledger, kit) -> None:
+    begun(ledger, kit)
+    ended(ledger, kit, 0, 1.0)
+    ledger.reconcile([])
+    assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[1:2]
+    assert ledger.finish(kit.summary(NAMES[1], attempt=1), kit.graded(0.0))
+    assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[2:]
