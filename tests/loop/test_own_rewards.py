@@ -16,7 +16,7 @@ from tests.played_run import PlayedRun, Players
 
 from etude.errors import PluginError
 from etude.experience import read_trace
-from etude.experience.credit import assign_credit
+from etude.experience.credit import staged_credit
 from etude.experience.traces import trace_path
 from etude.loop.reward_settings import RewardSettings
 from etude.records import Graded, Rollout
@@ -90,9 +90,10 @@ def test_terms_and_scheme_of_the_users_own_are_trained_on_recorded_and_computed_
         for members in groups.values():
             graded = [one.outcome for one in members if isinstance(one.outcome, Graded)]
             assert [one.values["place"] for one in graded] == [0.0, 1.0, 2.0, 3.0]
-            again = assign_credit(graded, RewardSettings(run.folder, run.config).composition(step), ByRank())
-            assert [reward.value for reward, _ in again] == [0.0, 1.25, 0.5, 1.75], "the grade is the number's parity"
-            advantages = [advantage for _, advantage in again]
+            composition = RewardSettings(run.folder, run.config).composition(step)
+            again = staged_credit(graded, [()] * len(graded), [True] * len(graded), composition, ByRank())
+            assert [one.reward.value for one in again] == [0.0, 1.25, 0.5, 1.75], "the grade is the number's parity"
+            advantages = [one.advantage for one in again]
             assert advantages == [-1.0, 1 / 3, -1 / 3, 1.0]
             stored = [float(given[one.rollout_id].advantages[0]) for one in members]
             assert stored == np.array(advantages, np.float32).tolist()

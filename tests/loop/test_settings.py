@@ -238,8 +238,6 @@ CONDITIONAL = {
     "learner.ratio_cap": "training/config.py",  # of cispo
     "learner.dpo_beta": "training/learner.py",  # of dpo
     "learner.dpo_reference": "training/learner.py",
-    "learner.dpo_beta": "training/learner.py",  # of dpo
-    "learner.dpo_reference": "training/learner.py",
     "learner.expert_parallel": "training/sharded/mesh.py",  # of several ranks
     "learner.lora_alpha": "training/trainable.py",
     "learner.lora_on": "training/trainable.py",

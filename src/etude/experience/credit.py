@@ -305,17 +305,6 @@ def _asked(
     return found
 
 
-def assign_credit(
-    graded: Sequence[Graded], composition: Composition, scheme: CreditScheme = DR_GRPO
-) -> list[tuple[Reward, float]]:
-    """Return (reward, advantage) of each graded rollout of a group, in the given order.
-
-    Only stored terms are needed, so credit can be computed again later with the same settings, to the same bits, or
-    with other ones."""
-    rewards = composition.rewards([one.terms for one in graded])
-    return list(zip(rewards, advantages(rewards, scheme), strict=True))
-
-
 def staged_credit(
     graded: Sequence[Graded],
     places: Sequence[Sequence[TurnPlace]],

@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_metrics
-from etude.experience.credit import AllPairs, BestWorst, DrGrpo, Fork, advantages, assign_credit, turn_advantages
+from etude.experience.credit import AllPairs, BestWorst, DrGrpo, Fork, advantages, staged_credit, turn_advantages
 from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
 from etude.experience.recomputing import recompute
 from etude.experience.traces import batch_digest, read_index, read_step, read_trace, trace_path
@@ -243,16 +243,17 @@ def test_credit_is_computed_again_from_a_trace_to_the_bit_and_under_other_settin
     record_batch(tmp_path, plan, kit.read)
     judged = [one.outcome for one in read_trace(trace_path(tmp_path, 1)).rollouts]
     graded = [one for one in judged if isinstance(one, Graded)]
-    assert [one.value for one, _ in assign_credit(graded, composition, scheme)] == [
+    again = staged_credit(graded, [()] * 3, [True] * 3, composition, scheme)
+    assert [one.reward.value for one in again] == [
         1.0 - kl * k1["g000000.0"],
         0.1 - kl * k1["g000000.1"],
         0.0 - kl * k1["g000000.2"],
     ]
-    assert assign_credit(graded, composition, scheme) == [
+    assert [(one.reward, one.advantage) for one in again] == [
         (member.reward, member.advantage) for member in plan.members if member.reward is not None
     ]
-    others = assign_credit(graded, Composition(require_submit=False), scheme)
-    assert [one.value for one, _ in others] == [1.0, 0.1, 0.7]
+    others = Composition(require_submit=False).rewards([one.terms for one in graded])
+    assert [one.value for one in others] == [1.0, 0.1, 0.7]
     assert all((K1 in one.values) is bool(kl) for one in graded)
 
 
@@ -282,7 +283,7 @@ def test_advantages_by_turn_are_in_the_samples_and_computed_again_from_a_trace_t
         one.advantages.tolist() for one in batch.samples
     ]
     graded = [one.outcome for one in recorded.rollouts if isinstance(one.outcome, Graded)]
-    rewards = [reward for reward, _ in assign_credit(graded, Composition(), Fork())]
+    rewards = Composition().rewards([one.terms for one in graded])
     assert turn_advantages(rewards, [one.places for one in recorded.rollouts], Fork()) == given
 
 

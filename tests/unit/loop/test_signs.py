@@ -16,7 +16,6 @@ from etude.config import load, to_toml
 from etude.evals import read_rows
 from etude.experience import Ledger, RolloutFiles, make_batch, plan_batch
 from etude.experience.config import ExperienceConfig
-from etude.experience.credit import assign_credit
 from etude.experience.ledger_queries import Quarantined
 from etude.loop import worker
 from etude.loop.adjustable_semaphore import Limit
@@ -95,7 +94,7 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
 def rewards(ledger: Ledger, **settings: bool) -> list[float]:
     """The rewards of the only group, composed from its stored terms."""
     graded = [graded for _, graded in ledger.group("g000000").valid]
-    return [reward.value for reward, _ in assign_credit(graded, Composition(**settings))]
+    return [reward.value for reward in Composition(**settings).rewards([one.terms for one in graded])]
 
 
 def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradient(tmp_path):

@@ -173,32 +173,8 @@ def judge(
     - `cache`: the file with the verdicts so far. It may be shared by runs and by `etude judge calibrate`.
 
     Raises `ConfigError`."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        shown = f"{parts.scheme}://{parts.hostname}" if parts.username else url
-        raise ConfigError(f"url = {shown!r} is no URL of an API", hint='write e.g. url = "https://api.openai.com/v1"')
-    if not model:
-        raise ConfigError("model is empty", hint="name the model as the server knows it")
-    if key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key_env):
-        facts = f"it has {len(key_env)} characters that are no name of an environment variable"
-        hint = 'export OPENAI_API_KEY=... in the shell, and write key_env = "OPENAI_API_KEY"'
-        raise ConfigError("key_env is the name of a variable that has the API key, and not the key", facts, hint=hint)
-    key = os.environ.get(key_env, "") if key_env else ""
-    if key_env and not key:
-        facts = "it should have the API key of the judge"
-        raise ConfigError(f"the environment variable {key_env} is not set", facts, hint=f"export {key_env}=...")
-    if not evidence or len(set(evidence)) < len(evidence) or Section.TEXT in evidence:
-        known = ", ".join(OF_ROLLOUTS)
-        raise ConfigError(f"evidence = {list(map(str, evidence))}", hint=f"name some of these, each once: {known}")
-    if form is Form.TOKEN and (dialect is not Dialect.OPENAI or mode is not Mode.POINTWISE):
-        given = f"dialect = '{dialect}', mode = '{mode}'"
-        facts = "it reads the probabilities of the token that is the score, which only OpenAI's dialect has"
-        raise ConfigError(f"form = 'token' with {given}", facts, hint="use dialect = 'openai' and mode = 'pointwise'")
-    if own := sorted(_OWN_FIELDS & set(options or ())):
-        facts = "etude writes it into every request"
-        raise ConfigError(
-            f"options has {', '.join(own)}", facts, hint="remove it from options; the model is named by model = ..."
-        )
+    host, key = _service(url, model, key_env)
+    _check_questions(form, dialect, mode, evidence, options or {})
     if not os.access(cache.absolute().parent, os.W_OK):
         facts = f"{cache.absolute().parent} is no folder that can be written"
         raise ConfigError(f"cache = {str(cache)!r} cannot be created", facts, hint="create the folder, or name another")
@@ -216,7 +192,44 @@ def judge(
         limits=limits,
         hide=hide,
         prices=table,
-        account=f"{rubric.stem} by {model} at {parts.hostname}",
+        account=f"{rubric.stem} by {model} at {host}",
         tuned=tuned,
     )
     return (JudgeTerm if mode is Mode.POINTWISE else GroupJudgeTerm)(asked, mode, evidence)
+
+
+def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
+    """Return the host and the API key of a model's server. Raises `ConfigError`."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        shown = f"{parts.scheme}://{parts.hostname}" if parts.username else url
+        raise ConfigError(f"url = {shown!r} is no URL of an API", hint='write e.g. url = "https://api.openai.com/v1"')
+    if not model:
+        raise ConfigError("model is empty", hint="name the model as the server knows it")
+    if key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key_env):
+        facts = f"it has {len(key_env)} characters that are no name of an environment variable"
+        hint = 'export OPENAI_API_KEY=... in the shell, and write key_env = "OPENAI_API_KEY"'
+        raise ConfigError("key_env is the name of a variable that has the API key, and not the key", facts, hint=hint)
+    key = os.environ.get(key_env, "") if key_env else ""
+    if key_env and not key:
+        facts = "it should have the API key of the judge"
+        raise ConfigError(f"the environment variable {key_env} is not set", facts, hint=f"export {key_env}=...")
+    return parts.hostname, key
+
+
+def _check_questions(
+    form: Form, dialect: Dialect, mode: Mode, evidence: tuple[Section, ...], options: Mapping[str, Any]
+) -> None:
+    """Raise `ConfigError` if such questions cannot be asked."""
+    if not evidence or len(set(evidence)) < len(evidence) or Section.TEXT in evidence:
+        known = ", ".join(OF_ROLLOUTS)
+        raise ConfigError(f"evidence = {list(map(str, evidence))}", hint=f"name some of these, each once: {known}")
+    if form is Form.TOKEN and (dialect is not Dialect.OPENAI or mode is not Mode.POINTWISE):
+        given = f"dialect = '{dialect}', mode = '{mode}'"
+        facts = "it reads the probabilities of the token that is the score, which only OpenAI's dialect has"
+        raise ConfigError(f"form = 'token' with {given}", facts, hint="use dialect = 'openai' and mode = 'pointwise'")
+    if own := sorted(_OWN_FIELDS & set(options)):
+        facts = "etude writes it into every request"
+        raise ConfigError(
+            f"options has {', '.join(own)}", facts, hint="remove it from options; the model is named by model = ..."
+        )
