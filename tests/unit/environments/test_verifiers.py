@@ -124,7 +124,8 @@ def test_a_reward_that_the_agent_writes_is_caught(code):
     ],
 )
 def test_a_verifier_that_the_agents_code_breaks_is_a_verdict_never_invalid(code, reason):
-    outcome = judge(verified(WRITE, reward_path="reward.txt", deadline_s=3.0), code)
+    deadline_s = 2.0 if reason == "did not end within" else 60.0
+    outcome = judge(verified(WRITE, reward_path="reward.txt", deadline_s=deadline_s), code)
     assert isinstance(outcome, Graded)
     assert outcome.grade == 0.0
     assert reason in outcome.reason
