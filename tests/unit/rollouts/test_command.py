@@ -200,7 +200,7 @@ time.sleep(0.5)
 @pytest.mark.parametrize("end", ["", "time.sleep(99)"])
 def test_no_process_of_a_program_is_left(end: str) -> None:
     mark = f"daemon-{os.getpid()}-{time.monotonic_ns()}"
-    run = play((DAEMON + end).replace("MARK", mark), rollout_deadline_s=1.5)
+    run = play((DAEMON + end).replace("MARK", mark), rollout_deadline_s=3.0 if end else 60.0)
     assert run.ending is (Ending.DEADLINE if end else Ending.SUBMITTED)
     assert processes_with(mark) == []
 
