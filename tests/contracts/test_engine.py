@@ -54,7 +54,7 @@ CONTEXT_TOKENS = 2048
 MAX_SEQUENCES = 4
 MAX_WAITING = 8
 LONG = 400  # tokens that take long enough for something to happen meanwhile
-LONGEST = 1600  # the same for a version to be published and adopted, on a busy machine
+LONGEST = 1000  # the same for a version to be published and adopted, on a busy machine
 
 
 @dataclass

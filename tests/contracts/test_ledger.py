@@ -13,7 +13,7 @@ import pytest
 from tests.small_rollouts import Kit, finishing, read
 
 from etude.errors import LedgerError
-from etude.experience import Finished, Ledger, Window, make_batch, plan_batch
+from etude.experience import Finished, Ledger, Window, database, make_batch, plan_batch
 from etude.experience.database import NoLedger
 from etude.experience.open_database import open_database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
@@ -129,14 +129,15 @@ def test_of_rollouts_that_end_together_each_counts_once(ledger, kit):
     assert ledger.ready_groups(["g000000"]) == set()
 
 
-def test_many_rollouts_take_as_many_statements_as_few(place, kit):
-    """The same calls for 2 and for 1,050 rollouts; more than `AT_ONCE` take another round of them."""
+def test_many_rollouts_take_as_many_statements_as_few(place, kit, monkeypatch):
+    """The same calls for 2 and for 24 rollouts; more than `AT_ONCE` take another round of them."""
+    monkeypatch.setattr(database, "AT_ONCE", 100)
     counted = {}
-    for many in (2, 24, 1050):
+    for many in (2, 24, 105):
         ledger = Ledger(
             place.replace("#", f"#{many}-") if isinstance(place, str) else place.with_name(f"{many}"), capacity=many
         )
-        counted[many], database = 0, ledger._db
+        counted[many], used = 0, ledger._db
 
         def count(call, many=many):
             def counting(*args):
@@ -145,7 +146,7 @@ def test_many_rollouts_take_as_many_statements_as_few(place, kit):
 
             return counting
 
-        database.execute, database.rows = count(database.execute), count(database.rows)
+        used.execute, used.rows = count(used.execute), count(used.rows)
         ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(many)])
         ended = [(kit.summary(spec.rollout_id), kit.graded(spec.attempt)) for spec in ledger.start(many)]
         assert all(ledger.finish_all(ended))
@@ -157,7 +158,7 @@ def test_many_rollouts_take_as_many_statements_as_few(place, kit):
         assert ledger.states() == {"graded": many}
         ledger.close()
     assert counted[24] == counted[2]
-    assert counted[1050] < 2 * counted[2]
+    assert counted[105] < 2 * counted[2]
 
 
 def test_a_rollout_without_an_advantage_ends_as_no_signal(ledger, kit, finish_group):
@@ -465,12 +466,16 @@ def test_a_lost_step_whose_records_were_dropped_leaves_nothing_to_train_and_says
     assert ledger.states() == {"quarantined": 2, "trained": 2, "invalid": 2}
 
 
-def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(place: Path | str, kit: Kit) -> None:
-    """SQLite takes 32,766 at most, and here 8,000, so that the test is quick."""
-    many = 8_500
+def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(
+    place: Path | str, kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite takes 32,766 at most, and here 800 with smaller statements, so that the test is quick."""
+    many = 900
+    monkeypatch.setattr(database, "AT_ONCE", 100)
+    monkeypatch.setattr(database, "IN_ONE", 500)
     with contextlib.closing(Ledger(place, capacity=many)) as ledger:
         if isinstance(place, Path):
-            ledger._db._connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 8_000)  # type: ignore[attr-defined]
+            ledger._db._connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 800)  # type: ignore[attr-defined]
         groups = [[f"g{group:06d}.{i}" for i in range(100)] for group in range(many // 100)]
         for ids in groups:
             ledger.admit(*map(kit.spec, ids))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers import first_few
 
 from etude.cli import main
 from etude.evals.doctor.local import findings
@@ -106,7 +107,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in CHECKPOINTS}
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", first_few(CHECKPOINTS, 2))
 def test_the_doctor_finds_a_right_model_near(
     saved: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,7 +118,7 @@ def test_the_doctor_finds_a_right_model_near(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", first_few(CHECKPOINTS, 2))
 def test_no_operator_of_a_right_model_is_off(saved: dict[str, Path], name: str, dtype: torch.dtype) -> None:
     theirs = TransformersEngine.load(saved[name], dtype).results(TOKENS, prompt_tokens=25)
     mine = load_model(saved[name], dtype=dtype, operators=Native(dtype))
@@ -138,7 +139,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("key", WRONG)
+@pytest.mark.parametrize("key", first_few(WRONG, 2))
 def test_a_wrong_weight_of_latent_attention_and_384_experts_is_named(saved: dict[str, Path], key: str) -> None:
     name = "kimi k2's layout, 384 experts"
     engine = TransformersEngine.load(saved[name], torch.float32)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.parity.test_low_precision import DEEPSEEK, QWEN, rollout
+from tests.tiers import first_few
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.errors import CheckpointError, WeightsError
@@ -60,7 +61,7 @@ def batch_of(samples: list[Sample], step: int) -> Batch:
     return Batch(batch_id="b", step=step, samples=tuple(samples), rollout_ids=(), num_loss_tokens=count)
 
 
-@pytest.mark.parametrize("dtype", ComputeDtype, ids=str)
+@pytest.mark.parametrize("dtype", first_few(ComputeDtype, 1), ids=str)
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
 def test_what_an_engine_samples_with_an_adapter_has_exactly_the_learners_probabilities(
     tmp_path: Path, sizes: ModelConfig, dtype: ComputeDtype
@@ -143,7 +144,7 @@ def test_a_native_engine_in_bf16_holds_the_learners_merged_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("numerics", [NumericsConfig(), NumericsConfig(Mode.NATIVE), NumericsConfig(degree=2)], ids=str)
-@pytest.mark.parametrize("sizes", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("sizes", first_few(WIDER.values(), 2), ids=WIDER)
 def test_gradients_are_those_of_the_merged_matrices_by_the_chain_rule(
     tmp_path: Path, sizes: ModelConfig, numerics: NumericsConfig
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.here import opened
+from tests.tiers import first_few
 from tests.unit.environments.judging import on_machines
 
 from etude import __version__
@@ -190,7 +191,7 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", first_few(CHEATS, 12))
 def test_a_cheat_is_graded_and_scores_zero(name):
     outcome = grade(CHEATS[name], deadline_s=2 if name == "stop the grader" else 20)
     assert isinstance(outcome, Graded)

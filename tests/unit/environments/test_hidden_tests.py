@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from tests.tiers import first_few
 from tests.unit.environments.judging import RIGHT, judge, on_machines
 
 from etude.environments.grading.machines import runner_source
@@ -206,7 +207,7 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", first_few(CHEATS, 4))
 def test_a_cheat_scores_zero_and_one_that_passes_the_tests_is_caught_by_a_canary(name):
     code, passes = CHEATS[name]
     outcome = judge(units(), code, grader=QUICK)

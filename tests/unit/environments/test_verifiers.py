@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.tiers import first_few
 from tests.unit.environments.judging import RIGHT, TASK, judge, on_machines
 
 from etude.environments import MachineGrader, reference_exports, simulate_exports, take_exports
@@ -193,19 +194,22 @@ def test_the_state_of_a_machine_is_judged_in_a_fork_of_the_frozen_one():
 
 @pytest.mark.parametrize(
     ("script", "reward"),
-    [
-        ("mkdir db; echo 42 > db/value; ln -s db/value link; sleep 1000 &", 1.0),
-        ("mkdir db; echo 42 > db/value; ln -s db/value link; (sleep .2; echo 7 > db/value) &", 1.0),
-        ("echo exit 0 > verify.sh; chmod 000 verify.sh", 0.0),
-        ("mkdir verify.sh", 0.0),
-        ("ln -s /etc/passwd verify.sh", 0.0),
-        ("rm -rf * .[a-z]*", 0.0),
-        ("head -c 70000000 /dev/zero > full; i=0; while echo > f$i; do i=$((i + 1)); done", 0.0),
-        ("truncate -s 1000000000 sparse", 0.0),
-        ("echo > a; i=0; while [ $i -lt 9000 ]; do ln a l$i; i=$((i + 1)); done", 0.0),
-        ("mkdir locked; echo > locked/a; chmod 000 locked", 0.0),
-        ("kill -9 -1", 0.0),
-    ],
+    first_few(
+        [
+            ("mkdir db; echo 42 > db/value; ln -s db/value link; sleep 1000 &", 1.0),
+            ("mkdir db; echo 42 > db/value; ln -s db/value link; (sleep .2; echo 7 > db/value) &", 1.0),
+            ("echo exit 0 > verify.sh; chmod 000 verify.sh", 0.0),
+            ("mkdir verify.sh", 0.0),
+            ("ln -s /etc/passwd verify.sh", 0.0),
+            ("rm -rf * .[a-z]*", 0.0),
+            ("head -c 70000000 /dev/zero > full; i=0; while echo > f$i; do i=$((i + 1)); done", 0.0),
+            ("truncate -s 1000000000 sparse", 0.0),
+            ("echo > a; i=0; while [ $i -lt 9000 ]; do ln a l$i; i=$((i + 1)); done", 0.0),
+            ("mkdir locked; echo > locked/a; chmod 000 locked", 0.0),
+            ("kill -9 -1", 0.0),
+        ],
+        5,
+    ),
 )
 def test_any_files_an_agent_leaves_are_graded(script, reward):
     _, outcome = left_by(script)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.tiers import first_few
 from tests.unit.models.families import FAMILIES
 
 from etude.errors import EngineError
@@ -207,7 +208,7 @@ LARGE = {
 SMALL_TOKENS = [token % 24 for token in TOKENS]
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", first_few(LARGE, 2))
 def test_a_clean_engine_of_hundreds_of_experts_raises_nothing(name: str) -> None:
     made = model(F32, sizes=LARGE[name])
     theirs = engine_results(made, SMALL_TOKENS, prompt_tokens=25)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.here import opened
+from tests.tiers import first_few
 from tests.unit.environments.images.test_machines import host_root
 
 import etude
@@ -106,7 +107,7 @@ def test_a_task_is_read_and_its_places_are_moved_onto_the_runtimes_own_root(tmp_
 
 
 @pytest.mark.parametrize("mode", ["state", "separate"])
-@pytest.mark.parametrize("test", [TEST, TEST_JSON], ids=["reward.txt", "reward.json"])
+@pytest.mark.parametrize("test", first_few([TEST, TEST_JSON], 1), ids=["reward.txt", "reward.json"])
 def test_it_proves_itself_judged_by_its_state_and_by_its_artifacts(tmp_path: Path, mode: str, test: str) -> None:
     toml = TOML
     if mode == "separate":
