@@ -471,7 +471,7 @@ def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(
 ) -> None:
     """SQLite takes 32,766 at most, and here 800 with smaller statements, so that the test is quick."""
     many = 900
-    monkeypatch.setattr(database, "AT_ONCE", 100)
+    monkeypatch.setattr(database, "AT_ONCE", 50)
     monkeypatch.setattr(database, "IN_ONE", 500)
     with contextlib.closing(Ledger(place, capacity=many)) as ledger:
         if isinstance(place, Path):
