@@ -480,7 +480,7 @@ def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(
         for ids in groups:
             ledger.admit(*map(kit.spec, ids))
         ids = [i for group in groups for i in group]
-        while ledger.start(1_000):
+        while ledger.start(200):
             pass
         for first in range(0, many, 500):
             ledger.finish_all([(kit.summary(i), kit.graded(float(n % 2))) for n, i in enumerate(ids[first:][:500])])
