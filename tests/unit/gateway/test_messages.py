@@ -206,7 +206,7 @@ class _Breaking:
         return await ScriptedEngine([self.ids]).generate(request)
 
     async def stream(self, request: CompletionRequest) -> AsyncIterator[list[int] | Completion]:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.0)
         yield self.ids[:1]
         raise EngineError("engine-0 is gone", hint="ask again")
 
