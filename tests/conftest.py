@@ -68,7 +68,7 @@ class Cli:
             if log:
                 out.close()  # type: ignore[union-attr]
 
-    def __call__(self, *args: str | Path, timeout_s: float = 250.0) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *args: str | Path, timeout_s: float = 1500.0) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         process = self.start(*args)
         try:

@@ -47,7 +47,7 @@ def _namespaces() -> None:
     if shutil.which("unshare") is None:
         raise MachineError("unshare not found", hint="install: util-linux")
     command = ["unshare", *_NAMESPACES, "mount", "-t", "tmpfs", "none", "/tmp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise MachineError("no user namespaces", done.stderr.strip(), hint="allow them")
 

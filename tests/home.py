@@ -103,12 +103,12 @@ class Home:
                     data=json.dumps(asked).encode(),
                     headers={"content-type": "application/json"},
                 ),
-                timeout=60,
+                timeout=300,
             ) as answer:
                 return str(json.load(answer)["choices"][0]["message"]["role"])
         finally:
             gateway.terminate()
-            gateway.communicate(timeout=30)
+            gateway.communicate(timeout=300)
 
     def production_requests(self) -> int:
         """How many the engines have counted."""

@@ -51,7 +51,7 @@ class Running:
         told = [e for e in self.events("process") if e["name"] == child]
         return told[-1]["pid"] if told and told[-1]["state"] in ("ready", "start") else None
 
-    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 240.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 1500.0) -> None:
         """Wait for a condition; fails when the run ends before, or at the deadline."""
         end = time.monotonic() + deadline_s
         while not condition():
@@ -103,7 +103,7 @@ class Running:
                         found.append(f"{folder.name} {words[:200]}")
         return found
 
-    def assert_nothing_left(self, deadline_s: float = 30.0) -> None:
+    def assert_nothing_left(self, deadline_s: float = 120.0) -> None:
         end = time.monotonic() + deadline_s
         while left := self.left():
             assert time.monotonic() < end, f"left behind after {deadline_s:g} s: {left}"

@@ -58,7 +58,7 @@ FOLDERS = sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists())
 @functools.cache
 def loaded_after(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     return set(done.stdout.split())
 
 

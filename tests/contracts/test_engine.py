@@ -166,7 +166,7 @@ def tell(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Story], No
     save_model(Transformer(SIZES, seed=1), tmp_path / "checkpoint", dtype="f32")
 
     async def run(story: Story) -> None:
-        async with asyncio.timeout(100), ENGINES[request.param](tmp_path) as world:
+        async with asyncio.timeout(500), ENGINES[request.param](tmp_path) as world:
             await story(world)
 
     return lambda story: asyncio.run(run(story))

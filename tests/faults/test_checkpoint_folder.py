@@ -93,7 +93,7 @@ def test_a_writer_killed_after_its_journal_is_complete_has_adopted_the_version(
     adopt(folder, 1)
     assert_holds(folder, 1)
     argv = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(folder), "2", str(grown), at]
-    assert subprocess.run(argv, timeout=60).returncode == -signal.SIGKILL
+    assert subprocess.run(argv, timeout=300).returncode == -signal.SIGKILL
     assert_holds(folder, 2, grown=grown)
     assert_holds(folder, 2, grown=grown)
     adopt(folder, 3)

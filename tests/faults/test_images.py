@@ -47,7 +47,7 @@ def test_a_full_disk_raises_an_error_and_leaves_no_files(tmp_path):
     (tmp_path / "disk").mkdir()
     inside = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
     command = ["unshare", *inside, sys.executable, "-c", FULL, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if "unshare" in done.stderr or "permission denied" in done.stderr:
         pytest.skip("no file system can be mounted here")
     assert done.returncode == 0, done.stderr

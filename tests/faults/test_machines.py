@@ -782,7 +782,7 @@ def test_without_user_namespaces_the_error_names_the_alternatives():
     code = "from etude.environments import NamespaceRuntime; NamespaceRuntime()"
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable, code]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except FileNotFoundError:
         pytest.skip("no unshare(1)")
     if "user namespace" not in done.stderr:

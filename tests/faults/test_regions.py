@@ -50,7 +50,7 @@ def test_nothing_is_left_of_a_network_whose_maker_was_killed(tmp_path: Path) -> 
         "print(network.home.pid, network.regions['a'].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    made = subprocess.run([sys.executable, "-c", make], env=module_env(), capture_output=True, text=True, timeout=60)
+    made = subprocess.run([sys.executable, "-c", make], env=module_env(), capture_output=True, text=True, timeout=300)
     pids = [int(pid) for pid in made.stdout.split()]
     assert len(pids) == 2, made.stderr
     for pid in pids:

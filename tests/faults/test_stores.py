@@ -358,7 +358,7 @@ def test_many_writer_processes_of_a_directory_some_killed_lose_no_swap_and_do_no
             writer.kill()
             told[name] = [int(line) for line in [*numbers, *writer.stdout]]
         for name, writer in finishing.items():
-            told[name] = [int(line) for line in writer.communicate(timeout=100)[0].splitlines()]
+            told[name] = [int(line) for line in writer.communicate(timeout=300)[0].splitlines()]
     store = DirectoryStore(tmp_path)
     swaps = [line.split(".") for line in store.get("pointers/p").decode().splitlines()]
     for name, numbers in told.items():

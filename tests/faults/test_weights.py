@@ -453,14 +453,14 @@ def test_a_writer_process_killed_between_its_steps_leaves_a_whole_store(at: str,
     store = DirectoryStore(tmp_path / "store")
     publish_steps(store, range(2))
     command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path / "store"), at, str(Path(__file__).parent)]
-    killed = subprocess.run(command, capture_output=True, timeout=60)
+    killed = subprocess.run(command, capture_output=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     follower = Follower(store)
     follower.advance()
     assert follower.version is not None
     assert follower.version.step == (2 if at == "pointer" else 1)
     assert holds(follower, follower.version.step)
-    subprocess.run([*command[:4], "never", command[5]], check=True, timeout=60)
+    subprocess.run([*command[:4], "never", command[5]], check=True, timeout=300)
     follower.advance()
     assert follower.version.step == (3 if at == "pointer" else 2)
     assert holds(follower, follower.version.step)
@@ -592,7 +592,7 @@ def test_a_disk_that_takes_no_more_is_an_error_with_a_hint_and_readers_keep_the_
     store = DirectoryStore(tmp_path / "store")
     publish_steps(store, range(2))
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "store"), str(Path(__file__).parent)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert "cannot be written" in ran.stdout
     assert "hint:" in ran.stdout
     follower = Follower(store)

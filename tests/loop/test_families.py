@@ -117,7 +117,7 @@ def test_the_gateway_chats_with_a_checkpoint_by_its_own_template(checkpoint: Pat
             app = create_app([model], config=config)
             async with (
                 serving(app, config=config) as url,
-                openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client,
+                openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client,
             ):
                 answer = await client.chat.completions.create(model="deepseek", messages=TALK, max_tokens=5, seed=1)
         assert answer.usage is not None
@@ -146,7 +146,7 @@ def test_a_run_from_it_goes_to_its_end_and_is_served(
     try:
         assert server.stdout is not None
         url = server.stdout.readline().split(" at ")[1].split()[0]
-        with openai.OpenAI(base_url=url if url.endswith("/v1") else url + "/v1", api_key="none", timeout=30) as client:
+        with openai.OpenAI(base_url=url if url.endswith("/v1") else url + "/v1", api_key="none", timeout=300) as client:
             model_name = client.models.list().data[0].id
             answer = client.chat.completions.create(model=model_name, messages=TALK, max_tokens=5)  # type: ignore[arg-type]
             assert answer.usage is not None

@@ -34,7 +34,7 @@ def test_a_new_folder_runs_at_once_and_its_run_is_proven(tmp_path: Path, cli_in:
     said = cli("init", "my-agent").stdout
     assert said.endswith("cd my-agent && etude run config.toml\n")
     inside = cli_in(tmp_path / "my-agent")
-    done = inside("run", "config.toml", *small(), "--name", "first", timeout_s=500)
+    done = inside("run", "config.toml", *small(), "--name", "first", timeout_s=1500)
     assert done.returncode == 0 or "nothing to learn from" in done.stdout + done.stderr, done.stdout + done.stderr
     run = tmp_path / "my-agent" / "runs" / "first"
     phases = [one["phase"] for one in json.loads((run / "phases.json").read_text())]

@@ -154,17 +154,17 @@ def test_a_run_of_adapters_from_end_to_end_is_stopped_gone_on_with_evaluated_and
 ) -> None:
     etude = cli_in(tmp_path)
     sets = ["--set", "learner.lora_rank=4", "--set", "learner.lr=4e-3"]
-    first = etude("run", game.config, "--name", "r", *sets, "--set", "rl.steps=2", timeout_s=500)
+    first = etude("run", game.config, "--name", "r", *sets, "--set", "rl.steps=2", timeout_s=1500)
     assert first.returncode == 0, first.stderr
     told = etude("ledger", "audit", "runs/r")
     assert "0 lost, 0 trained twice" in told.stdout
-    again = etude("replay", "runs/r", "2", timeout_s=500)
+    again = etude("replay", "runs/r", "2", timeout_s=1500)
     assert "identical to the bit" in again.stdout
     for split in ("train", "heldout"):  # the held-out tasks of the game have the contents of training tasks
         for i in range(4):
             write_task(tmp_path / "other" / f"{split}{i}", split, 3, name=f"{split}{i}")
     suite = 'name = "other"\npurpose = "correctness"\nsplits = ["heldout"]\n[tasks]\nsource = "other"\n'
     (tmp_path / "other.toml").write_text(suite)
-    rated = etude("eval", "other.toml", "--checkpoint", "runs/r", timeout_s=500)
+    rated = etude("eval", "other.toml", "--checkpoint", "runs/r", timeout_s=1500)
     assert rated.returncode == 0, rated.stderr
     assert json.loads(rated.stdout)["version"].startswith("v000002")

@@ -52,6 +52,6 @@ def test_a_run_that_is_killed_goes_on_from_the_server_and_the_bucket(game, cli_i
         pass
     process.kill()
     process.communicate()
-    done = cli("run", "--resume", timeout_s=500)
+    done = cli("run", "--resume", timeout_s=1500)
     assert done.returncode == 0, done.stderr
     assert "0 lost, 0 trained twice, 0 slots leaked" in cli("ledger", "audit").stdout

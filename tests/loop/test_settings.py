@@ -218,7 +218,7 @@ def seen(config: Path, tmp_path_factory: pytest.TempPathFactory, cli_in: Callabl
     (hook / "sitecustomize.py").write_text(WATCH)
     cli = cli_in(config.parent)
     env = {**cli.env, "PYTHONPATH": str(hook), "SETTINGS_SEEN": str(out)}
-    done = dataclasses.replace(cli, env=env)("run", config, "--name", "all", timeout_s=380.0)
+    done = dataclasses.replace(cli, env=env)("run", config, "--name", "all", timeout_s=1500)
     assert (config.parent / "runs" / "all" / "summary.json").exists(), done.stdout + done.stderr
     found: Seen = defaultdict(lambda: defaultdict(set))
     for file in out.iterdir():

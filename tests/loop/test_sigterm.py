@@ -56,7 +56,7 @@ def test_every_command_ends_at_a_sigterm_with_the_code_of_an_interruption(where:
         assert command.stdout is not None
         assert command.stdout.readline() == "begun\n"
         command.send_signal(signal.SIGTERM)
-        _, said = command.communicate(timeout=30)
+        _, said = command.communicate(timeout=300)
     assert (command.returncode, said) == (Exit.INTERRUPTED, "interrupted\n")
 
 

@@ -45,7 +45,7 @@ def test_a_killed_run_goes_on_in_its_trackers(game, tmp_path: Path, cli_in: Call
         assert time.monotonic() < end
         time.sleep(0.05)
 
-    done = here("run", "--resume", run, timeout_s=500)
+    done = here("run", "--resume", run, timeout_s=1500)
     assert done.returncode == Exit.DONE, done.stderr
     steps = [event for event in read_events(run / "events") if event["kind"] == "rl.step"]
     last = {event["step"]: event["loss"] for event in steps}

@@ -105,7 +105,7 @@ def test_a_rank_that_does_not_answer_is_an_error_in_the_other_that_names_the_wai
     for rank in ranks:
         rank.start()
     try:
-        ranks[0].join(timeout=80)
+        ranks[0].join(timeout=300)
         assert ranks[0].exitcode == 0
     finally:
         for rank in ranks:

@@ -28,7 +28,7 @@ def test_skips_are_counted_by_reason_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     for more in ([], ["-n", "2"]):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.skips", "-c", tmp_path / "pytest.ini", *more]
-        done = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        done = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         _, _, said = done.stdout.partition("4 skipped, by reason")
         assert said.splitlines()[1:3] == ["    3  no qemu here", "    1  only root can become others"]

@@ -258,7 +258,7 @@ def test_many_threads_lose_no_turn_and_share_no_session() -> None:
 
     def work(index: int) -> list[str]:
         messages, sessions = [user("fix")], []
-        start.wait(timeout=30)
+        start.wait(timeout=300)
         for i in range(6):
             prompt = one.prompt(messages, SIGNATURES)
             answer(one, prompt, "ls", sampling=Sampling(max_tokens=64, stop_token_ids=(), seed=10 * index + i))

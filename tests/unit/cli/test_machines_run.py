@@ -21,7 +21,7 @@ AT_DEADLINE = 124
 
 def command_line(*words: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "etude.cli", "machines", *words]
-    return subprocess.run(command, input=typed, capture_output=True, timeout=60, check=False)
+    return subprocess.run(command, input=typed, capture_output=True, timeout=300, check=False)
 
 
 def test_a_command_has_its_files_and_its_exit_code_and_streams_are_passed_on(tmp_path: Path, capfdbinary):

@@ -382,7 +382,7 @@ def run_here(folder: Any, source: str, **request: Any) -> Any:
         input=json.dumps({"nonce": "n", "program": "pytest", "roots": [], **request}).encode(),
         stdout=subprocess.PIPE,
         cwd=folder,
-        timeout=60,
+        timeout=300,
         check=True,
     ).stdout
     return json.loads(told.strip().partition(b" ")[2])

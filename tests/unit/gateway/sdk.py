@@ -80,11 +80,11 @@ async def served(
     app = create_app(served, config=config, keys=keys)
     async with (
         serving(app, config=config) as url,
-        openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=20) as of_openai,
+        openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=300) as of_openai,
         anthropic.AsyncAnthropic(
-            base_url=url.removesuffix("/v1"), api_key=key, max_retries=0, timeout=20
+            base_url=url.removesuffix("/v1"), api_key=key, max_retries=0, timeout=300
         ) as of_anthropic,
-        httpx.AsyncClient(base_url=url, timeout=20, headers={"authorization": f"Bearer {key}"}) as http,
+        httpx.AsyncClient(base_url=url, timeout=300, headers={"authorization": f"Bearer {key}"}) as http,
     ):
         yield Served(of_openai, of_anthropic, http, engine, app.state.gateway)
 

@@ -77,7 +77,7 @@ async def served(
     app = create_app([model], config=config, keys=Keys.of(key) if key else None)
     async with (
         serving(app, config=config) as url,
-        openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=20) as client,
+        openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=300) as client,
     ):
         yield client, engine, url
 

@@ -199,7 +199,7 @@ def test_requests_that_the_server_cancels_at_its_end_get_an_error_and_no_traceba
             served_model = ServedModel(policy, qwen(), name=MODEL, context_tokens=4096)  # type: ignore[arg-type]
             config = GatewayConfig(port=0, drain_s=0.05)
             body = {"model": MODEL, "messages": USER, "stream": stream}
-            async with httpx.AsyncClient(timeout=20) as client:
+            async with httpx.AsyncClient(timeout=300) as client:
                 async with serving(create_app([served_model], config=config), config=config) as url:
                     asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
                     async with asyncio.timeout(10):

@@ -53,9 +53,9 @@ async def served(
     model = ServedModel(policy, CHAT, name="long", context_tokens=context_tokens, config=config, summaries=of)
     async with (
         serving(create_app([model], config=config, keys=keys), config=config) as url,
-        openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as of_openai,
+        openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as of_openai,
         anthropic.AsyncAnthropic(
-            base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=20
+            base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=300
         ) as of_anthropic,
     ):
         yield of_openai, of_anthropic, model
@@ -260,7 +260,7 @@ def test_a_stream_has_signs_of_life_while_a_summary_is_written() -> None:
         messages, held = await history(), Held(Reader(CHAT, SOURCE.num_logs))
         async with served(held, ping_s=0.05) as (client, of_anthropic, _):
             options: dict[str, Any] = {"model": "long", "messages": messages, "tools": TOOLS.to_openai()}
-            http = httpx.AsyncClient(base_url=str(client.base_url), timeout=20)
+            http = httpx.AsyncClient(base_url=str(client.base_url), timeout=300)
             async with http, http.stream("POST", "chat/completions", json={**options, "stream": True}) as response:
                 lines = response.aiter_lines()
                 assert [await anext(lines) for _ in range(3)] == [": keep-alive", "", ": keep-alive"]

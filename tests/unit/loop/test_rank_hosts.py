@@ -179,7 +179,7 @@ def test_serving_ranks_for_a_folder_that_is_no_run_is_refused(
 @pytest.mark.parametrize("count", ["0", "-1", "two"])
 def test_a_number_of_ranks_is_at_least_one(count: str) -> None:
     argv = [sys.executable, "-m", "etude.loop.rank_hosts", "--run", "r", "--count", count]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert f"{count!r} is not a number of ranks (1 or more)" in ended.stderr
 

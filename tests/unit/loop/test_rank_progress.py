@@ -134,7 +134,7 @@ def test_a_rank_ends_when_the_store_is_silent_or_gone(ending: signal.Signals, na
             assert rank.stdout.readline() == "watching\n"
             host.send_signal(ending)
             try:
-                _, error = rank.communicate(timeout=50)
+                _, error = rank.communicate(timeout=300)
             finally:
                 os.kill(host.pid, signal.SIGKILL)
                 rank.kill()

@@ -80,7 +80,7 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     async def main() -> None:
         running = asyncio.create_task(rolling.run(asyncio.Event()))
         settled = asyncio.create_task(rolling.progress())
-        await asyncio.wait([running, settled], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([running, settled], timeout=300, return_when=asyncio.FIRST_COMPLETED)
         assert settled.done(), running
         running.cancel()
         await asyncio.wait([running])

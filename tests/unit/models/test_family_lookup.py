@@ -93,7 +93,7 @@ def test_a_family_of_the_users_own_is_named_by_a_config_and_known_where_it_start
     path = {"PYTHONPATH": str(Path(sys.modules[own].__file__ or "").parent)}
     done = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(raw), env={**os.environ, **path}, capture_output=True, text=True,
-        check=True, timeout=60,
+        check=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.strip() == f"{own}:Good"
 

@@ -320,7 +320,7 @@ def test_a_command_gets_standard_input_only_if_asked_to_so_one_that_is_never_clo
 import socket, subprocess
 never_closed, other = socket.socketpair()
 for words, given in ((["cat"], {"stdin": never_closed}), (["-i", "cat"], {"input": b"given"})):
-    print(subprocess.run(["etude-machine", *words], stdout=subprocess.PIPE, timeout=20, **given).stdout)
+    print(subprocess.run(["etude-machine", *words], stdout=subprocess.PIPE, timeout=300, **given).stdout)
 """
     run = play(script, machine=Echo({}))
     assert b"b'read: '\nb'read: given'\n" in run.log, run.log

@@ -159,7 +159,7 @@ async def endpoints(
     asked = Attribution(episode, log=lambda _: None)
     async with (
         serve_rollout(episode, asked, None, log=lambda _: None) as (url, key),
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20) as client,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300) as client,
     ):
         yield client, episode, asked
 

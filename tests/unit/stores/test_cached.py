@@ -147,7 +147,7 @@ CachedStore(far, sys.argv[1]).get(sys.argv[2])
 
 
 def test_files_of_a_killed_writer_are_overwritten(tmp_path: Path) -> None:
-    ran = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path), KEY], timeout=60)
+    ran = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path), KEY], timeout=300)
     assert ran.returncode == -signal.SIGKILL
     assert [path.suffix for path in copies(tmp_path)] == [".part"]
     far = far_with()
@@ -274,7 +274,7 @@ print(store.cache_error)
 
 def test_a_near_disk_that_takes_no_more_leaves_the_far_store(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", UNDER_A_FILE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", UNDER_A_FILE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
     assert "File too large" in ran.stdout

@@ -41,7 +41,7 @@ for attempt in (lambda: store.put("big", big), lambda: store.compare_and_swap("p
 
 def test_a_disk_that_takes_no_more_is_a_store_error_and_leaves_nothing_half_written(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", UNDER_A_FILE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", UNDER_A_FILE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("hint: the process's file size limit") == 2
@@ -101,7 +101,7 @@ def on_a_small_disk(script: str, folder: Path) -> str:
     if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
     ran = subprocess.run(
-        [*command, sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=60
+        [*command, sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

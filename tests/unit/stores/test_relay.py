@@ -113,7 +113,7 @@ def test_a_wild_key_is_refused_on_both_sides(key: str, tmp_path: Path) -> None:
     with relayed(open_store(tmp_path)) as url:
         with pytest.raises(StoreError, match="not allowed"):
             open_store(url).get(key)
-        asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
         asked.request("GET", f"/{key}" if key else "/x", headers={"X-Etude-Range": "9-1"})
         assert asked.getresponse().status == 400
         asked.close()
@@ -126,7 +126,7 @@ def test_a_wild_prefix_is_refused_on_both_sides(prefix: str, tmp_path: Path) -> 
     with relayed(open_store(tmp_path / "a/b")) as url:
         with pytest.raises(StoreError, match="not allowed"):
             open_store(url).list(prefix)
-        asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
         asked.request("GET", f"/?prefix={quote(prefix, safe='')}")
         answer = asked.getresponse()
         assert answer.status == 400

@@ -60,7 +60,7 @@ COMMITS: list[tuple[str, dict[str, str]]] = [
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main", "-c", "gc.auto=0"]
     command = ["git", *identity, "-C", str(folder), *words]
-    return subprocess.run(command, capture_output=True, check=True, timeout=60, text=True).stdout
+    return subprocess.run(command, capture_output=True, check=True, timeout=300, text=True).stdout
 
 
 def commit(folder: Path, message: str, files: Mapping[str, str]) -> str:
@@ -88,6 +88,6 @@ def bomb(folder: Path, *, levels: int = 4, width: int = 36) -> None:
     for _ in range(levels):
         rows = "".join(f"{kind} {found}\tn{at:02}\n" for at in range(width))
         command = ["git", "-C", str(folder), "mktree"]
-        found = subprocess.run(command, input=rows, capture_output=True, check=True, timeout=60, text=True).stdout
+        found = subprocess.run(command, input=rows, capture_output=True, check=True, timeout=300, text=True).stdout
         kind, found = "040000 tree", found.strip()
     git(folder, "update-ref", "HEAD", git(folder, "commit-tree", "-m", "all of it", found).strip())

@@ -16,7 +16,7 @@ from etude.tasks.patches import patched
 
 def _git(folder: Path, *words: str) -> bytes:
     settings = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
-    return subprocess.run(["git", *settings, *words], cwd=folder, capture_output=True, check=True, timeout=60).stdout
+    return subprocess.run(["git", *settings, *words], cwd=folder, capture_output=True, check=True, timeout=300).stdout
 
 
 def _random_text(rng: random.Random) -> str:

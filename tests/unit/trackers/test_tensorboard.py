@@ -91,4 +91,4 @@ tracker.log(1, {{"rl/loss": 1.0}})
 tracker.finish("finished")
 print(*({{"torch", "tensorflow", "etude.loop"}} & set(sys.modules)))
 """
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == ""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=300).strip() == ""

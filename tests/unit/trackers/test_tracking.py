@@ -217,7 +217,7 @@ while not calls.exists() or "log" not in calls.read_text():
     time.sleep(0.01)
 os.kill(os.getpid(), 9)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL
     end = time.monotonic() + 10
     while calls(run)[-1][0] != "finish" and time.monotonic() < end:

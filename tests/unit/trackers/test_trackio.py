@@ -31,7 +31,7 @@ print(json.dumps([runs, logs, config, "torch" in sys.modules]))
 @pytest.mark.slow
 def test_a_resumed_run_is_one_run_with_all_its_steps(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", PLAY, str(tmp_path)], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", PLAY, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
     )
     runs, logs, config, has_torch = json.loads(done.stdout.splitlines()[-1])
     assert runs == ["a-0123abcd"]

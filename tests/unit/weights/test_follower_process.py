@@ -290,5 +290,5 @@ def test_a_child_decodes_with_as_many_threads_as_it_was_told(tmp_path: Path, thr
         )
     with ours:
         ours.send(pickle.dumps(FollowerArgs(DirectoryStore(tmp_path), "policy", 1 << 30, 0.01, None, None, threads)))
-    told, _ = process.communicate(timeout=60)
+    told, _ = process.communicate(timeout=300)
     assert told.strip() == str(threads).encode()

@@ -349,7 +349,7 @@ def test_without_privilege_a_machine_works_alike_with_one_user(store, tmp_path, 
     """In a user namespace with a single user."""
     host_root(tmp_path / "root")
     command = ["unshare", "--user", *user, sys.executable, "-c", WITHOUT_PRIVILEGE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if "unshare" in done.stderr or "machines need user namespaces" in done.stderr:
         pytest.skip("no user namespaces in user namespaces here")
     assert done.returncode == 0, done.stderr

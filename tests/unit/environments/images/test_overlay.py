@@ -80,7 +80,7 @@ def made(tmp_path: Path, image: Path, base: int | None, mode: str = "") -> tuple
     with open(layer, "wb") as out:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(image), json.dumps(base), mode, str(out.fileno())],
-            pass_fds=[out.fileno()], capture_output=True, text=True, timeout=60, check=False,
+            pass_fds=[out.fileno()], capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
     if "unshare: Operation not permitted" in done.stderr:
         pytest.skip("no user namespaces here")
