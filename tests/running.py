@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-END_S = 240.0
+END_S = 1500.0
 
 
 class Running:
