@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.budget import pytest_runtest_setup  # noqa: F401  pytest finds it here
 from tests.postgres_server import PostgresServer, programs
 from tests.skips import pytest_terminal_summary  # noqa: F401  pytest finds it here
 

@@ -93,7 +93,8 @@ def reference_policy(run: RunFolder, config: RunConfig, group: ProcessGroup = SI
     device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
     where = run / "checkpoints" / "mid"
-    return Reference(where, temperature=config.rl.temperature, operators=operators, device=device)
+    temperature, weights = config.rl.temperature, config.learner.weights
+    return Reference(where, temperature=temperature, operators=operators, weights=weights, device=device)
 
 
 def computed_by(learner: TorchLearner) -> dict[str, str]:

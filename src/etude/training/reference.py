@@ -11,16 +11,21 @@ import torch
 
 from etude import progress
 from etude.models.checkpoint import load_model
+from etude.models.lora import round_parameters
 from etude.numerics.operators import Operators
 from etude.records import Sample
+from etude.training.config import LiveWeights
 from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches
 
 
 class Reference:
     """The reference policy: the frozen model of a checkpoint, at the sampling temperature of rollouts.
 
-    `operators`: the operators of the policy (None: exact, in float32). `budget_tokens`: tokens of one forward pass in
-    `k1`. Raises `CheckpointError` when the checkpoint cannot be loaded."""
+    `operators`: the operators of the policy (None: exact, in float32). `weights`: the precision of the policy's live
+    weights. Weights of the checkpoint are rounded to it, so that the reference is the policy of step 0 to the bit.
+    `budget_tokens`: tokens of one forward pass in `k1`.
+
+    Raises `CheckpointError` when the checkpoint cannot be loaded."""
 
     def __init__(
         self,
@@ -28,11 +33,15 @@ class Reference:
         *,
         temperature: float = 1.0,
         operators: Operators | None = None,
+        weights: LiveWeights = LiveWeights.F32,
         budget_tokens: int = 8192,
         device: torch.device | None = None,
     ) -> None:
         self._device = device or torch.device("cpu")
         self._model = load_model(checkpoint, operators=operators).eval().to(self._device)
+        if weights is LiveWeights.BF16:
+            with torch.no_grad():
+                round_parameters(self._model, torch.bfloat16)
         self._temperature, self._budget_tokens = temperature, budget_tokens
 
     @torch.no_grad()
