@@ -285,6 +285,11 @@ def better_than(rewards: Sequence[Reward], ids: Sequence[str], scheme: CreditSch
     return [tuple(sorted(worse)) for worse in found]
 
 
+def paired(preferred: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Return the ids of the rollouts in a pair, better or worse. `preferred`: by rollout id, its `better_than`."""
+    return frozenset(one for better, worse in preferred.items() if worse for one in (better, *worse))
+
+
 def _asked(
     scheme: CreditScheme,
     rewards: Sequence[Reward],

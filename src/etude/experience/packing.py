@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from etude.experience.admission import Straggler, mask_path, mask_stale
-from etude.experience.credit import DR_GRPO, better_than, staged_credit
+from etude.experience.credit import DR_GRPO, better_than, paired, staged_credit
 from etude.experience.groups import Group, in_first_stage
 from etude.experience.hints import HintFormat
 from etude.records.reward import K1, Term
@@ -138,6 +138,7 @@ def _members(
     given = staged_credit(graded, places, in_first_stage(ids, min_group_size), composition, scheme)
     credit = dict(zip(ids, given, strict=True))
     preferred = dict(zip(ids, better_than([one.reward for one in given], ids, scheme), strict=True))
+    in_pairs = paired(preferred)
     judged = dict(zip(ids, graded, strict=True))
     ended = {one.rollout_id: one for one in group.finished}
     for i in group.rollout_ids:
@@ -154,6 +155,7 @@ def _members(
                 advantage=advantage,
                 turn_advantages=by_turn,
                 better_than=preferred.get(i, ()),
+                paired=i in in_pairs,
                 hints=composition.hints_of(judged[i]) if i in judged else (),
                 masks_stale=straggler is Straggler.MASK or i in group.lost,
             )

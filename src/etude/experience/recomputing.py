@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from etude.experience.credit import Credited, better_than, staged_credit
+from etude.experience.credit import Credited, better_than, paired, staged_credit
 from etude.experience.groups import in_first_stage
 from etude.experience.hints import HintFormat
 from etude.experience.packing import batch_of, samples_of
@@ -79,7 +79,7 @@ def recompute(
     for i, tree in enumerate(recorded.trees):
         if isinstance(tree.rollout.outcome, Graded):
             groups.setdefault(tree.rollout.group_id, []).append(i)
-    credit, preferred = dict[int, Credited](), dict[int, tuple[str, ...]]()
+    credit, preferred = dict[int, Credited](), dict[str, tuple[str, ...]]()
     min_group_size = int(recorded.rewards.get("min_group_size", 0))
     for some in groups.values():
         outcomes = [one for i in some if isinstance(one := recorded.trees[i].rollout.outcome, Graded)]
@@ -87,21 +87,22 @@ def recompute(
         ids = [recorded.trees[i].rollout.rollout_id for i in some]
         given = staged_credit(outcomes, places, in_first_stage(ids, min_group_size), composition, scheme)
         credit |= dict(zip(some, given, strict=True))
-        preferred |= dict(zip(some, better_than([one.reward for one in given], ids, scheme), strict=True))
-    members = list[Member]()
+        preferred |= dict(zip(ids, better_than([one.reward for one in given], ids, scheme), strict=True))
+    members, in_pairs = list[Member](), paired(preferred)
     for i, tree in enumerate(recorded.trees):
         reward, advantage, turns = credit.get(i, (None, 0.0, ()))
-        outcome = tree.rollout.outcome
+        outcome, rollout_id = tree.rollout.outcome, tree.rollout.rollout_id
         members.append(
             Member(
-                rollout_id=tree.rollout.rollout_id,
+                rollout_id=rollout_id,
                 group_id=tree.rollout.group_id,
                 reward=reward,
                 advantage=advantage,
                 turn_advantages=turns,
                 hints=composition.hints_of(outcome) if isinstance(outcome, Graded) else (),
                 masks_stale=True,
-                better_than=preferred.get(i, ()),
+                better_than=preferred.get(rollout_id, ()),
+                paired=rollout_id in in_pairs,
             )
         )
     plan = BatchPlan(

@@ -19,7 +19,7 @@ from etude.config import build, plugins_in, to_plain, with_digests
 from etude.errors import ConfigError, InputError, RunError
 from etude.experience import Ledger
 from etude.file_checksums import sealed_list, verify_json
-from etude.loop.config import RunConfig, check_same_plugins
+from etude.loop.config import RunConfig, check_same_plugins, read_config
 from etude.plugins import check_all
 from etude.records import Graded
 from etude.records.summary import BatchPlan
@@ -141,9 +141,11 @@ def record_change(
     `last_step` returns the last step whose batch is formed, or may be right now: steps up to it keep their settings. It
     is called again at the end, since a running run goes on meanwhile. `from_step`: None for the one after it.
     `num_steps`: of the whole run. The code of new plug-ins is recorded, too. Raises `InputError` for a `from_step` that
-    is not after the last step, or that the run will not have, `PluginRefused` and `RunRefused` for plug-ins that cannot
-    be used or have changed, and `RunError` when rewards.json is damaged or cannot be written."""
+    is not after the last step, or that the run will not have, `ConfigError` for rewards that do not fit the run's other
+    settings, `PluginRefused` and `RunRefused` for plug-ins that cannot be used or have changed, and `RunError` when
+    rewards.json is damaged or cannot be written."""
     _require_open(from_step, last_step(), num_steps)
+    replace(read_config(run), rewards=rewards)  # which checks it as a whole
     plugins = check_all(list(dict.fromkeys(plugins_in(rewards, "rewards"))))
     check_same_plugins(run, plugins, accept=False)
     known = {one["path"]: one for one in run.plugins()}

@@ -165,7 +165,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
     `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: for its faulty turns.
     `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise one of them is an error. `better_than`:
-    ids of the siblings that the rollout is preferred to, if the credit scheme forms pairs."""
+    ids of the siblings that the rollout is preferred to, if the credit scheme forms pairs. `paired`: whether it is in a
+    pair, as the better or the worse rollout."""
 
     rollout_id: str
     group_id: str
@@ -177,13 +178,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     hints: tuple[Hint, ...] = ()
     masks_stale: bool = False
     better_than: tuple[str, ...] = ()
+    paired: bool = False
 
     @property
     def credited(self) -> bool:
-        """Whether any token of the rollout has an advantage or a hint, or the rollout is preferred to a sibling.
+        """Whether any token of the rollout has an advantage or a hint, or the rollout is in a pair.
 
         Otherwise it is recorded, but not trained on."""
-        return bool(self.hints or self.better_than) or any(self.turn_advantages or (self.advantage,))
+        return bool(self.hints or self.paired) or any(self.turn_advantages or (self.advantage,))
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -217,7 +217,7 @@ class TorchLearner:
         """Return the log-probability of each token with loss under the live weights, [S] per sample, on every rank.
 
         No routes are replayed: a context with a hint has none."""
-        group, step, packed, found = self._group, self.step + 1, self._packed(samples, None), list[_Scores]()
+        group, packed, found = self._group, self._packed(samples, None), list[_Scores]()
         for row in packed.rows:
             for share in group.own_shares(len(row)):
                 some = [samples[i] for i in row[share]]
@@ -227,9 +227,7 @@ class TorchLearner:
                 with group.collective("hints"):
                     done = self._run(rows)
                 with group.propagate_errors("hints"):
-                    again = functools.partial(self._run, rows) if group.size == 1 else None
-                    place = functools.partial(describe_token, some, rows)
-                    check_logits(done.logits, again, rows.rows_R, step=step, place=place)
+                    self._check_logits(done, some, rows)
                     logprobs_R = self._logprobs(done.logits, rows).gather(1, rows.targets_R[:, None])[:, 0]
                 found.append(_Scores(row[share], rows.places_in(flat).tolist(), logprobs_R.tolist()))
                 progress.tick()
@@ -264,9 +262,7 @@ class TorchLearner:
         with group.collective("forward pass"):
             done = self._run(rows)
         with group.propagate_errors("forward pass"):
-            again = functools.partial(self._run, rows) if group.size == 1 else None
-            place = functools.partial(describe_token, samples, rows)
-            check_logits(done.logits, again, rows.rows_R, step=step, place=place)
+            self._check_logits(done, samples, rows)
             logprobs_RV = self._logprobs(done.logits, rows)
             logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
             log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
@@ -309,9 +305,10 @@ class TorchLearner:
                 with self._group.collective("forward pass"):
                     done = self._run(rows)
                 with self._group.propagate_errors("forward pass"):
+                    self._check_logits(done, samples, rows)
                     logprobs_R = self._logprobs(done.logits, rows).gather(1, rows.targets_R[:, None])[:, 0]
-                    log_ratio_R = (logprobs_R - self._dpo_reference(rows)).double()
-                    per_sample = log_ratio_R.new_zeros(len(samples)).index_add_(0, rows.sample_R, log_ratio_R)
+                    log_ratio_R = (logprobs_R - self._dpo_reference(rows)).double().cpu()  # GPUs add in any order
+                    per_sample = log_ratio_R.new_zeros(len(samples)).index_add_(0, rows.sample_R.cpu(), log_ratio_R)
                 own += zip((sample.rollout_id for sample in samples), per_sample.tolist(), strict=True)
                 progress.tick()
         parts: dict[str, list[float]] = {}
@@ -330,6 +327,12 @@ class TorchLearner:
                 hint="give TorchLearner a Reference, or set dpo_reference = 'sampler'",
             )
         return self._reference.logprobs(rows)
+
+    def _check_logits(self, done: Forward, samples: Sequence[Sample], rows: FlatBatch) -> None:
+        """Check that the logits of a forward pass of these samples are finite. Raises `NotFinite`."""
+        again = functools.partial(self._run, rows) if self._group.size == 1 else None
+        place = functools.partial(describe_token, samples, rows)
+        check_logits(done.logits, again, rows.rows_R, step=self.step + 1, place=place)
 
     def _replay(self) -> RouteReplay | None:
         if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +374,18 @@ def test_a_pair_of_which_one_rollout_is_too_old_is_left_out(kit: Any) -> None:
 
     assert pairs(max_lag=3) == (("g000000.0", "g000000.1"), ("g000000.0", "g000000.2"))
     assert pairs(max_lag=2) == (("g000000.0", "g000000.2"),)
+
+
+def test_both_rollouts_of_a_pair_are_trained_on_whatever_their_advantages(kit: Any, tmp_path: Path) -> None:
+    class Unweighted(AllPairs):
+        """A plug-in of which only the pairs count."""
+
+        def advantages(self, rewards: Sequence[Reward]) -> list[float]:
+            return [0.0] * len(rewards)
+
+    groups = [kit.group("g000000", [1.0, 0.0, None]), kit.group("g000001", [1.0, 1.0])]
+    plan = plan_batch(groups, batch_id="b", step=1, max_lag=0, scheme=Unweighted())
+    batch, _ = record_batch(tmp_path, plan, kit.read)
+    assert batch.pairs == (("g000000.0", "g000000.1"),)
+    assert batch.sampled == {"g000000.0", "g000000.1"}
+    assert recompute(read_step(trace_path(tmp_path, 1)), Composition(), Unweighted(), max_lag=0).equal

@@ -9,7 +9,7 @@ import pytest
 
 from etude.cli.run import changed_rewards
 from etude.config import leaves, to_toml
-from etude.errors import RunError, RunRefused
+from etude.errors import ConfigError, RunError, RunRefused
 from etude.loop.config import RunConfig, build, config_to_resume, read_config
 from etude.loop.reward_settings import FILE, RewardSettings, read_changes, record_change
 from etude.run import RunFolder
@@ -46,6 +46,16 @@ def test_settings_that_differ_from_the_config_and_the_last_change_are_a_change(
     assert changed_rewards(run, config, given(0.5)) == [], "the file with which the run began says nothing new"
     assert "rewards stay as they were changed in the run" in capsys.readouterr().out
     assert RewardSettings(run, config).composition(1).weights == {"brief": 0.25}
+
+
+def test_rewards_that_do_not_fit_the_loss_of_the_run_are_refused(tmp_path: Path) -> None:
+    pairs = {"learner": {"policy_loss": "dpo"}, "experience": {"credit": "all-pairs"}}
+    folder = RunFolder.create(tmp_path / "r", config_toml=to_toml(build(RunConfig, pairs)), seed=0, given=leaves(pairs))
+    hinted = {"name": "reads", "kind": "repeated-reads", "weight": 0.0, "hints": 0.5}
+    rewards = build(RunConfig, {"rewards": {"terms": [hinted]}}).rewards
+    with pytest.raises(ConfigError, match=r"learner\.policy_loss = 'dpo'"):
+        record_change(folder, rewards, from_step=1, last_step=lambda: 0, num_steps=9)
+    assert read_changes(folder) == []
 
 
 def test_a_damaged_record_of_changes_is_named(run: RunFolder) -> None:

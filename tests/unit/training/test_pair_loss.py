@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from etude.errors import InputError
-from etude.models import Transformer, save_model
+from etude.errors import InputError, NotFinite
+from etude.models import Transformer, hf_views, save_model
 from etude.models.attention import Packed
 from etude.numerics import Mode, NumericsConfig
 from etude.records import Batch, Sample
@@ -158,6 +158,14 @@ def test_a_learner_without_the_reference_of_its_loss_says_what_it_needs(tmp_path
     alone.load(tmp_path / "start")
     with pytest.raises(InputError, match="has no reference policy"):
         alone.forward_backward(given)
+
+
+def test_logits_that_are_not_finite_are_named_by_their_operator(tmp_path: Path) -> None:
+    learner = learner_of(tmp_path, CONFIG)
+    given = pairs_of(learner)
+    hf_views(learner.model)["model.layers.1.self_attn.o_proj.weight"].fill_(3e38)
+    with pytest.raises(NotFinite, match=r"layers\.1\.attention\.out is not finite at step 1"):
+        learner.forward_backward(given)
 
 
 def test_a_defence_truncates_no_weights_of_a_loss_that_has_none(tmp_path: Path) -> None:
