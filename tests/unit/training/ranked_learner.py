@@ -26,7 +26,7 @@ from etude.training.trainable import LoadRequest
 
 def troubled(ranks: RankGroup, job: Job) -> tuple[str, Trained]:
     """A batch that one rank refuses, then the job: what each was told, and how it went."""
-    group = ShardedProcessGroup(join(job.config, deadline_s=60.0))
+    group = ShardedProcessGroup(join(job.config, deadline_s=600.0))
     channel = group.channel(DirectoryStore(job.store))
     learner = TorchLearner(job.config, channel=channel, numerics=job.numerics, group=group)
     learner.load(job.start)
@@ -60,7 +60,7 @@ def lose_one(job: Job, folder: Path, way: str) -> str:
 
 def _lose(rank: int, job: Job, port: int, folder: Path, way: str) -> None:
     torch.set_num_threads(1)
-    mesh = join(job.config, store=connect_store(LOOPBACK, port), rank=rank, deadline_s=4.0 if way == "hung" else 60.0)
+    mesh = join(job.config, store=connect_store(LOOPBACK, port), rank=rank, deadline_s=4.0 if way == "hung" else 600.0)
     learner = TorchLearner(job.config, numerics=job.numerics, refuse_mismatch=False, group=ShardedProcessGroup(mesh))
     learner.load(job.start)
     learner.forward_backward(job.batches[0])
@@ -79,7 +79,7 @@ def loaded_bytes(ranks: RankGroup, starts: list[tuple[Path, LearnerConfig]]) -> 
     found = []
     lora.SILENT_BYTES = 1
     for start, config in starts:
-        group = ShardedProcessGroup(join(config, deadline_s=60.0))
+        group = ShardedProcessGroup(join(config, deadline_s=600.0))
         operators = operators_for(NumericsConfig(), torch.float32)
         loading = LoadRequest(start, config, operators, group.mesh.device, Quantise.NONE, seed=0, resumed=False)
         Path("/proc/self/clear_refs").write_text("5")  # the peak is taken anew

@@ -100,7 +100,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
         name: ranked.alone(replace(job, store=job.store.with_suffix(".one"), save=None)) for name, job in jobs.items()
     }
     torch.set_num_threads(threads)
-    by_rank = run_ranks(ranked.together, list(jobs.values()), ranks=2, stall_s=100.0)
+    by_rank = run_ranks(ranked.together, list(jobs.values()), ranks=2, stall_s=900.0)
     return {name: (job, alone[name], [told[i] for told in by_rank]) for i, (name, job) in enumerate(jobs.items())}
 
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_another_mesh_is_gone_on_with(
         again = ranked.alone(replace(after, store=beside(f"{name}-again", tmp_path / f"{name}-one")))
         jobs += [rows, after]
         wanted += [alone.digests, again.digests]
-    for by_rank in run_ranks(ranked.together, jobs, ranks=2, stall_s=100.0):
+    for by_rank in run_ranks(ranked.together, jobs, ranks=2, stall_s=900.0):
         assert [one.digests for one in by_rank] == wanted
 
 
@@ -212,7 +212,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_ranks_stay_usable(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
 ) -> None:
     job, alone, _ = told[SAVED]
-    by_rank = run_ranks(ranked_learner.troubled, replace(job, store=tmp_path, save=None), ranks=2, stall_s=100.0)
+    by_rank = run_ranks(ranked_learner.troubled, replace(job, store=tmp_path, save=None), ranks=2, stall_s=900.0)
     for said, trained in by_rank:
         assert "ratio on the learner's own weights is off" in said
         assert "g000000.5" in said
@@ -285,7 +285,7 @@ def test_families_with_latents_biases_and_dense_layers_train_over_ranks(tmp_path
         Job(tmp_path / "latent", tmp_path / "d", texts, long),
     ]
     alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]
-    for told in run_ranks(ranked.together, jobs, ranks=2, stall_s=100.0):
+    for told in run_ranks(ranked.together, jobs, ranks=2, stall_s=900.0):
         assert told[:-1] == alone[:-1]
         assert told[-1].fresh == [0.0]
         assert told[-1].losses == pytest.approx(alone[-1].losses, rel=1e-5)
@@ -301,7 +301,7 @@ def test_the_guides_program_runs_under_torchrun_and_too_many_ranks_are_refused(t
 
     def torchrun(ranks: int) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "train.py", "start"]
-        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
 
     done = torchrun(2)
     assert done.returncode == 0, done.stderr
