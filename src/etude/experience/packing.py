@@ -102,7 +102,7 @@ def plan_batch(
       rollout with weight `composition.kl`. None: no KL penalty.
     - `full_groups`: if not 0, the step's learning rate is scaled by the number of groups with a sample over this
       number, at most 1 (`Batch.lr_share`).
-    - `min_group_size`: if not 0, the number of rollouts in the first stage of a group (`credit.staged_credit`).
+    - `min_group_size`: the number of rollouts in the first stage of a group (`credit.staged_credit`); 0: one stage.
 
     Raises `EtudeError` when a reward or an advantage is not finite."""
     members = [
@@ -186,7 +186,7 @@ def make_batch(
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
     """Make a plan's batch from finished samples of its members, in the members' order.
 
-    A pair of which one rollout has no sample, since all of its tokens are masked, is left out."""
+    A pair is left out if one of its rollouts has no sample, which happens when all tokens of the rollout are masked."""
     group_of = {member.rollout_id: member.group_id for member in plan.members}
     sampled = {sample.rollout_id for sample in samples}
     having = len({group_of[rollout_id] for rollout_id in sampled})
@@ -238,7 +238,7 @@ def _placed(
     if not member.hints:
         return ()
     if hint_format is None:
-        raise ValueError(f"rollout {member.rollout_id} has hints, but there is no format to write them in")
+        raise ValueError(f"rollout {member.rollout_id} has hints: the argument hint_format is missing")
     placed = (hint_format.place(hint, path, trace, chain) for hint in member.hints)
     return tuple(one for one in placed if one is not None)
 

@@ -148,7 +148,7 @@ def test_the_last_engine_and_other_kinds_are_not_lent(run: RunFolder, kinds: tup
         with pytest.raises(RunRefused, match="lends no engines") as refused:
             async with borrowed_engines(run, share=0.5, seconds=60):
                 pass
-        assert "one must be left" in refused.value.facts
+        assert "must leave one to training" in refused.value.facts
 
     processes = Processes(*kinds)
     play(run, processes, story)
