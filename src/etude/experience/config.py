@@ -17,7 +17,8 @@ class ExperienceConfig:
 
     - `groups_per_step`, `group_size`: groups that a step takes, and rollouts of each group.
     - `min_group_size`: how many rollouts of a group run first. The others run only if the rewards of these differ.
-      Terms that are measured for whole groups are not yet in these rewards. 0: all run at once.
+      These rewards are the grades: the terms of `[rewards]` are measured when the whole group has ended. 0: all run at
+      once.
     - `straggler`: what a step does when a group is late. `curriculum`: how tasks are drawn.
     - `signal_groups`: the wanted number of groups with a signal (rewards that differ) per step; 0: no minimum.
       `little_signal`: what to do if there are fewer: take more groups, or scale the learning rate.

@@ -11,8 +11,8 @@ which tasks are hard.
 Only groups of earlier steps decide, never the rewards of the drawn group. So the expected gradient of each drawn task
 is that of its mean reward. The mix of tasks differs from the source's: training maximises a mean that is weighted by
 the probabilities. The gradient is not divided by the probabilities, since this would give the rarely drawn, solved
-tasks a large weight again. Of groups with two stages only the first stage counts. Only groups with an uncertain first
-stage have a second one, so groups of different sizes could not be compared.
+tasks a large weight again. Of groups with two stages only the first stage counts: whether there is a second one depends
+on the rewards of the first, and with a mean over all siblings such groups would look more certain than they are.
 
 Evaluations use the source's own mix; only training tasks are chosen. The counts change with the batches in order of
 admission, so synchronous RL is reproducible. This module knows nothing of task sources and of the ledger."""

@@ -220,7 +220,7 @@ def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
 def _check_questions(
     form: Form, dialect: Dialect, mode: Mode, evidence: tuple[Section, ...], options: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` if such questions cannot be asked."""
+    """Raise `ConfigError` if settings of the questions are invalid or do not fit together."""
     if not evidence or len(set(evidence)) < len(evidence) or Section.TEXT in evidence:
         known = ", ".join(OF_ROLLOUTS)
         raise ConfigError(f"evidence = {list(map(str, evidence))}", hint=f"name some of these, each once: {known}")
