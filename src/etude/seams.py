@@ -296,8 +296,9 @@ class PairCreditScheme(Protocol):
         """Return pairs (better, worse) of indices into `rewards`, each pair once.
 
         The reward of the better rollout must be higher, so equal rewards form no pair. The pairs must not depend on the
-        order of the rollouts, and the same input must give the same pairs. Every rollout in a pair is trained on, even
-        if its advantage is 0.0. A pair that breaks these rules ends the run with a `PluginError`."""
+        order of the rollouts, and the same input must give the same pairs. A rollout that is only the worse one of its
+        pairs needs an advantage other than 0.0; else these pairs are not trained on. A pair with equal rewards, or with
+        the lower one first, ends the run with a `PluginError`."""
         ...
 
 

@@ -92,7 +92,7 @@ class EngineLeases:
         held = lock_holder(self._folder / "lock") is not None
         if self._answer is not None:
             over = "" if held else "the evaluation has ended"
-            over = over or ("its time is over" if time.monotonic() >= self._ends else "")
+            over = over or ("the time of the lease is over" if time.monotonic() >= self._ends else "")
             over = over or await self._renew(self._answer)
             if over:
                 await self._take_back(self._answer, over)

@@ -180,7 +180,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def credited(self) -> bool:
-        """Whether any token of the rollout has an advantage or a hint, or the rollout is preferred to a sibling.
+        """Whether the rollout has credit: an advantage of any token, a hint, or a sibling that it is preferred to.
 
         Otherwise it is recorded, but not trained on."""
         return bool(self.hints or self.better_than) or any(self.turn_advantages or (self.advantage,))
