@@ -193,7 +193,7 @@ def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "")
         if key not in fields:
             hint = nearest(key, fields, where) if fields else "there are no settings"
             if not hint.startswith("did you mean") and (own := _plugin_named(fields, raw)):
-                hint = f"write a setting of {own!r} itself as kind = {{kind = {own!r}, {key} = ...}}; {hint}"
+                hint = f"if it is a setting of {own!r}, write kind = {{kind = {own!r}, {key} = ...}}; {hint}"
             errors.append(ConfigError(f"unknown key {place!r}", hint=hint))
             continue
         try:
@@ -208,7 +208,7 @@ def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "")
 
 
 def _plugin_named(fields: Mapping[str, _Field], raw: Mapping[str, Any]) -> str:
-    """The plug-in that a section names by `kind = "..."`, without settings of its own; "" if it names none."""
+    """Return the name of the plug-in if a section has `kind` as a plain text, `kind = "..."`; otherwise ""."""
     kind, field = raw.get("kind"), fields.get("kind")
     is_plugin = field is not None and Plugin in typing.get_args(field.hint)
     return kind if is_plugin and isinstance(kind, str) else ""
@@ -272,7 +272,7 @@ def _converted(hint: Any, value: Any, place: str, example: str | None = None) ->
         return build(bare, value, place)
     if typing.get_origin(bare) is tuple and typing.get_args(bare)[-1] is ...:
         if not isinstance(value, list):
-            brackets = f"[[{place}]], with two brackets" if isinstance(value, Mapping) else f"{place} = [...]"
+            brackets = f"[[{place}]] with double brackets" if isinstance(value, Mapping) else f"{place} = [...]"
             raise ConfigError(place, f"expected a list, got {_shown(value)}", hint=f"write {brackets}")
         return _all_converted(typing.get_args(bare)[0], dict(enumerate(value)), place, "{}[{}]")
     if typing.get_origin(bare) is Mapping:

@@ -150,14 +150,15 @@ def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
 
 
 def to_lark(grammar: str, stop_token_ids: Sequence[int]) -> str:
-    """Return llguidance's Lark text for a sentence of a grammar and one of the stop tokens after it, for servers that
-    know no other end than the tokeniser's.
+    """Translate a grammar to llguidance's Lark, with one of the stop tokens at the end of each text.
+
+    It is for servers that would otherwise accept only the tokeniser's own end token after the text.
 
     >>> print(to_lark(from_regex("a+"), [5, 7]))
     start: sentence (<[5]> | <[7]>)
     sentence: /a+/
 
-    Raises `GrammarError` for a text that is no grammar, and for a schema that no JSON fulfils."""
+    Raises `GrammarError` for a text that is no grammar, and for a schema that allows no JSON."""
     kind, value = kind_of(grammar)
     if value is False:
         raise _invalid("no JSON is valid under this schema")

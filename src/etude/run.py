@@ -195,8 +195,10 @@ class RunFolder:
 
 
 def take_lock(path: Path) -> tuple[int | None, str]:
-    """Lock a file for this process, and write its pid into it. Returns the file descriptor that holds the lock until it
-    is closed; or None, and the pid of the process that has it."""
+    """Lock a file for this process, and write its pid into it.
+
+    Returns (file descriptor, ""); closing the descriptor releases the lock. If another process has the lock, returns
+    (None, pid of that process)."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not _try_lock(fd):
         holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
@@ -208,7 +210,7 @@ def take_lock(path: Path) -> tuple[int | None, str]:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid of the process that has locked a file with `take_lock`; None when there is none."""
+    """Return the pid of the process that has locked a file with `take_lock`; None if it is not locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # read-only: works on a read-only mount
     except FileNotFoundError:

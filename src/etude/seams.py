@@ -216,11 +216,11 @@ class RewardTerm(Protocol):
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
         """Measure one graded rollout. The term sees its task, messages, files, times and grade, but no hidden answer.
 
-        The value must be finite. Its parts may belong to turns, and faulty turns may have hints: texts that would have
-        helped (`Score`). When the value cannot be known, return a `Score` with value None and the reason as evidence;
-        with `retry=True` if it may be known later, for example because a service is down: then it is measured again.
-        Several rollouts may be scored at the same time. An exception, or no result within 600 s, ends the run with a
-        `PluginError` that names the term; the run can be resumed."""
+        The value must be finite. Parts of it may be given to turns, and faulty turns may get hints, texts that would
+        have helped (`Score`). When the value cannot be known, return a `Score` with value None and the reason as
+        evidence; with `retry=True` if it may be known later, for example because a service is down: then it is measured
+        again. Several rollouts may be scored at the same time. An exception, or no result within 600 s, ends the run
+        with a `PluginError` that names the term; the run can be resumed."""
         ...
 
 
@@ -290,14 +290,15 @@ class TurnCreditScheme(Protocol):
 
 @runtime_checkable
 class PairCreditScheme(Protocol):
-    """An optional interface of a `CreditScheme` that forms pairs of siblings, for `learner.policy_loss = "dpo"`."""
+    """An optional interface of a `CreditScheme` that forms preference pairs, for `learner.policy_loss = "dpo"`."""
 
     def pairs(self, rewards: Sequence[Reward]) -> Sequence[tuple[int, int]]:
         """Return pairs (better, worse) of indices into `rewards`, each pair once.
 
-        The reward of the better rollout must be higher: equal rewards form no pair. The order of the rollouts must not
-        matter, and the same input must give the same pairs. Every rollout in a pair is trained on, also one with
-        advantage 0.0."""
+        The reward of the better rollout must be higher, so equal rewards form no pair. The pairs must not depend on the
+        order of the rollouts, and the same input must give the same pairs. Both rollouts of a pair are trained on,
+        whatever their advantages. A pair with equal rewards, or with the lower one first, ends the run with a
+        `PluginError`."""
         ...
 
 

@@ -137,5 +137,5 @@ def test_a_run_that_is_cut_off_between_the_stages_goes_on_to_the_same_weights(ru
 
 def test_a_first_stage_of_one_rollout_is_refused(run: Callable[..., PlayedRun]) -> None:
     for size in (1, SIZE + 1):
-        with pytest.raises(Exception, match=f"min_group_size = {size} is not 0 or 2 to group_size = {SIZE}"):
+        with pytest.raises(Exception, match=f"min_group_size = {size} is neither 0 nor from 2 to group_size = {SIZE}"):
             run(f"r{size}", f"experience.min_group_size={size}")

@@ -165,7 +165,7 @@ def test_settings_of_steps_that_were_formed_are_refused_and_unknown_terms_are_na
 ) -> None:
     run = train(run_of(tmp_path / "r", game, f"rewards.terms=[{RANK}]"))
     refused = say(capsys, "set", run.folder.path, "rank.weight=1.0", "--from-step", 2, code=2)
-    assert "step 2 cannot get other rewards" in refused
+    assert "the rewards of step 2 cannot be changed" in refused
     assert "the run has 2 steps, and batches are formed up to step 2" in refused
     assert "step 3 cannot" in say(capsys, "set", run.folder.path, "rank.weight=1.0", code=2), "nor the one after it"
     assert "there is no reward term 'rnak'" in say(capsys, "set", run.folder.path, "rnak.weight=1.0", code=2)
@@ -187,10 +187,10 @@ def test_of_several_changes_the_last_one_recorded_holds(game: Any, tmp_path: Pat
     assert settings.composition(10).weights == {"rank": 0.5}, "as they were when they were read"
     assert settings.refresh()
     assert [settings.composition(step).weights["rank"] for step in (1, 4, 5, 12)] == [0.5, 0.5, 2.0, 2.0]
-    with pytest.raises(InputError, match="step 2 cannot get other rewards") as refused:
+    with pytest.raises(InputError, match="the rewards of step 2 cannot be changed") as refused:
         change(3.0, 2)
     assert "--from-step 3" in refused.value.hint
-    with pytest.raises(InputError, match="step 21 cannot get other rewards"):
+    with pytest.raises(InputError, match="the rewards of step 21 cannot be changed"):
         change(3.0, 21)
 
 

@@ -134,17 +134,17 @@ def _add_eval_commands(commands: Commands[Parser]) -> None:
         help="a checkpoint, or a run's newest (default: the newest run); several: training seeds of one recipe",
     )
     who.add_argument("--url", default="", help="evaluate a model at this URL instead")
-    who.add_argument("--run", type=Path, metavar="RUN", help="a run that goes on, on engines of its own that it lends")
-    who.add_argument("--baseline", choices=["oracle", "random"], help="play a script: the reference solution, or edits")
+    who.add_argument("--run", type=Path, metavar="RUN", help="a running run, on engines that it lends")
+    who.add_argument("--baseline", choices=["oracle", "random"], help="a scripted agent: reference solution, or edits")
     evaluate.add_argument("--model", default="", help="name of the model at the URL")
     evaluate.add_argument(
         "--share",
         type=within(0.01, 0.5),
         default=0.5,
-        help="with --run: share of its engines (default: %(default)g)",
+        help="with --run: largest share of its engines to borrow (default: %(default)g)",
     )
     evaluate.add_argument(
-        "--seconds", type=positive, default=600, metavar="S", help="with --run: longest time (default: %(default)s)"
+        "--seconds", type=positive, default=600, metavar="S", help="with --run: longest loan (default: %(default)s)"
     )
     evaluate.add_argument(
         "--dialect", choices=["chat", "messages"], default="chat", help="OpenAI's API (default), or Anthropic's"
@@ -284,15 +284,15 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
         default="report",
         help="which half of the labels: to report, or to tune the rubric with (default: %(default)s)",
     )
-    calibrate.add_argument("--run", type=Path, metavar="RUN", help="the run of the rollouts that labels name")
+    calibrate.add_argument("--run", type=Path, metavar="RUN", help="the run that has the rollouts of the labels")
     calibrate.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there, too")
     _add_set(calibrate)
-    labels = add(judge, "labels", "judge:write_labels", "write the rollouts of a run as labels: the works, and grades")
+    labels = add(judge, "labels", "judge:write_labels", "write the graded rollouts of a run as labels")
     labels.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    tune = add(judge, "tune", "judge:tune", "train a checkpoint to answer as labels do, with one token")
+    tune = add(judge, "tune", "judge:tune", "train a checkpoint to judge with one token, from labels")
     tune.add_argument("labels", type=Path, metavar="LABELS", help="a file of labels; the half for tuning is used")
     tune.add_argument("--start", type=Path, required=True, metavar="CHECKPOINT", help="a Hugging Face directory")
-    tune.add_argument("--run", type=Path, metavar="RUN", help="the run of the rollouts that labels name")
+    tune.add_argument("--run", type=Path, metavar="RUN", help="the run that has the rollouts of the labels")
     for parser in (labels, tune):
         parser.add_argument("--config", type=Path, required=True, help="the config that has the judge as a reward term")
         parser.add_argument("--term", required=True, metavar="NAME", help="name of the reward term")

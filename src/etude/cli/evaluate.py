@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 def evaluate(args: argparse.Namespace) -> int:
     """Play a suite on checkpoints, the newest checkpoints of runs, a model at a URL, or a scripted agent. Returns 0.
 
-    Several checkpoints are taken for training seeds of one recipe. Prints JSON: the result of one model, a list of the
-    results of several, or an object with `results` and `seeds` for training seeds. Raises `GateFailed` when a gate of
-    the suite is not passed by the first model, or by the recipe."""
+    Several checkpoints count as training seeds of one recipe. Prints JSON: the result of one model, a list of results
+    with `--beside`, or an object with `results` and `seeds` for training seeds. Raises `GateFailed` if the first model,
+    or the recipe, does not pass a gate of the suite, and `InputError` for arguments that do not fit together."""
     suite = read_suite(args.suite, _suite_overrides(args))
     by_seed = _subjects(args, suite)
     labels = [subject.label for group in by_seed for subject in group]
     if len(set(labels)) < len(labels):
         facts = f"the labels are {', '.join(labels)}"
-        raise InputError("two models have the same label", facts, hint="give runs with different names")
+        raise InputError("two models have the same label", facts, hint="give runs with different folder names")
     given = _settings(args, by_seed[0][0])
     played = [[_play(suite, subject, given, args) for subject in group] for group in by_seed]
     if len(played) > 1:
@@ -73,7 +73,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def _subjects(args: argparse.Namespace, suite: Suite) -> list[list[Subject]]:
-    """What to play: for each training seed the model, and what stands beside it."""
+    """Return what to play: for each training seed the model, and with `--beside` its untrained model."""
     from etude.loop.evaluation import Baseline, RunEngines
     from etude.loop.suites import Subject, subjects_of
 
@@ -106,7 +106,9 @@ def _suite_overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _settings(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    """The settings to play with: of --config, else of the subject's run; the defaults where no checkpoint plays."""
+    """Return the settings: those of --config, else those of the subject's run; without a checkpoint, the defaults.
+
+    Raises `ConfigError` for a checkpoint outside of a run if there is no --config."""
     from etude.loop.suites import settings_of
 
     if args.config is not None:
@@ -121,14 +123,14 @@ def _settings(args: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 
 
 class _Played(NamedTuple):
-    """A model that has played a suite: its result, and its loss on the general text in windows."""
+    """A model that has played a suite: its result, and its loss on each window of the general text."""
 
     record: EvalRecord
     general: list[WindowLoss]
 
 
 def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argparse.Namespace) -> _Played:
-    """Play a suite on one model, and store the result, without gates."""
+    """Play a suite on one model, and store the result. Its gates are checked later."""
     from etude.harness import ChatFormat
     from etude.loop.evaluation import RunEngines, bits_per_byte, evaluate_model
     from etude.loop.limits import check_limits
@@ -177,7 +179,7 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
         shown = model.model
     elif isinstance(model, RunEngines):
         shown = str(model.run.path)
-        if not args.name:  # results of several steps of one run stand side by side
+        if not args.name:  # results of different steps of a run are separate files
             label = f"{label}-{result.step:06d}"
             path.with_suffix(".parquet").replace(record_path(args.out, suite.name, label).with_suffix(".parquet"))
     record = EvalRecord(
@@ -201,7 +203,7 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
 
 
 def _price(args: argparse.Namespace) -> tuple[str, Price]:
-    """The model's name in the table of prices, and what it costs by that."""
+    """Return the model's name in the table of prices, and its price."""
     name = args.price_name or (args.model if args.url else "policy")
     prices = read_prices(args.prices) if args.prices else Prices()
     return name, price_of(prices, name, gpu=args.gpu, num_gpus=args.gpus) if args.prices else NO_PRICE
@@ -212,7 +214,7 @@ def _now() -> str:
 
 
 def _values(played: _Played, untrained: _Played | None) -> dict[str, float | None]:
-    """The numbers of a result that gates may name."""
+    """Return the numbers of a result that gates may name."""
     return values_of(
         played.record.result,
         general_bits_per_byte=played.record.general_bits_per_byte,
@@ -221,12 +223,12 @@ def _values(played: _Played, untrained: _Played | None) -> dict[str, float | Non
 
 
 def _gated(suite: Suite, played: _Played, untrained: _Played | None) -> EvalRecord:
-    """The result of a model with the suite's gates."""
+    """Return the result of a model with the reports of the suite's gates."""
     return msgspec.structs.replace(played.record, gates=gate_reports(suite, _values(played, untrained)))
 
 
 def _require(suite: Suite, record: EvalRecord | SeedsRecord, *, rollouts: Path) -> None:
-    """Raise `GateFailed` if a gate is not passed. `rollouts`: where the rollouts are."""
+    """Raise `GateFailed` if the result does not pass a gate. `rollouts`: the path that the hint names."""
     failures = [report.failure for report in record.gates if report.failure]
     if failures:
         what = f"{record.label} does not pass {len(failures)} of {len(suite.gates)} gates of suite {suite.name}"
@@ -234,11 +236,12 @@ def _require(suite: Suite, record: EvalRecord | SeedsRecord, *, rollouts: Path) 
 
 
 def _report_seeds(suite: Suite, played: Sequence[Sequence[_Played]], args: argparse.Namespace) -> int:
-    """Store and print what the models that one recipe trained with different seeds solve together. Returns 0."""
+    """Store and print the result of a recipe over its training seeds. Returns 0."""
     records = [one.record for group in played for one in group]
     if len({record.suite_digest for record in records}) > 1:
-        facts = f"{len(records)} models, and their tasks differ"
-        raise InputError("the models did not play the same tasks", facts, hint="name tasks that do not depend on a run")
+        facts = f"the {len(records)} results have different suite digests"
+        hint = "give the tasks by [tasks] of the suite or --source, so that they do not depend on a run"
+        raise InputError("the models were not evaluated on the same tasks", facts, hint=hint)
     untrained = [group[1] if len(group) > 1 else None for group in played]
     before = [rows_beside(record_path(args.out, suite.name, one.record.label)) for one in untrained if one is not None]
     values = [_values(group[0], beside) for group, beside in zip(played, untrained, strict=True)]
@@ -272,7 +275,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def seeds_line(record: SeedsRecord) -> str:
-    """Return the result of a recipe over training seeds as a line."""
+    """Return one line of text about the result of a recipe over training seeds."""
     result = record.result
     rates = ", ".join(f"{rate:.3f}" for rate in result.by_seed.values())
     line = f"{record.label}: {result.rate:.3f} ({result.low:.3f} to {result.high:.3f}) over training seeds {rates}"
@@ -284,7 +287,7 @@ def seeds_line(record: SeedsRecord) -> str:
 
 
 def _print_effect(out: Path, trained: _Played, untrained: _Played) -> None:
-    """Print what training did to pass@k and to the loss on the general text, on stderr."""
+    """Print to stderr how training changed pass@k and the loss on the general text."""
     found = compare_curves(
         *(rows_beside(record_path(out, one.record.suite, one.record.label)) for one in (untrained, trained))
     )

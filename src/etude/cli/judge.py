@@ -112,12 +112,14 @@ def _evidence_of(path: Path | None, term: JudgeTerm | GroupJudgeTerm) -> Callabl
 
 
 def write_labels(args: argparse.Namespace) -> int:
-    """Write the stored rollouts of a run as labels: the work as a judge sees it, with the grade. Returns 0."""
+    """Write the stored rollouts of a run as labels: the work as the judge sees it, and the grade. Returns 0.
+
+    Raises `InputError` for a rubric with several aspects, and for a run without stored, graded rollouts."""
     term = _judge(build_config(read(args.config, args.set)).rewards, args.term)
     check_sections(term.sections)
     if len(term.judge.rubric.aspects) > 1:
-        facts = f"the rubric has {len(term.judge.rubric.aspects)} aspects, and a rollout one grade"
-        raise InputError("the aspect to label is not clear", facts, hint="use a rubric with one aspect")
+        facts = f"the rubric has {len(term.judge.rubric.aspects)} aspects, and a rollout has only one grade"
+        raise InputError("labels from grades need a rubric with one aspect", facts, hint="use such a rubric")
     [aspect] = term.judge.rubric.aspects
     run = open_run(args.run)
     ledger, files = open_ledger(run), rollout_files(run)
@@ -144,7 +146,9 @@ def write_labels(args: argparse.Namespace) -> int:
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Train a checkpoint to answer as labels do, on their half for tuning. Returns 0."""
+    """Train a checkpoint to answer with the scores of labels, on their half for tuning. Returns 0.
+
+    Raises `InputError` for a judge that is not tuned, a score of several tokens, or a folder without a checkpoint."""
     from etude.loop.corpus import encoded
     from etude.models.config import ModelConfig
     from etude.training import mid_train, write_corpus
@@ -155,7 +159,7 @@ def tune(args: argparse.Namespace) -> int:
     if judge.form is not Form.TOKEN or not judge.tuned:
         facts = f"form is '{judge.form}', and tuned is {str(judge.tuned).lower()}"
         hint = "write form = 'token' and tuned = true"
-        raise InputError(f"the judge {args.term!r} is not asked as a tuned one is", facts, hint=hint)
+        raise InputError(f"the settings of judge {args.term!r} are not those of a tuned judge", facts, hint=hint)
     check_sections(term.sections)
     labels = read_labels(args.labels, judge.rubric, _evidence_of(args.run, term))
     own = [label for label in labels if label.half is Half.TUNE]
@@ -164,7 +168,7 @@ def tune(args: argparse.Namespace) -> int:
         for score in map(str, range(aspect.lowest, aspect.highest + 1)):
             if len(chat.encode(score)) != 1:
                 facts = f"{score!r} has {len(chat.encode(score))} tokens in the tokeniser of {args.start}"
-                raise InputError("a score is not one token", facts, hint="use another scale, or another checkpoint")
+                raise InputError("a score must be one token", facts, hint="use another scale, or another checkpoint")
     most = min(config.mid_training.document_tokens, model.context_tokens)
     texts = exchanges(judge.rubric, own, max_chars=judge.limits.max_chars, seed=config.seed, hide=judge.hide)
     documents = [encoded(chat, text, most=most) for text in texts]
@@ -192,7 +196,7 @@ def _hf_config(checkpoint: Path) -> dict[str, Any]:
         return dict(json.loads((checkpoint / "config.json").read_bytes()))
     except (OSError, ValueError) as error:
         hint = "give a Hugging Face directory, such as runs/NAME/checkpoints/mid"
-        raise InputError(f"{checkpoint} is no checkpoint", str(error), hint=hint) from None
+        raise InputError(f"{checkpoint} is not a checkpoint", str(error), hint=hint) from None
 
 
 def _row(one: AspectReport) -> list[str]:

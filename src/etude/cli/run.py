@@ -120,15 +120,15 @@ def run(args: argparse.Namespace) -> int:
 def changed_rewards(folder: RunFolder, config: RunConfig, given: Mapping[str, Any]) -> list[RewardChange]:
     """Return the change of rewards that the settings `given` to a run to resume make; empty if they make none.
 
-    They make none if they are those that were recorded last, or those of the run's config: the file with which a run
-    began does not take back later changes, and this is printed."""
+    There is no change if the settings are those that were recorded last. There is none either if they are those of the
+    run's config: the file with which a run began does not undo later changes. The function prints this."""
     rewards, next_step = build(RunConfig, given).rewards, 1
     with contextlib.suppress(NoLedger), contextlib.closing(read_ledger(folder)) as ledger:
         next_step += max(ledger.steps(), default=0)
     latest = RewardSettings(folder, config).at(next_step)
     if rewards == config.rewards != latest:
         print(
-            f"rewards stay as they were changed in the run, not as they were when it began; to change them: "
+            f"[rewards] of this config is as when the run began; later changes of the run stay in force; to change it: "
             f"etude rewards set {folder.path} NAME.weight=...",
             flush=True,
         )

@@ -146,9 +146,10 @@ def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]
     """Compute the solve rate of a training recipe and its interval, from the same tasks solved by several seeds.
 
     `solved[s][i]` in [0, 1] is the result of training seed s on task i, and `problems[i]` the problem of task i. The
-    interval is for new seeds and new problems. Its variance is that between problems and what seeds add to it, each
-    with the Student's t of its own degrees of freedom (Zou and Donner 2008, "Construction of confidence limits about
-    effect measures"). Raises `ValueError` for fewer than two seeds or without tasks.
+    interval is for new seeds and new problems. Its variance is the variance between problems plus what seeds add to
+    it. Each of the two parts has the Student's t quantile of its own degrees of freedom (Zou and Donner 2008,
+    "Construction of confidence limits about effect measures"). Raises `ValueError` for fewer than two seeds or without
+    tasks.
 
     >>> crossed_rate([[1, 1, 0, 1], [1, 1, 1, 0]], ["a", "b", "c", "d"]).value
     0.75
@@ -156,7 +157,7 @@ def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]
     found = _crossed(solved, problems)
     if found.num_problems == 1:
         return wilson(found.mean, 1.0, _T95[0])
-    added = max(0.0, found.by_seed - found.both)  # by seeds, to what problems have
+    added = max(0.0, found.by_seed - found.both)  # what seeds add to the variance between problems
     variance, t_problem = found.by_problem + added, _t95(found.num_problems - 1)
     if variance <= 0.0:
         return wilson(found.mean * found.num_problems, found.num_problems, t_problem)
@@ -168,10 +169,12 @@ def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]
 def crossed_difference(differences: Sequence[Sequence[float]], problems: Sequence[Hashable]) -> Interval:
     """Compute the mean difference of two recipes and its interval, from the same tasks solved by several seeds of both.
 
-    `differences[s][i]` in [-1, 1] is the difference on task i in pair s: two models of one training seed, such as the
-    trained and the untrained one. The interval is for new pairs and new problems. It is that of `crossed_rate`, but the
-    variance which both count is left with the pairs: most of what problems have in common cancels out in a difference,
-    so pairs vary more. Raises `ValueError` for fewer than two pairs or without tasks.
+    `differences[s][i]` in [-1, 1] is the difference on task i in pair s. A pair is two models of one training seed,
+    such as the trained and the untrained one. The interval is for new pairs and new problems. It is computed as in
+    `crossed_rate`, with one change. The variance between pairs and the variance between problems overlap, and the
+    overlap is counted once: there with the problems, here with the pairs. In a difference pairs vary more than
+    problems, since most of what the models have in common on a problem cancels out. Raises `ValueError` for fewer than
+    two pairs or without tasks.
 
     >>> crossed_difference([[1, 0, 1, 0], [1, 0, 0, 1]], ["a", "b", "c", "d"]).value
     0.5
@@ -187,7 +190,7 @@ def crossed_difference(differences: Sequence[Sequence[float]], problems: Sequenc
 
 
 class _Crossed(NamedTuple):
-    """A mean over seeds and tasks, and its variance: between seeds, between problems, and the part in both of them."""
+    """A mean over seeds and tasks, and its variance: between seeds, between problems, and the overlap of these two."""
 
     mean: float
     by_seed: float

@@ -23,7 +23,7 @@ from etude.run import write_durably
 
 FORMAT = 1
 SEEDS = "seeds"
-"""The folder of results over training seeds, in that of their suite."""
+"""Subfolder of a suite's results, for results over training seeds."""
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +41,9 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     - `label`: the model's name in tables. `model`: its checkpoint, or its name at `url`; "": no URL. `version`: of the
       weights; None: unknown. `prompted`: whether it got the suite's prompt.
     - `price_name`: its name in the table of prices.
-    - `result`: the numbers. `general_bits_per_byte`: the loss on the general text, whose digest is `general_digest`.
-      None and "": not measured.
+    - `result`: the numbers.
+    - `general_bits_per_byte`: the loss on the general text; None: not measured. `general_digest`: 16 hex digits of that
+      text; "": not measured.
     - `gates`: one report for each gate. `date`: of the end, in ISO 8601."""
 
     suite: str
@@ -65,8 +66,9 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SeedsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a suite on several models that one recipe trained with different seeds.
 
-    The fields are those of `EvalRecord`. `label` names the recipe; the labels of the models are in `result.by_seed`,
-    and each has a record of its own. The values of gates are those of `result`, else means over the models."""
+    The fields mean the same as in `EvalRecord`, but `label` is the name of the recipe. The labels of the models are in
+    `result.by_seed`, and each model also has a record of its own. Gates on `rate`, `low` and `high` use `result`; gates
+    on other numbers use the mean over the models."""
 
     suite: str
     purpose: Purpose
@@ -91,7 +93,7 @@ def record_path(folder: Path, suite: str, label: str) -> Path:
 
 
 def seeds_path(folder: Path, suite: str, label: str) -> Path:
-    """Return the JSON file of a suite's result on several training seeds."""
+    """Return the path of the JSON file with a suite's result over training seeds. `label`: of the recipe."""
     return record_path(folder, f"{suite}/{SEEDS}", label)
 
 
@@ -145,7 +147,9 @@ def read_records(folder: Path) -> list[tuple[EvalRecord, Path]]:
 
 
 def read_seeds(folder: Path) -> list[SeedsRecord]:
-    """Read all results over training seeds of a folder, sorted by suite and label. Raises `StoreError`."""
+    """Read all results over training seeds that a folder has, sorted by suite and label.
+
+    Raises `StoreError` for a file that cannot be read."""
     found = [_read(path, SeedsRecord) for path in folder.glob(f"*/{SEEDS}/*.json")]
     return sorted(found, key=lambda one: (one.suite, one.label))
 

@@ -41,7 +41,7 @@ METRICS = (
     *("num_invalid", "general_bits_per_byte", "general_rise"),
 )
 """The numbers that a gate may name: fields of `EvalResult`, the number of invalid rollouts, the loss on the general
-text, and by how much it is above that of the untrained model beside."""
+text in bits per byte, and this loss minus that of the untrained model (`general_rise`)."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def values_of(
 ) -> dict[str, float | None]:
     """Return the numbers of a result that a gate may name (`METRICS`); None for those that are unknown.
 
-    `general_bits_per_byte` and `untrained_bits_per_byte` are the losses of the model and of the untrained one on the
-    general text, if they are known."""
+    `general_bits_per_byte`, `untrained_bits_per_byte`: the loss of the model and of the untrained model on the general
+    text; None: unknown."""
     found: dict[str, float | None] = {name: getattr(result, name, None) for name in METRICS}
     found["num_invalid"] = float(sum(result.invalid.values()))
     found["general_bits_per_byte"] = general_bits_per_byte

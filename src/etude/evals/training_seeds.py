@@ -1,7 +1,7 @@
-"""The result of a training recipe: several models, trained with different seeds, on the same tasks.
+"""The result of a training recipe: several models, trained with different seeds and evaluated on the same tasks.
 
-The solve rate of one model has an interval for new problems. That of a recipe is also for new seeds: which is the
-question where recipes are compared, since two seeds of one recipe differ, too."""
+The interval of one model's solve rate covers new problems. The interval of a recipe also covers new seeds. Comparisons
+of recipes need it, since two seeds of one recipe differ, too."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class SeedsResult(msgspec.Struct, frozen=True, kw_only=True):
 
     - `rate`, `low`, `high`: the rate and its 95 % interval for new seeds and new problems.
     - `by_seed`: the rate of each model by its label, on the same tasks.
-    - `gain`: (value, low, high) of the rate minus that of the untrained models, paired by seed and task. None: they
-      were not played.
-    - `general_rise`: (value, low, high) of the loss on the general text minus that of the untrained models, in bits per
-      byte, with Student's t interval over seeds. None: not measured.
-    - `num_tasks`, `num_problems`: tasks with a valid rollout of every model, and their different problems.
-      `num_left_out`: other tasks."""
+    - `gain`: (value, low, high) of the rate minus the rate of the untrained models, paired by seed and task. None: the
+      untrained models were not evaluated.
+    - `general_rise`: (value, low, high) of the loss on the general text minus the loss of the untrained models, in bits
+      per byte, with Student's t interval over seeds. None: not measured.
+    - `num_tasks`: tasks with a valid rollout of every model; only these count. `num_problems`: distinct problems of
+      these tasks. `num_left_out`: the other tasks."""
 
     rate: float
     low: float
@@ -46,18 +46,25 @@ def over_training_seeds(
 ) -> SeedsResult:
     """Summarise the evaluations of models that one recipe trained with different seeds.
 
-    `trained` has the rollouts of each model by its label. `untrained` has those of the model from which each of them
-    started, in the same order; empty: no gain is computed. `general_rises`: by how much the loss of each model on the
-    general text is above that of its start; empty: unknown. Raises `InputError` for fewer than two models, and if no
-    task has a valid rollout of every model."""
+    - `trained`: the rollouts of each model, by its label.
+    - `untrained`: the rollouts of the checkpoint that each model started from, in the same order. Empty: no gain is
+      computed.
+    - `general_rises`: for each model, its loss on the general text minus the loss of its starting checkpoint, in bits
+      per byte. Empty: unknown.
+
+    Raises `InputError` for fewer than two models, for another number of untrained models, and if no task has a valid
+    rollout of every model."""
     if len(trained) < 2 or len(untrained) not in (0, len(trained)):
-        raise InputError(f"{len(trained)} models are no several seeds", hint="give --checkpoint once for each seed")
+        what = "a result over training seeds needs two models or more, and as many untrained ones or none"
+        facts = f"there are {len(trained)} models and {len(untrained)} untrained ones"
+        raise InputError(what, facts, hint="give --checkpoint once for each seed")
     after, before = [*map(_rates, trained.values())], [*map(_rates, untrained)]
     every = set[str]().union(*after)
     shared = sorted(every.intersection(*after, *before))
     if not shared:
-        facts = "of every task, the rollouts of some model are all invalid, or the models played different tasks"
-        raise InputError("the models share no task", facts, hint="see why rollouts are invalid: the field `invalid`")
+        facts = "for every task there is a model without a valid rollout of it"
+        hint = "see the field `invalid` of the results for the reasons, and evaluate all models on the same tasks"
+        raise InputError("no task has a valid rollout of every model", facts, hint=hint)
     problem_of = {row.task_id: row.problem for rows in trained.values() for row in rows}
     problems = [problem_of[task] for task in shared]
     solved = [[rates[task] for task in shared] for rates in after]
@@ -79,7 +86,7 @@ def over_training_seeds(
 
 
 def _rates(rows: Iterable[EvalRow]) -> dict[str, float]:
-    """The share of valid rollouts that solved each task, by task."""
+    """Return the solve rate of each task over its valid rollouts, by task id."""
     valid = tries_by_task(row for row in rows if row.valid)
     return {task: sum(row.solved for row in tries) / len(tries) for task, tries in valid.items()}
 

@@ -16,8 +16,9 @@ class ExperienceConfig:
     """The `[experience]` section of a run's config: groups, lag, credit and rewards.
 
     - `groups_per_step`, `group_size`: groups that a step takes, and rollouts of each group.
-    - `min_group_size`: how many rollouts of a group run first; the others run only if the rewards of these differ, as
-      they are before terms of whole groups are measured. 0: all run at once.
+    - `min_group_size`: how many rollouts of a group run first. The others run only if the rewards of these differ.
+      These rewards are the grades: the terms of `[rewards]` are measured when the whole group has ended. 0: all run at
+      once.
     - `straggler`: what a step does when a group is late. `curriculum`: how tasks are drawn.
     - `signal_groups`: the wanted number of groups with a signal (rewards that differ) per step; 0: no minimum.
       `little_signal`: what to do if there are fewer: take more groups, or scale the learning rate.
@@ -48,8 +49,8 @@ class ExperienceConfig:
             check_url(self.ledger)
         if self.min_group_size == 1 or self.min_group_size > self.group_size:
             raise ValueError(
-                f"min_group_size = {self.min_group_size} is not 0 or 2 to group_size = {self.group_size}: "
-                "the rewards of at least two rollouts decide whether the others of a group run"
+                f"min_group_size = {self.min_group_size} is neither 0 nor from 2 to group_size = {self.group_size}: "
+                "the others of a group run if the rewards of the first ones differ, so it takes two"
             )
         if self.signal_groups > self.groups_per_step:
             raise ValueError(

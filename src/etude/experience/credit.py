@@ -6,11 +6,12 @@ KL penalty (`Reward.raw`), so that differences in the penalty alone are not magn
 own advantage (`TurnCreditScheme`). This module knows nothing of tokens.
 
 A group may have two stages: further siblings run only if the rewards of the first ones differ
-(`ExperienceConfig.min_group_size`). So whether they run depends on the rewards of the first siblings, and a baseline of
-a first sibling that contains rewards of later ones would be biased. Therefore the first siblings get the advantages
-that they have among themselves; a later sibling is compared with all others (`staged_credit`). Then, with RLOO, Dr.
-GRPO and fork credit, the expected gradient of a task is the true gradient of its mean reward times a positive factor
-(Wald's identity for a sum that may stop early). The factor is larger for tasks with a less certain outcome."""
+(`ExperienceConfig.min_group_size`). The rewards of the first siblings thus decide how many siblings there are. If the
+baseline of a first sibling contained rewards of later ones, it would depend on the sibling's own reward, and be biased.
+So the baselines of first siblings use first siblings only, and the baselines of later ones use all siblings
+(`staged_credit`). Then, with RLOO, Dr. GRPO and fork credit, the expected gradient of a task is the true gradient of
+its mean reward times a positive factor (Wald's identity for a sum that may stop early). The factor is larger for tasks
+with a less certain outcome."""
 
 from __future__ import annotations
 
@@ -166,9 +167,9 @@ class Fork(Rloo):
 class AllPairs:
     """Preference pairs of all siblings with different rewards, for the DPO loss.
 
-    The advantage is (siblings with a lower reward − siblings with a higher one) / (number of rollouts − 1). On-policy,
-    where all pairs weigh the same in DPO, its gradient is proportional to the policy gradient with these advantages.
-    Differences between rewards count by their sign only.
+    The advantage of a rollout is (siblings with a lower reward − siblings with a higher one) / (rollouts − 1). On fresh
+    samples, with the sampler as reference, all pairs weigh the same in DPO. Its gradient is then proportional to the
+    policy gradient with these advantages. Only the sign of a difference of rewards counts.
 
     Rafailov et al. 2023, "Direct Preference Optimization" (arXiv 2305.18290); pairs of on-policy samples: Guo et al.
     2024, "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792).
@@ -197,9 +198,9 @@ class AllPairs:
 class BestWorst(AllPairs):
     """Preference pairs of the siblings with the highest reward and those with the lowest, for the DPO loss.
 
-    Siblings in between are not trained on. For rewards of two values it is `AllPairs`.
+    Siblings in between are not trained on. If the rewards have two values only, the pairs are those of `AllPairs`.
 
-    Pairs of best and worst of several samples: Dong et al. 2024, "RLHF Workflow" (arXiv 2405.07863).
+    Source: Dong et al. 2024, "RLHF Workflow" (arXiv 2405.07863).
 
     >>> BestWorst().pairs([Reward(value=r, raw=r, reason="") for r in (0.5, 0.0, 1.0, 0.0)])
     [(2, 1), (2, 3)]
@@ -266,10 +267,10 @@ def turn_advantages(
 
 
 def better_than(rewards: Sequence[Reward], ids: Sequence[str], scheme: CreditScheme) -> list[tuple[str, ...]]:
-    """Return for each rollout of a group the ids of the siblings that it is preferred to, sorted.
+    """Return for each rollout of a group the sorted ids of the siblings that it is preferred to.
 
-    `ids`: of the rollouts, in the order of `rewards`. The tuples are empty for a scheme that forms no pairs. Raises
-    `PluginError`, which names the scheme, when it fails, or when a pair is not of a higher and a lower reward."""
+    `ids`: of the rollouts, in the order of `rewards`. The tuples are empty if the scheme forms no pairs. Raises
+    `PluginError`, which names the scheme, if the scheme fails or a pair does not have the higher reward first."""
     if not isinstance(scheme, PairCreditScheme):
         return [()] * len(rewards)
     found = list[list[str]]([] for _ in rewards)
@@ -277,7 +278,7 @@ def better_than(rewards: Sequence[Reward], ids: Sequence[str], scheme: CreditSch
     def ask() -> list[list[float]]:
         for better, worse in set(scheme.pairs(rewards)):
             if min(better, worse) < 0 or not rewards[better].value > rewards[worse].value:
-                raise ValueError(f"({better}, {worse}) is no pair of a higher and a lower reward")
+                raise ValueError(f"the first reward of the pair ({better}, {worse}) is not higher than the second one")
             found[better].append(ids[worse])
         return []
 
@@ -317,11 +318,13 @@ def staged_credit(
     composition: Composition,
     scheme: CreditScheme = DR_GRPO,
 ) -> list[Credited]:
-    """Return the credit of each graded rollout of a group, in the given order, as a batch has it.
+    """Return the reward and advantages of each graded rollout of a group, in the given order.
 
-    `places`: the turns of each rollout, for schemes with an advantage per turn. `first`: for each rollout, whether it
-    is in the first stage of its group; the others ran only because the rewards of these differ. Raises `PluginError`
-    for a scheme that fails.
+    - `places`: the turns of each rollout, for schemes with an advantage per turn.
+    - `first`: for each rollout, whether it is in the first stage of its group. These are compared with each other only,
+      the others with all rollouts.
+
+    Raises `PluginError` for a scheme that fails.
 
     >>> from etude.records.task import Trust
     >>> graded = [Graded.of(grade, trust=Trust.DATA, reason="") for grade in (1.0, 0.0, 1.0, 1.0)]

@@ -1,18 +1,18 @@
 """The curriculum: draws tasks more often from families whose groups have a strong signal for few sampled tokens.
 
-A group whose members all have advantage 0 changes no weight, and costs as much as any other. So each family of tasks
-has a *strength* of its recent groups: the mean squared advantage of their rollouts, which for rewards of 0 and 1 is
-close to p (1 − p) at a solve rate of p. It is divided by the number of tokens that a rollout of the family samples. A
-drawn task is skipped with a probability that grows as this quotient falls behind the best family's. No probability of
-being taken is below `FLOOR`, so that families that became solvable are noticed. Where tasks repeat (a source of at most
-`MAX_TASKS` tasks), each task has a quotient of its own, which begins at its family's. Counts decay with `MEMORY`, since
-what is hard changes with the policy.
+A group whose rollouts all have advantage 0 changes no weight, and costs as much as any other. The *strength* of a
+family is the mean squared advantage of the rollouts of its recent groups. For rewards of 0 and 1 it is close to
+p (1 − p), where p is the solve rate. A task is accepted with a probability that is proportional to strength / sampled
+tokens per rollout of its family, and is 1 for the family with the highest quotient. The probability is never below
+`FLOOR`, so that families which became solvable are noticed. If tasks repeat (a source of at most `MAX_TASKS` tasks),
+each task has its own quotient, which starts at that of its family. Counts decay with `MEMORY`, since the policy changes
+which tasks are hard.
 
 Only groups of earlier steps decide, never the rewards of the drawn group. So the expected gradient of each drawn task
-is that of its mean reward, but the mix of tasks is another one than the source's: training maximises a mean that is
-weighted by the probabilities. The weights are not divided out, since they would make the rare, solved tasks loud again.
-Of groups with two stages only the first stage counts: whether there is a second one depends on the first one's rewards,
-and the larger groups would count as more certain than they are.
+is that of its mean reward. The mix of tasks differs from the source's: training maximises a mean that is weighted by
+the probabilities. The gradient is not divided by the probabilities, since this would give the rarely drawn, solved
+tasks a large weight again. Of groups with two stages only the first stage counts: whether there is a second one depends
+on the rewards of the first, and with a mean over all siblings such groups would look more certain than they are.
 
 Evaluations use the source's own mix; only training tasks are chosen. The counts change with the batches in order of
 admission, so synchronous RL is reproducible. This module knows nothing of task sources and of the ledger."""
@@ -29,7 +29,7 @@ from etude.records.summary import BatchPlan, Member
 
 FLOOR = 0.1  # minimum probability, relative to the best family's
 MEMORY = 0.9  # decay of a family's counts at each of its groups: about ten groups count
-MAX_TASKS = 10_000  # larger sources have counts of families only: the counts are stored with every step
+MAX_TASKS = 10_000  # larger sources are counted by family only, since the counts are stored with every step
 
 State = Mapping[str, Mapping[str, Sequence[float]]]
 
@@ -37,15 +37,18 @@ State = Mapping[str, Mapping[str, Sequence[float]]]
 class Curriculum(enum.StrEnum):
     """How training tasks are drawn from their source: the setting `experience.curriculum`.
 
-    SOURCE: in the order of the source. SIGNAL: by the strength of the signal and the length of earlier attempts."""
+    SOURCE: in the order of the source. SIGNAL: more often where earlier groups had a strong signal for few sampled
+    tokens."""
 
     SOURCE = "source"
     SIGNAL = "signal"
 
 
 class Counts(NamedTuple):
-    """Sums over the groups of a family or a task, decayed: of strengths and of sampled tokens per rollout, and the
-    numbers of groups with a signal and of all groups."""
+    """Decayed sums over the groups of a family or a task.
+
+    `strength`: mean squared advantages. `tokens`: sampled tokens per rollout. `with_signal`: number of groups with a
+    signal. `groups`: number of groups."""
 
     strength: float = 0.0
     tokens: float = 0.0
@@ -53,13 +56,13 @@ class Counts(NamedTuple):
     groups: float = 0.0
 
     def after(self, strength: float, tokens: float) -> Counts:
-        """Return the counts with one more group."""
+        """Return the counts after one more group, with the old ones decayed by `MEMORY`."""
         new = Counts(strength, tokens, float(strength > 0), 1.0)
         return Counts(*(MEMORY * old + one for old, one in zip(self, new, strict=True)))
 
 
 class Signals:
-    """For each family of tasks, how strong the signal of its recent groups was, and how long their rollouts were.
+    """Statistics of recent groups, by family and by task: strength of their signal, and length of their rollouts.
 
     >>> signals = Signals()
     >>> for _ in range(20):
@@ -73,10 +76,10 @@ class Signals:
     """
 
     def __init__(self, state: State | None = None, *, min_group_size: int = 0, by_task: bool = False) -> None:
-        """Begin without counts, or continue from the `state` of an earlier object.
+        """Start without counts, or continue from the `state` of an earlier object.
 
-        `min_group_size`: the size of the first stage of groups; 0: they have one stage. `by_task`: whether to count
-        each task, too."""
+        `min_group_size`: number of rollouts in the first stage of a group; 0: groups have one stage. `by_task`: count
+        by task as well as by family."""
         state = state or {}
         self.min_group_size, self.by_task = min_group_size, by_task
         self._families, self._tasks = (
@@ -90,8 +93,9 @@ class Signals:
         return {"families": dict(self._families), "tasks": dict(self._tasks)}
 
     def add(self, family: str, *, strength: float, tokens: float, task: str = "") -> None:
-        """Count an ended group: the mean squared advantage of its rollouts, and how many tokens one sampled on
-        average."""
+        """Count an ended group.
+
+        `strength`: mean squared advantage of its rollouts. `tokens`: mean number of tokens that a rollout sampled."""
         self._families[family] = self._families.get(family, Counts()).after(strength, tokens)
         if self.by_task:
             self._tasks[task] = self._tasks.get(task, Counts()).after(strength, tokens)
@@ -118,11 +122,11 @@ class Signals:
                 )
 
     def chance(self, family: str, task: str = "") -> float:
-        """Return the probability, from `FLOOR` to 1, of taking a drawn task of this family.
+        """Return the probability, from `FLOOR` to 1, of accepting a drawn task of this family.
 
-        It is the strength per token of the family, or of the task if tasks are counted, over the best family's. Every
-        family starts as if it had had one usual group with a signal, and every task as if it had had one of its
-        family's groups. A task of an unknown family is always taken."""
+        It is strength / tokens of the family, or of the task if tasks are counted, divided by that of the best family.
+        Priors: every family starts with one average group with a signal, and every task with one average group of its
+        family. A task of an unknown family is always accepted."""
         if family not in self._families or not self._best:
             return 1.0
         strength, tokens = self._expected(family)
@@ -131,14 +135,14 @@ class Signals:
         return max(FLOOR, min(1.0, strength / tokens / self._best))
 
     def _update(self) -> None:
-        """Compute the usual group with a signal over all families, and the highest strength per token of a family."""
+        """Compute the prior of families, an average group with a signal, and the best strength / tokens of a family."""
         every = Counts(*map(math.fsum, zip(*self._families.values(), strict=True)))
         self._usual = every.strength / max(every.with_signal, 1e-9), every.tokens / max(every.groups, 1e-9)
         expected = map(self._expected, self._families)
         self._best = max((strength / tokens for strength, tokens in expected), default=0.0)
 
     def _expected(self, family: str) -> tuple[float, float]:
-        """Return the strength of a group of the family, and the tokens of one of its rollouts; at least one."""
+        """Return the expected strength of a group of the family, and the tokens of one of its rollouts, at least 1."""
         counts, (strength, tokens) = self._families[family], self._usual
         groups = counts.groups + 1.0
         return (counts.strength + strength) / groups, max(1.0, (counts.tokens + tokens) / groups)

@@ -53,7 +53,7 @@ class Group:
 def in_first_stage(rollout_ids: Sequence[str], min_group_size: int) -> list[bool]:
     """Return for each rollout of a group whether it is in the first stage: one of the first `min_group_size` siblings.
 
-    0: the group has one stage.
+    With `min_group_size` 0 all are, since the group has one stage.
 
     >>> in_first_stage(["g000012.0", "g000012.10", "g000012.2"], 4), in_first_stage(["g000012.5"], 0)
     ([True, False, True], [True])

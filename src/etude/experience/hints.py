@@ -1,8 +1,8 @@
-"""Places hints as tokens into the contexts of the turns that they are for.
+"""Inserts hints, as tokens, into the contexts of the turns that they are for.
 
-A hint becomes the end of the message before the turn, where the text of the user or of a tool ends. So it needs no
-message of its own, which many chat templates would refuse there. This module knows a chat format only by two facts: how
-text is encoded, and which tokens follow the text of a message."""
+A hint is appended to the message before the turn, which is one of the user or of a tool. A separate message would
+follow another message of the same role, which many chat templates refuse. Of the chat format this module needs only the
+encoding of text, and the tokens that follow the text of a message (`HintFormat`)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from etude.records.wire import I32
 class HintFormat:
     """How a hint is written as tokens.
 
-    - `encode`: text as token ids, [T] int32.
-    - `message_ends`: the tokens between the text of a message and the reply of the model, each [E] int32, the longest
-      first: after a message of the user, and after one of a tool.
-    - `context_tokens`: the most tokens of a context, the hint and the turn included."""
+    - `encode`: encodes text as token ids, [T] int32.
+    - `message_ends`: the tokens between the text of a message and the reply of the model, each [E] int32: one sequence
+      for messages of the user, one for those of a tool. The longest comes first.
+    - `context_tokens`: the largest number of tokens in a context, with the hint and the turn."""
 
     encode: Callable[[str], I32]
     message_ends: tuple[I32, ...]
     context_tokens: int
 
     def place(self, hint: Hint, path: Path, trace: Trace, chain: Sequence[int]) -> PlacedHint | None:
-        """Return the tokens of a hint and their place in a path, whose turns are `chain`.
+        """Return the tokens of a hint and their position in a path. `chain`: indices of the path's turns.
 
-        None if the turn is not in the path or has no token with loss there, if the hinted context is too long, or if
-        the turn's prompt does not end as that of a reply to a message does."""
+        Returns None if the turn is not in the path or has no token with loss there, if the context with the hint is too
+        long, or if the prompt of the turn ends with none of `message_ends`."""
         if hint.turn not in chain:
             return None
         before = [trace.turns[at] for at in chain[: chain.index(hint.turn)]]

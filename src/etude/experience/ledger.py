@@ -178,8 +178,8 @@ class Ledger(LedgerQueries):
     def admit(self, *specs: RolloutSpec, held: Collection[str] = ()) -> None:
         """Admit new rollouts, all or none. Each takes one of the `capacity` slots.
 
-        Its place in the order of admission is final. `held`: ids of those that wait until the others of their group
-        have ended: they run if the rewards of these differ, and are cancelled if they are equal. Raises `LedgerError`
+        Its place in the order of admission is final. `held`: ids of rollouts that wait until the others of their group
+        have ended. If the rewards of the others differ, they run; if not, they are cancelled. Raises `LedgerError`
         for a rollout that was admitted before, or when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"

@@ -102,7 +102,7 @@ def plan_batch(
       rollout with weight `composition.kl`. None: no KL penalty.
     - `full_groups`: if not 0, the step's learning rate is scaled by the number of groups with a sample over this
       number, at most 1 (`Batch.lr_share`).
-    - `min_group_size`: if not 0, the number of rollouts in the first stage of a group (`credit.staged_credit`).
+    - `min_group_size`: the number of rollouts in the first stage of a group (`credit.staged_credit`); 0: one stage.
 
     Raises `EtudeError` when a reward or an advantage is not finite."""
     members = [
@@ -172,7 +172,9 @@ def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | 
 def make_batch(
     plan: BatchPlan, read: Read, *, temperature: float = 1.0, hint_format: HintFormat | None = None
 ) -> Batch:
-    """Make the planned batch: read its rollouts, and keep samples of credited members, in order of rollout id.
+    """Make the planned batch: read its rollouts, and make the samples of members with credit (`Member.credited`).
+
+    They are in order of rollout id.
 
     `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run. `hint_format`:
     needed if the plan has hints."""
@@ -188,7 +190,8 @@ def make_batch(
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
     """Make a plan's batch from finished samples of its members, in the members' order.
 
-    A pair of which one rollout has no sample, since all of its tokens are masked, is left out."""
+    A pair is left out if one of its rollouts has no sample: all tokens of the rollout are masked, or it has no credit
+    (`Member.credited`)."""
     group_of = {member.rollout_id: member.group_id for member in plan.members}
     sampled = {sample.rollout_id for sample in samples}
     having = len({group_of[rollout_id] for rollout_id in sampled})
@@ -211,9 +214,9 @@ def samples_of(
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
     the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
-    advantage is positive, since they did not contribute to it. The list is empty when the rollout has no advantage and
-    no hint, or no token with loss is left. `temperature`: the sampling temperature of the run. `hint_format`: needed if
-    the member has hints; raises `ValueError` without it."""
+    advantage is positive, since they did not contribute to it. The list is empty if the rollout has no credit
+    (`Member.credited`), or if no token with loss is left. `temperature`: the sampling temperature of the run.
+    `hint_format`: needed if the member has hints; raises `ValueError` without it."""
     if not member.credited:
         return []
     given = member.turn_advantages or (member.advantage,) * len(trace.turns)
@@ -240,7 +243,7 @@ def _placed(
     if not member.hints:
         return ()
     if hint_format is None:
-        raise ValueError(f"rollout {member.rollout_id} has hints, but there is no format to write them in")
+        raise ValueError(f"rollout {member.rollout_id} has hints: the argument hint_format is missing")
     placed = (hint_format.place(hint, path, trace, chain) for hint in member.hints)
     return tuple(one for one in placed if one is not None)
 
@@ -254,7 +257,7 @@ def has_fresh_signal(
     scheme: CreditScheme = DR_GRPO,
     min_group_size: int = 0,
 ) -> bool:
-    """Return whether some member of the group that has credit also sampled a token within the lag bound.
+    """Return whether a rollout of the group has credit (`Member.credited`) and sampled a token within the lag bound.
 
     Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. The KL penalty
     is not part of these advantages, since it is measured later."""

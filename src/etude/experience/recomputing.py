@@ -72,8 +72,8 @@ def recompute(
 ) -> RecomputedStep:
     """Compute the rewards, advantages, hints and the batch of a recorded step.
 
-    `max_lag` and `full_groups` are those of the run, as in `plan_batch`. The stages of groups are as recorded.
-    `hint_format`: the run's, needed if the composition has hints. Raises `EtudeError` when a reward or an advantage is
+    `max_lag`, `full_groups`: of the run, as in `plan_batch`. `hint_format`: of the run, needed if the composition has
+    hints. `min_group_size` is taken from the record. Raises `EtudeError` when a reward or an advantage is
     not finite."""
     groups: dict[str, list[int]] = {}
     for i, tree in enumerate(recorded.trees):

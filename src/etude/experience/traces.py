@@ -247,7 +247,7 @@ def batch_digest(batch: Batch) -> str:
     """Return the SHA-256 of everything that a learner reads of a batch, as 64 hex characters.
 
     Hashed is `(step, num_loss_tokens, rollout ids, samples)` as msgpack, with `lr_share` after `num_loss_tokens` if it
-    is not 1, and with `pairs` at the end if there are any. A sample with hints has them as its last element."""
+    is not 1, and with `pairs` at the end if there are any. The hints of a sample, if any, are its last element."""
     names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
     scaled = () if batch.lr_share == 1.0 else (batch.lr_share,)
     digest = hashlib.sha256(_array_head(4 + len(scaled) + bool(batch.pairs)))

@@ -14,10 +14,10 @@ from etude.errors import LedgerError
 class State(enum.StrEnum):
     """The state of a rollout in the ledger.
 
-    - HELD: it has a task and a slot, and waits for the first siblings of its group.
+    - HELD: it has a task and a slot, and waits until the first siblings of its group have ended.
     - ADMITTED: it has a task and a slot, and waits for a worker. RUNNING: a worker runs it.
     - GRADED: it is graded and stored, and waits for its batch. BATCHED: it is in the batch of a step.
-    - TRAINED, NO_SIGNAL: a step that the current weights were trained by consumed it, with or without a gradient.
+    - TRAINED, NO_SIGNAL: a step in the lineage of the current weights consumed it, with or without a gradient.
     - INVALID: it failed for reasons outside the agent; kept, never trained on.
     - REQUEUED: it will be run again, or its stored outcome will be used again.
     - QUARANTINED: its record cannot be read or trusted; kept, never trained on.

@@ -176,10 +176,10 @@ class VersionPins:
             self._leases.pop(session_id, None)
 
     def hold(self, *, until: float) -> None:
-        """Pin the loaded version up to this time, in place of an earlier one, without a session."""
+        """Pin the loaded version until the monotonic time `until`, in seconds. It replaces that of the last call."""
         self._held_until = until
 
     def held(self, *, now: float) -> bool:
-        """Return whether the version is pinned now."""
+        """Return whether the version is pinned at the monotonic time `now`, in seconds."""
         self._leases = {s: end for s, end in self._leases.items() if end > now}
         return bool(self._running or self._leases) or now < self._held_until

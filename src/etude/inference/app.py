@@ -73,7 +73,9 @@ class ServedEngine(Engine, Streaming, Ending, Protocol):
         ...
 
     async def hold(self, seconds: float) -> Version:
-        """Keep the loaded version for the next `seconds`, instead of those of the last hold, and return it."""
+        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the last one; 0 ends it.
+
+        Raises `MalformedRequest` if this kind of engine cannot."""
         ...
 
     async def metrics(self) -> str:
@@ -179,7 +181,7 @@ class _Endpoints:
         return _reply(request, await self.engine.adopt(body.min_step, deadline_s=body.deadline_s))
 
     async def hold(self, request: Request) -> Response:
-        """Keep the loaded version for a while."""
+        """Keep the loaded version for a limited time."""
         return _reply(request, await self.engine.hold((await self._read(request, HoldRequest)).seconds))
 
     async def verify(self, request: Request) -> Response:

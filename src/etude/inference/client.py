@@ -114,8 +114,9 @@ class HttpEngine:
         return await self._post("/adopt", body, Version, what=what, deadline_s=deadline_s + GRACE_S)
 
     async def hold(self, seconds: float) -> Version:
-        """Have the engine keep its version for the next `seconds` (at most 60), instead of those of the last hold; 0
-        ends the hold. Returns the version. Raises `EngineError`."""
+        """Make the engine keep its version for the next `seconds` (0 to 60), and return the version.
+
+        Each call replaces the last one; 0 ends it. Raises `EngineError`."""
         return await self._post("/hold", HoldRequest(seconds=seconds), Version, what="hold", deadline_s=HOLD_DEADLINE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:

@@ -235,7 +235,7 @@ class ReferenceEngine:
         return exposition(self.counters, await self.info())
 
     async def hold(self, seconds: float) -> Version:
-        """Keep the loaded version for the next `seconds`, instead of those of the last hold, and return it."""
+        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the last one; 0 ends it."""
 
         def work() -> Version:
             self._pins.hold(until=time.monotonic() + seconds)

@@ -33,9 +33,9 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /hold: keep the loaded version for the next `seconds`, instead of those of the last hold.
+    """The body of POST /hold: keep the loaded version for the next `seconds` (0 to 60).
 
-    0 ends the hold. The response is the `Version`."""
+    Each request replaces the last one; 0 ends it. The response is the `Version`."""
 
     seconds: float
 

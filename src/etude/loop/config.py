@@ -262,22 +262,22 @@ class RunConfig:
             )
 
     def _check_pairs(self) -> None:
-        """Refuse rewards and credit that do not fit the DPO loss. Raises `ConfigError`."""
+        """Refuse settings of rewards and credit that the DPO loss cannot use. Raises `ConfigError`."""
         if not isinstance(self.experience.credit, Plugin):  # the conductor loads and checks plug-ins
             check_forms_pairs(self.learner, SCHEMES[self.experience.credit])
         if self.learner.policy_loss is not PolicyLossKind.DPO:
             return
         what = "learner.policy_loss = 'dpo'"
         if self.experience.kl:
-            facts = f"experience.kl = {self.experience.kl} would rank rollouts by their distance to the start"
-            hint = "set experience.kl = 0: the loss has a reference; learner.dpo_beta says how strong it is"
+            facts = f"with experience.kl = {self.experience.kl} pairs would depend on the KL to the starting checkpoint"
+            hint = "set experience.kl = 0; DPO limits the distance to its reference by learner.dpo_beta"
             raise ConfigError(what, facts, hint=hint)
         if self.experience.min_group_size:
-            facts = "later siblings run only if the rewards of the first ones differ, which would bias their pairs"
+            facts = "with experience.min_group_size the first rewards decide which siblings run: pairs would be biased"
             raise ConfigError(what, facts, hint="set experience.min_group_size = 0")
         if hinted := [term.name for term in self.rewards.terms if term.hints]:
-            facts = f"the term {hinted[0]!r} has hints, whose credit is a part of advantages, and this loss has none"
-            raise ConfigError(what, facts, hint="set hints = 0.0 of the term, or use another loss")
+            facts = f"the term {hinted[0]!r} has hints: their credit is added to advantages, and this loss uses none"
+            raise ConfigError(what, facts, hint="set hints = 0.0 in the term, or use another loss")
 
     def with_parity_budget(self) -> RunConfig:
         """Return this config with the parity budget filled in, so that config.toml has the numbers.
@@ -332,7 +332,7 @@ class RunConfig:
 
 
 def check_forms_pairs(learner: LearnerConfig, scheme: CreditScheme) -> None:
-    """Raise `ConfigError` if the learner's loss is DPO, and the credit scheme forms no preference pairs for it."""
+    """Raise `ConfigError` if the learner's loss is DPO and the credit scheme forms no preference pairs."""
     if learner.policy_loss is PolicyLossKind.DPO and not isinstance(scheme, PairCreditScheme):
         pairs = [str(name) for name, one in SCHEMES.items() if isinstance(one, PairCreditScheme)]
         raise ConfigError(

@@ -90,9 +90,10 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
 
 
 def encoded(chat: ChatFormat, document: str | Exchange, *, most: int) -> I32 | Answered:
-    """Encode a document of a corpus source. Raises `TaskError` for an exchange of more than `most` tokens.
+    """Encode a document of a corpus source as tokens: a text as [T] int32, an exchange with the length of its context.
 
-    A longer text is split later; an exchange would lose its context."""
+    Raises `TaskError` for an exchange of more than `most` tokens: if it were split, its answer would lose the context.
+    Longer texts are split later."""
     if isinstance(document, str):
         return chat.document(document)
     prompt = chat.encode_prompt(document.messages)

@@ -1,16 +1,16 @@
-"""Engines of a running run that an evaluation borrows, with a bound in share and time.
+"""Leases of engines: an evaluation borrows some engines of a running run for a limited time.
 
-The evaluation and the conductor are processes of one machine, and meet in the folder ``lease`` of the run:
+The evaluation and the conductor are processes of one machine. They communicate by files in the run's folder ``lease``:
 
 | file | written by | content |
 | --- | --- | --- |
-| ``lock`` | the evaluation | a kernel lock, held while it borrows: one evaluation at a time, and none that has died |
+| ``lock`` | the evaluation | a kernel lock for the time of the lease; released when the process ends or dies |
 | ``request.json`` | the evaluation | `Request` |
 | ``answer.json`` | the conductor | `Answer`, written again when the lease ends |
 
-A lent engine gets no new sessions of training, and keeps its version. Sessions that it has go on there. When the
-evaluation ends, dies or has had its time, the engine adopts the newest version and serves training again. Nothing that
-training computes depends on the lease, only how fast it is: with ``max_lag = 0`` the results are equal to the bit."""
+A lent engine gets no new sessions of training, and keeps its version; its running sessions continue there. When the
+evaluation ends or dies, or its time is over, the engine adopts the newest version and serves training again. A lease
+changes only the speed of training: with ``max_lag = 0`` the results are bit-identical."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from etude.telemetry import Telemetry
 
 FOLDER = "lease"
 MAX_SHARE = 0.5
-"""The largest share of a run's engines that is lent."""
+"""The largest share of a run's engines that may be lent."""
 MAX_LEASE_S = 3_600.0
 POLL_S, HOLD_S = 0.5, 15.0
-"""How often both sides look at the files, and for how long an engine keeps its version when nobody asks it again."""
+"""In seconds: how often both sides read the files, and for how long one call makes an engine keep its version."""
 ANSWER_S = 120.0
-"""Longest wait for an answer: engines may be loading, or about to adopt a version."""
+"""Longest wait for an answer, in seconds: engines may be loading, or about to adopt a version."""
 T = TypeVar("T")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What an evaluation asks for: a share of the engines, for some seconds. `id` is a random text."""
+    """A request of an evaluation: which share of the engines it wants, and for how many seconds. `id` is random."""
 
     id: str
     share: float
@@ -53,9 +53,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The conductor's answer to the request `id`: URLs of engines by name, which have this version.
+    """The conductor's answer to the request `id`.
 
-    `ended`: why the lease has ended, or why there is none; "": it goes on."""
+    `engines`: URLs of the lent engines, by name. `version`: the version that they keep; None: the request is refused.
+    `ended`: why the lease has ended, or why it is refused; "": it is active."""
 
     id: str
     engines: dict[str, str] = {}
@@ -68,19 +69,19 @@ class EngineLeases:
 
     def __init__(self, run: RunFolder, processes: RunProcesses, telemetry: Telemetry) -> None:
         self._folder, self._processes, self._telemetry = run / FOLDER, processes, telemetry
-        self._answer: Answer | None = None  # of the lease that goes on
+        self._answer: Answer | None = None  # of the active lease
         self._ends = 0.0
         self._seen = ""  # id of the last request that was answered
 
     async def watch(self) -> None:
-        """Lend and take back, forever. At the end nothing is lent."""
+        """Lend engines and take them back, until cancelled. Then an active lease is marked as ended."""
         self._folder.mkdir(exist_ok=True)
         try:
             while True:
                 await asyncio.sleep(POLL_S)
                 try:
                     await self._look()
-                except Exception as error:  # noqa: BLE001  training does not depend on leases: it is told and goes on
+                except Exception as error:  # noqa: BLE001  training does not depend on leases: it continues
                     self._telemetry.event("fleet.lease", state="failed", engines=[], version="", reason=repr(error))
         finally:
             if self._answer is not None:
@@ -91,7 +92,7 @@ class EngineLeases:
         held = lock_holder(self._folder / "lock") is not None
         if self._answer is not None:
             over = "" if held else "the evaluation has ended"
-            over = over or ("its time is over" if time.monotonic() >= self._ends else "")
+            over = over or ("the time of the lease is over" if time.monotonic() >= self._ends else "")
             over = over or await self._renew(self._answer)
             if over:
                 await self._take_back(self._answer, over)
@@ -105,7 +106,7 @@ class EngineLeases:
             return None
 
     async def _lend(self, request: Request) -> None:
-        """Lend engines that have the newest version. If they do not have it yet, nothing is answered."""
+        """Lend engines that have the newest version. If they do not have it yet, wait for the next call."""
         kinds = self._processes.config.fleet.engines
         able = [f"engine-{i}" for i, kind in enumerate(kinds) if kind is EngineKind.REFERENCE]
         able = [name for name in able if name in self._processes.lendable]
@@ -113,7 +114,8 @@ class EngineLeases:
         count = min(int(min(request.share, MAX_SHARE) * len(kinds)), len(able) - (not others))
         if count < 1:
             facts = (
-                f"{len(able)} of its {len(kinds)} engines can be lent, at most {MAX_SHARE:.0%}, and one must be left"
+                f"{len(able)} of its {len(kinds)} engines can be lent now; a lease takes a share of {request.share:g} "
+                f"of all, at most {MAX_SHARE:g}, and must leave one to training"
             )
             self._refuse(request, facts)
             return
@@ -129,7 +131,7 @@ class EngineLeases:
         self._event("lent", self._answer)
 
     async def _hold(self, engines: dict[str, HttpEngine], seconds: float) -> dict[str, Version | None]:
-        """Have engines keep their versions, and return these; None for an engine that does not answer."""
+        """Make engines keep their versions, and return the versions; None for an engine that does not answer."""
 
         async def one(engine: HttpEngine) -> Version | None:
             with contextlib.suppress(EngineError):
@@ -139,7 +141,7 @@ class EngineLeases:
         return dict(zip(engines, await asyncio.gather(*map(one, engines.values())), strict=True))
 
     async def _renew(self, answer: Answer) -> str:
-        """Have the lent engines keep their version for longer. Returns why they cannot; "": they do."""
+        """Make the lent engines keep their version for longer. Returns why that failed; "": it succeeded."""
         lent = await self._processes.lend(answer.engines)
         versions = await self._hold(lent, HOLD_S)
         same = {lent[name].url for name in lent} == {*answer.engines.values()}
@@ -175,13 +177,13 @@ class Lease:
         self.engines, self.version, self._ended = engines, version, ended
 
     async def during(self, work: Awaitable[T]) -> T:
-        """Await `work` while the lease goes on. If the lease ends first, cancel it and raise `DeadlineExceeded`."""
+        """Await `work` and return its result. If the lease ends first, cancel `work` and raise `DeadlineExceeded`."""
         task, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._until_ended())
         both: tuple[asyncio.Future[Any], ...] = (task, watch)
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                hint = "ask for more seconds with --seconds, or for fewer tasks; the newest checkpoint needs no lease"
+                hint = "give more --seconds or fewer --tasks, or evaluate the newest checkpoint, which needs no lease"
                 raise DeadlineExceeded("the run took its engines back", watch.result(), hint=hint)
             return task.result()
         finally:
@@ -197,17 +199,20 @@ class Lease:
 
 @contextlib.asynccontextmanager
 async def borrowed_engines(run: RunFolder, *, share: float, seconds: float) -> AsyncIterator[Lease]:
-    """Borrow engines of a running run while the block runs, at most this share of them and for so many seconds.
+    """Borrow engines of a running run for the `async with` block.
 
-    Raises `RunRefused` if the run does not go on, lends no engines, or another evaluation has borrowed some."""
+    `share`: the largest share of the run's engines, at most `MAX_SHARE`. `seconds`: the longest time, at most
+    `MAX_LEASE_S`. Raises `RunRefused` if the run is not running or lends no engines, or if another evaluation has
+    borrowed some."""
     folder, request = run / FOLDER, Request(id=secrets.token_hex(8), share=share, seconds=seconds)
     alone = f"evaluate its newest checkpoint: etude eval SUITE --checkpoint {run.path}"
     if run.holder() is None:
-        raise RunRefused(f"{run.path} is not running", "so it has no engines", hint=alone)
+        raise RunRefused(f"{run.path} is not running", "engines can be borrowed only from a running run", hint=alone)
     folder.mkdir(exist_ok=True)
     fd, holder = take_lock(folder / "lock")
     if fd is None:
-        raise RunRefused(f"engines of {run.path} are borrowed", f"by process {holder}", hint="wait for its end")
+        what, hint = f"engines of {run.path} are lent already", "wait until that process ends"
+        raise RunRefused(what, f"process {holder} has borrowed them", hint=hint)
     try:
         write_durably(folder / "request.json", msgspec.json.encode(request))
         answer = await _answer_to(request, run)
@@ -224,16 +229,16 @@ async def _answer_to(request: Request, run: RunFolder) -> Answer:
         if answer is not None and answer.id == request.id:
             return answer
         if run.holder() is None:
-            return Answer(id=request.id, ended="it has stopped")
+            return Answer(id=request.id, ended="the run has stopped")
         await asyncio.sleep(POLL_S)
-    facts = f"no answer within {ANSWER_S:g} s: it is not in RL yet, or its engines do not reach the newest version"
+    facts = f"no answer within {ANSWER_S:g} s: RL has not begun, or the engines do not reach the newest version"
     return Answer(id=request.id, ended=facts)
 
 
 def _ended(request: Request, run: RunFolder) -> str:
     answer = _read(run / FOLDER)
     if answer is None or answer.id != request.id:
-        return "the answer to its request is gone"
+        return "the conductor's answer was deleted or replaced"
     return answer.ended or ("" if run.holder() is not None else "the run has stopped")
 
 

@@ -71,7 +71,7 @@ async def evaluate(
     script: Baseline | None = None,
     each: Each = lambda: None,
 ) -> EvalResult:
-    """Evaluate the weights of training step `step` on tasks, `tries` rollouts each. `split` is told in the result.
+    """Evaluate the weights of training step `step` on tasks, `tries` rollouts each. `split`: stored in the result.
 
     With `script` a scripted agent plays instead. Returns the solve rate and related numbers, and writes them as an
     `eval.result` event. Every rollout is written with its turns as text to the Parquet file `out`, which a repeated
@@ -149,7 +149,7 @@ async def run_all(
 async def baseline(
     processes: RunProcesses, source: TaskSource, kind: Baseline, *, num_tasks: int, seed: int, telemetry: Telemetry
 ) -> float:
-    """Compute the solve rate of a scripted agent on held-out tasks, with the same rollout code."""
+    """Return the solve rate, 0 to 1, of a scripted agent on held-out tasks, with the same rollout code."""
 
     async def one(spec: RolloutSpec) -> Done:
         return await _run_script(processes, spec, kind)
@@ -194,7 +194,9 @@ def without_remote_engines(config: RunConfig) -> RunConfig:
 
 
 class RunEngines(NamedTuple):
-    """The newest weights of a run that goes on, on engines of its own: `share` of them for at most `seconds`."""
+    """The newest weights of a running run, evaluated on borrowed engines of this run.
+
+    `share`: the largest share of its engines. `seconds`: the longest time (`borrowed_engines`)."""
 
     run: RunFolder
     share: float
@@ -204,8 +206,8 @@ class RunEngines(NamedTuple):
 class Evaluated(NamedTuple):
     """The result of `evaluate_model`.
 
-    `general`: the loss on the general text in windows; empty: not measured. `version`: of the weights; None: unknown,
-    or there are none."""
+    `general`: the loss on each window of the general text; empty: not measured. `version`: of the weights; None: it is
+    unknown, or there is none."""
 
     result: EvalResult
     general: list[WindowLoss]
@@ -213,7 +215,7 @@ class Evaluated(NamedTuple):
 
 
 Model = Path | Endpoint | Baseline | RunEngines
-"""What an evaluation plays: a checkpoint, a model at a URL, a scripted agent, or a run's engines."""
+"""What is evaluated: a checkpoint, a model at a URL, a scripted agent, or the weights on a run's engines."""
 
 
 async def evaluate_model(
@@ -232,9 +234,9 @@ async def evaluate_model(
 ) -> Evaluated:
     """Evaluate a model on tasks of the config's source, without a run and its learner.
 
-    There are `tries` rollouts per task. The other arguments are those of `evaluate`. The loss of a checkpoint on
-    `general_text` is measured, too; "": on none. Raises `EngineError`, `CheckpointError` and `MachineError`, and what
-    `borrowed_engines` raises."""
+    There are `tries` rollouts per task. `general_text`: the text on which the loss of a checkpoint is measured; "": not
+    measured. The other arguments are those of `evaluate`. Raises `EngineError`, `CheckpointError` and `MachineError`,
+    and the errors of `borrowed_engines`."""
     version = checkpoint_version(model) if isinstance(model, Path) else None
     config = without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:
@@ -289,7 +291,7 @@ async def evaluate_model(
 
 
 class WindowLoss(NamedTuple):
-    """The loss on a window of a text: bits, and the bytes of its UTF-8 form."""
+    """The loss on a window of a text, in bits, and the number of UTF-8 bytes of the window."""
 
     bits: float
     num_bytes: int
@@ -303,8 +305,8 @@ def bits_per_byte(windows: Sequence[WindowLoss]) -> float | None:
 async def general_loss(processes: RunProcesses, chat: ChatFormat, text: str) -> list[WindowLoss]:
     """Measure the loss of the run's weights on a text. Raises `EngineError`.
 
-    The text is read in windows of the engines' context, so models with different tokenisers can be compared; those with
-    other contexts only roughly."""
+    The text is split into windows as long as the engines' context. Losses in bits per byte can be compared between
+    models with different tokenisers, but only roughly between models with different context lengths."""
     engines, window = list(processes.engines.values()), processes.config.engine.context_tokens
     token_ids, found = chat.encode(text), list[WindowLoss]()
     for start in range(0, len(token_ids), window):

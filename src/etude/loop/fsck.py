@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 ROLLOUTS = "rollouts"
 _PLAIN = {"lock", "logs", "trackers", "lease"}
-"""Parts of a run folder that are never read back: the lock, the logs of its processes, the files of trackers, and those
-by which an evaluation borrows engines."""
+"""Parts of a run folder that are never read back: the lock, the logs of its processes, the files of trackers, and
+the files of leases of engines."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
 _WRITTEN_IN_PLACE = {"tokenizer": "corpus", "corpus": "corpus", "checkpoints/mid": "mid-training"}
 """Directories whose checksums are written last, and the phase after which they are complete."""

@@ -165,7 +165,7 @@ class GroupScorer:
         graded: Sequence[Graded],
         waited_s: float,
     ) -> None:
-        """Report what a group waits for, went without, or got after all."""
+        """Report the terms that a group waits for, that it goes without, or that became known."""
         names, composition = [term.name for term in terms], self.settings.composition(self.next_step)
         reasons = {
             f"{summary.rollout_id} {name}": why
@@ -189,7 +189,7 @@ def _patient(term: TermConfig) -> bool:
 
 
 def _why_unknown(graded: Graded, name: str, composition: Composition) -> str:
-    """Why it is unknown what a term adds to a reward; "" if it is known, or its gate is closed."""
+    """Return why the contribution of a term to a reward is unknown; "" if it is known, or the gate is closed."""
     terms = {term.name: term for term in graded.terms}
     if composition.counts(name, terms) is None:
         return f"its gate {composition.when[name]!r} is unknown"

@@ -1,4 +1,4 @@
-"""How a run writes hints as tokens: by its chat format, within the context of its engines. Torch-free."""
+"""Makes the `HintFormat` of a run from its chat format and the context of its engines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALLED: Message = {"role": "assistant", "content": "0", "tool_calls": [_CALL]}
 
 
 def hint_format(run: RunFolder, config: RunConfig) -> HintFormat:
-    """Return how hints are written in a run. Raises `ChatError` when its chat format cannot be loaded."""
+    """Return the format of hints in a run. Raises `ChatError` when the run's chat format cannot be loaded."""
     chat = ChatFormat.load(run / "tokenizer")
     return HintFormat(chat.encode, message_ends(chat), config.engine.context_tokens)
 
@@ -28,7 +28,7 @@ def hint_format(run: RunFolder, config: RunConfig) -> HintFormat:
 def message_ends(chat: ChatFormat) -> tuple[I32, ...]:
     """Return the tokens between the text of a message and the reply of the model, each [E] int32, the longest first.
 
-    There are those after a message of the user and those after the output of a tool, if the format has tools."""
+    One sequence is for messages of the user, another for outputs of a tool, if the format has tools."""
     found = {tuple(_common_end(chat, [], "user").tolist()): None}
     with contextlib.suppress(ChatError):
         found[tuple(_common_end(chat, [_ASKED, _CALLED], "tool").tolist())] = None
@@ -36,7 +36,7 @@ def message_ends(chat: ChatFormat) -> tuple[I32, ...]:
 
 
 def _common_end(chat: ChatFormat, before: list[Message], role: str) -> I32:
-    """Return what prompts end with whatever the text of their last message, which is of `role`."""
+    """Return the tokens with which a prompt ends after the text of its last message, which is of `role`."""
     last = [{"role": role, "content": text, "tool_call_id": "call_1"} for text in ("0", "a")]
     one, other = (chat.encode_prompt([*before, message]) for message in last)
     same = 0

@@ -69,9 +69,9 @@ def make_learner(
 ) -> TorchLearner:
     """Create the learner of a config, or one rank of it (`group`).
 
-    `channel` is where it publishes weights; None: nowhere. `reference` is the policy of the KL term and of the DPO
-    loss; None: neither. With `refuse_mismatch` it raises when its probabilities differ from the engines' beyond the
-    parity budget, if the config stops a run in that case."""
+    `channel`: where it publishes weights; None: nowhere. `reference`: the reference policy of the KL term and of the
+    DPO loss; None: without both. With `refuse_mismatch` it raises when its probabilities differ from the engines'
+    beyond the parity budget, if the config stops a run in that case."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -89,7 +89,7 @@ def make_learner(
 def reference_policy(run: RunFolder, config: RunConfig, group: ProcessGroup = SINGLE_PROCESS) -> Reference:
     """Load the reference policy of the KL term and of the DPO loss: the checkpoint with which RL began.
 
-    It is computed with the same operators as the policy, and each rank holds all of it."""
+    It is computed with the same operators as the policy. Each rank holds all of its weights."""
     device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
     where = run / "checkpoints" / "mid"
@@ -141,7 +141,7 @@ class LearnerProcess:
 
     @functools.cached_property
     def hint_format(self) -> HintFormat:
-        """How hints are written in this run."""
+        """The format of hints in this run."""
         return hint_format(self.run, self.config)
 
     def begin(self, checkpoint: str) -> int:

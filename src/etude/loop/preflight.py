@@ -79,7 +79,7 @@ def preflight(
     for term in config.rewards.terms:
         if term.from_step > config.rl.steps:
             facts = f"its from_step is {term.from_step}, and rl.steps = {config.rl.steps}"
-            log(f"reward term {term.name!r} is only measured: {facts}")
+            log(f"reward term {term.name!r} is only measured in this run: {facts}")
     read_signer(config.stores.signing_key)
     if config.evals.prices is not None:
         read_prices(config.evals.prices)

@@ -136,14 +136,18 @@ def record_change(
     last_step: Callable[[], int],
     num_steps: int,
 ) -> RewardChange:
-    """Record durably that the rewards of a run are composed by other settings from `from_step` on.
+    """Record durably that a run composes its rewards with other settings from step `from_step` on.
 
-    `last_step` returns the last step whose batch is formed, or may be right now: steps up to it keep their settings. It
-    is called again at the end, since a running run goes on meanwhile. `from_step`: None for the one after it.
-    `num_steps`: of the whole run. The code of new plug-ins is recorded, too. Raises `InputError` for a `from_step` that
-    is not after the last step, or that the run will not have, `ConfigError` for rewards that do not fit the run's other
-    settings, `PluginRefused` and `RunRefused` for plug-ins that cannot be used or have changed, and `RunError` when
-    rewards.json is damaged or cannot be written."""
+    - `from_step`: None for the step after `last_step()`.
+    - `last_step`: returns the last step whose batch is formed, or may be formed at this moment. Steps up to it keep
+      their settings. It is called again at the end, since the run may form further batches meanwhile.
+    - `num_steps`: of the whole run.
+
+    The code of new plug-ins is recorded, too.
+
+    Raises `InputError` for a `from_step` that is not after the last step or is after the run's end, `ConfigError` for
+    rewards that do not fit the run's other settings, `PluginRefused` and `RunRefused` for plug-ins that cannot be used
+    or have changed, and `RunError` when rewards.json is damaged or cannot be written."""
     _require_open(from_step, last_step(), num_steps)
     replace(read_config(run), rewards=rewards)  # which checks it as a whole
     plugins = check_all(list(dict.fromkeys(plugins_in(rewards, "rewards"))))
@@ -164,16 +168,16 @@ def record_change(
 
 
 def _require_open(from_step: int | None, last: int, num_steps: int) -> None:
-    """Raise `InputError` if a step, or the one after the last one, cannot get other rewards."""
+    """Raise `InputError` if the rewards of `from_step` (None: of the step after `last`) cannot be changed."""
     if max(from_step or 0, last + 1) > num_steps:
         raise InputError(
-            f"step {from_step or last + 1} cannot get other rewards",
+            f"the rewards of step {from_step or last + 1} cannot be changed",
             f"the run has {num_steps} steps, and batches are formed up to step {last}",
-            hint="choose a step that is still to come, or begin a new run at its last checkpoint (start = ...)",
+            hint="choose a step without a batch, or start a new run from the last checkpoint of this one (start = ...)",
         )
     if from_step is not None and from_step <= last:
         raise InputError(
-            f"step {from_step} cannot get other rewards",
+            f"the rewards of step {from_step} cannot be changed",
             f"the batch of step {last} was formed already, or is being formed",
             hint=f"choose a later one: --from-step {last + 1}",
         )

@@ -127,19 +127,19 @@ class RunProcesses:
 
     @property
     def engines(self) -> dict[str, HttpEngine]:
-        """Clients of all engines by name: the run's own that are not lent, and remote ones that are ready."""
+        """Clients of training's engines by name: the run's own that are not lent, and remote ones that are ready."""
         return self.lendable | (self.registrar.serving() if self.registrar else {})
 
     @property
     def lendable(self) -> dict[str, HttpEngine]:
-        """Clients of the run's own engines that are up and not lent, by name."""
+        """Clients of the run's own engines that run and are not lent, by name."""
         return {name: engine for name, engine in self._own.items() if name not in self._lent}
 
     async def lend(self, names: Collection[str]) -> dict[str, HttpEngine]:
-        """Lend these engines of the run, and no others, and return clients of those that are up.
+        """Set which of the run's engines are lent, and return clients of those that run, by name.
 
-        They get no new sessions, are not probed, and are not counted in `max_running`, until they are not lent
-        any more."""
+        Lent engines get no new sessions, are not probed, and do not count in `max_running`. Engines that are not in
+        `names` are training's again."""
         if self._lent != frozenset(names):
             self._lent = frozenset(names)
             self._update_limit()
@@ -147,7 +147,7 @@ class RunProcesses:
         return {name: self._own[name] for name in names if name in self._own}
 
     async def borrow(self, urls: Mapping[str, str]) -> None:
-        """Use these engines of another run, by name, in place of own ones. Start the workers first."""
+        """Use the engines of another run, given as URLs by name, in place of own ones. Start the workers first."""
         self._own = {name: HttpEngine(url, token=environment_token()) for name, url in urls.items()}
         self.max_running.set(rollouts_on(sum(self._sizes()[name] for name in urls)))
         await self._send_engines()
@@ -343,7 +343,7 @@ class RunProcesses:
         self.max_running.set(rollouts_on(self.config.own_contexts - away + self._joined_contexts))
 
     def _sizes(self) -> dict[str, int]:
-        """How many full contexts each own engine holds, by name."""
+        """Return how many full contexts each own engine can hold, by name."""
         return {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
 
     async def _send_engines(self) -> dict[str, int]:

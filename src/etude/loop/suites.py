@@ -27,20 +27,21 @@ from etude.seams import TaskSource
 from etude.tasks.corpus import unused_library
 
 URL_CONTEXT = 1 << 20
-"""The context of models at a URL, in bytes: their server says when a conversation is too long. Also that of scripts."""
+"""The context of models at a URL, in bytes: their server says when a conversation is too long. Scripted agents
+have the same."""
 URL_TURN_TOKENS = 4096
 GENERAL_CHARS = 16_384
-"""Characters of the general text on which the loss of a checkpoint is measured."""
+"""Length in characters of the default general text, on which the loss of a checkpoint is measured."""
 MOST_COMPARED = 20_000
 """The most training tasks of an endless source that are compared with a suite."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What to evaluate: a checkpoint directory, a model at a URL, or a scripted agent. `run`: that trained it; None:
-    unknown.
+    """What to evaluate: a checkpoint directory, a model at a URL, a scripted agent, or the weights on a run's engines.
 
-    `label` names it in results. `prompted`: whether it gets the suite's prompt."""
+    `label`: its name in results. `run`: the run that trained it; None: unknown. `prompted`: whether it gets the suite's
+    prompt."""
 
     label: str
     model: Model
@@ -166,10 +167,10 @@ def _admitted(run: RunFolder) -> int:
 
 
 def general_text(suite: Suite) -> str:
-    """Return the text on which the loss of a checkpoint is measured beside a suite.
+    """Return the general text of a suite, on which the loss of a checkpoint is measured.
 
-    It is the suite's own, or pieces of Python's standard library that etude's mid-training never uses. Raises
-    `ConfigError` for a file that cannot be read."""
+    It is the suite's `general_text`, or pieces of Python's standard library that etude's mid-training never uses.
+    Raises `ConfigError` for a file that cannot be read."""
     path = suite.general_text
     if path is None:
         return unused_library(GENERAL_CHARS)

@@ -1,4 +1,4 @@
-"""Exchange: a document of a corpus whose answer alone is learned."""
+"""A corpus document with a prompt and an answer, of which only the answer is trained on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exchange:
-    """A user's message and the answer to it. The model learns to write the answer; the rest is only its context.
+    """A user's message and the answer to it. Only the tokens of the answer have loss; the rest is their context.
 
-    `system` is the system message; "" for none.
+    `system`: the system message; "": none.
 
     >>> Exchange("Is 7 a prime number?", "yes").messages
     [{'role': 'user', 'content': 'Is 7 a prime number?'}]
@@ -21,6 +21,6 @@ class Exchange:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The messages before the answer, in OpenAI's format."""
+        """The messages before the answer, in the format of OpenAI's chat completions."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.user}]

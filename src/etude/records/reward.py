@@ -12,8 +12,9 @@ K1 = "k1"  # Σ log π − log π_ref over the sampled tokens; measured when a b
 BUILT_IN = (GRADE, SUBMITTED, SIGNS, SIGNS_IF_REWARDED, K1)
 """Names of the built-in terms."""
 MEASURES = ("tests", "pass")
-"""Names of the terms that graders measure beside the grade. Terms of `verifiers` have names with `VERIFIERS`."""
+"""Names of the terms that graders measure in addition to the grade."""
 VERIFIERS = "verifiers."
+"""Prefix of the names of terms that an environment of the library `verifiers` measures."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +22,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     `evidence`: the reason for the value, or why it is unknown, in one line. `retry`: whether an unknown value may be
     known if it is measured again later, as when a service is away. `turns`: parts of the value that single turns of
-    the rollout caused, as (index in `Trace.turns`, part); credit by turn gives each part to its turn. `hints`: for
-    faulty turns, the text that would have helped the policy, as (index, text); at most one for each turn."""
+    the rollout caused, as (index in `Trace.turns`, part); credit by turn gives each part to its turn. `hints`: texts
+    that would have helped the policy in faulty turns, as (index in `Trace.turns`, text); at most one for each turn."""
 
     value: float | None
     evidence: str = ""
@@ -48,10 +49,10 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hint(msgspec.Struct, frozen=True):
-    """A hint for one turn of a rollout: its index in `Trace.turns`, the text, and the weight of its credit.
+    """A hint for one turn of a rollout.
 
-    The turn's sampled tokens are scored again with the text in their context, and get credit for what the hint changes
-    (`training.hints`)."""
+    `turn`: index in `Trace.turns`. `weight`: factor of the credit of the turn's sampled tokens, which is the change of
+    their log-probabilities when `text` is in their context (`training.hints`)."""
 
     turn: int
     text: str

@@ -22,8 +22,8 @@ class Origin(enum.StrEnum):
 class PlacedHint(msgspec.Struct, frozen=True, kw_only=True):
     """A hint for one turn of a path, as the tokens to insert into the context of the turn.
 
-    `token_ids`: [H], to insert before position `at` of the path. The turn ends before position `stop`, so the tokens
-    with loss in `at:stop` are those that the hint scores. `weight`: that of the credit."""
+    `token_ids`: [H] int32, to insert before position `at` of the path. `stop`: position after the turn's last token.
+    The tokens with loss in `at:stop` get the credit. `weight`: factor of the credit, as in `Hint`."""
 
     at: int
     stop: int
@@ -34,9 +34,10 @@ class PlacedHint(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training sample: a path of tokens, with an advantage for each of its S tokens with loss (`path.mask`).
 
-    `advantages`: [S], without the credit of `hints`, which depends on the weights that train on them. `temperatures`:
-    [S] sampling temperature of each token with loss; None: that of the run for all. Raises `ValueError` when one of
-    them does not have S elements, or when a hint has no token with loss."""
+    - `advantages`: [S] float32, without the credit of `hints`: the learner computes it from its live weights.
+    - `temperatures`: [S] float32, sampling temperature of each token with loss; None: that of the run for all.
+
+    Raises `ValueError` when one of these does not have S elements, or when a hint has no token with loss."""
 
     rollout_id: str
     path: Path
@@ -53,7 +54,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"the sample of rollout {self.rollout_id} has {facts}")
         for hint in self.hints:
             if not (0 < hint.at <= hint.stop and self.path.mask[hint.at : hint.stop].any()):
-                raise ValueError(f"the sample of rollout {self.rollout_id} has a hint without a token with loss")
+                raise ValueError(f"the sample of rollout {self.rollout_id} has a hint for a turn without loss")
 
     @staticmethod
     def uniform(rollout_id: str, path: Path, advantage: float, temperatures: F32 | None = None) -> Sample:
@@ -79,8 +80,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     `batch_id`: such as "b000007". `step`: the step of the version that training on this batch produces. `rollout_ids`:
     every rollout that the step consumes, including those without a sample (no signal, or invalid). `num_loss_tokens`:
     the divisor of the loss: sampled tokens of all valid rollouts, also of those without signal. `lr_share`: a factor of
-    the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: (better, worse) ids of rollouts with
-    a sample, for the DPO loss; empty unless the credit scheme forms pairs."""
+    the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: preference
+    pairs (better, worse) for the DPO loss, as ids of rollouts with a sample; empty unless the credit scheme forms
+    pairs."""
 
     batch_id: str
     step: int
@@ -118,11 +120,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     - `cut_share`: the share of the sum of importance weights that the off-policy correction removes.
     - `dropped_share`: the share of sampled tokens whose weight the correction sets to 0.
     - `effective_share`: the effective sample size of the corrected weights over the number of sampled tokens.
-    - `num_pairs`: preference pairs of the DPO loss. `pair_accuracy`: the share of them in which the better rollout has
-      the higher log-ratio to the reference; equal ones count half. `pair_margin`: the mean of beta times the difference
-      of these log-ratios. Both are None without pairs.
-    - `hint_kl`: the mean over tokens with a hint of log p(token | context) - log p(token | context with the hint), an
-      estimate of the reverse KL divergence; None without hints."""
+    - `num_pairs`: the number of preference pairs of the DPO loss.
+    - `pair_accuracy`: the share of pairs in which the better rollout has the higher log-ratio to the reference; equal
+      ones count half. `pair_margin`: the mean of beta times the difference of these log-ratios. None without pairs.
+    - `hint_kl`: in nats, the mean of log p(token | context) - log p(token | context with the hint) over the tokens of
+      turns with a hint, an estimate of the reverse KL divergence; None without hints."""
 
     num_tokens: int
     num_sampled: int

@@ -163,10 +163,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
     `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
-    `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: for its faulty turns.
-    `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise one of them is an error. `better_than`:
-    ids of the siblings that the rollout is preferred to, if the credit scheme forms pairs. `paired`: whether it is in a
-    pair, as the better or the worse rollout."""
+    `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: those of its turns.
+    `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise such a token is an error. `better_than`:
+    ids of the siblings that the rollout is preferred to; empty unless the credit scheme forms pairs. `paired`: whether
+    it is in a pair, as the better or the worse rollout."""
 
     rollout_id: str
     group_id: str
@@ -182,7 +182,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def credited(self) -> bool:
-        """Whether any token of the rollout has an advantage or a hint, or the rollout is in a pair.
+        """Whether the rollout has credit: an advantage of any token, a hint, or a pair that it is in.
 
         Otherwise it is recorded, but not trained on."""
         return bool(self.hints or self.paired) or any(self.turn_advantages or (self.advantage,))
@@ -221,7 +221,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups_with_signal(self) -> set[str]:
-        """Ids of the groups in which a rollout has an advantage or a hint."""
+        """Ids of the groups in which a rollout has an advantage, a hint, or a preference pair."""
         return {member.group_id for member in self.members if member.credited}
 
 
@@ -230,8 +230,8 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampled`: ids of the rollouts with a sample. `num_trained`: the number of tokens with loss. `num_masked`: the
     number of tokens with an advantage but without loss, because they are too old. `num_not_plain`: the same, because
-    their turn is a side call or was not sampled plainly (`Sampling.plain`). `num_hints`: the number of hints for turns.
-    `num_unplaced_hints`: the number of those without which the step trains, because the context has no room for them or
+    their turn is a side call or was not sampled plainly (`Sampling.plain`). `num_hints`: the number of hints.
+    `num_unplaced_hints`: the number of hints that the step does not use, because the context has no room for them or
     their turn has no token with loss. `digest`: SHA-256 of everything in the batch that the learner uses."""
 
     batch_id: str

@@ -64,7 +64,7 @@ class Composition:
         return [self._reward(table, missing) for table in tables]
 
     def hints_of(self, graded: Graded) -> tuple[Hint, ...]:
-        """Return the hints for the turns of one rollout: those of the terms in `hints` whose gate is open.
+        """Return the hints for the turns of one rollout, from the terms in `hints` whose gates are open.
 
         >>> from etude.records.task import Trust
         >>> reads = Term(name="reads", value=-1.0, hints=((2, "You have read a.py."),))

@@ -53,13 +53,13 @@ class TermConfig:
     - `when`: the name of another term, its gate: the term counts, and is measured, only where the gate is above 0. It
       may be "grade", a measure of the grader such as "tests", "submitted", or another of the `terms`. "": always.
     - `missing`: what a group does if the term is unknown for one of its rollouts.
-    - `retry_s`: how long, in seconds, an unknown value is measured again if the term says that it may be known later.
-      With `missing = "wait"` there is no such limit, but a day.
-    - `hints`: if above 0, the tokens of a turn for which the term has a hint get `hints` times (log p with the hint -
-      log p without it) as a part of their advantage (`training.hints`). This does not depend on `weight`.
+    - `retry_s`: for how many seconds an unknown value is measured again, if the term says that it may be known later.
+      With `missing = "wait"` it is a day instead.
+    - `hints`: weight of the credit of the term's hints, independent of `weight`. To the advantage of each token of a
+      turn with a hint is added `hints` times (log p with the hint - log p without it) (`training.hints`). 0.0: none.
 
-    Raises `ValueError` for a name that is no word, a `target` without a weight to tune, and a weight of `effort` at
-    which a solved rollout may get less than one that gave up."""
+    Raises `ValueError` for an invalid name, for a `target` if `weight` is not above 0, and for a weight of `effort`
+    above 1, with which a solved rollout could get less than one that gave up."""
 
     name: str  # name of the stored term
     kind: Annotated[Plugin, BuiltIn(tuple(TERMS))]  # a built-in term or an import path, or a table with `kind`
@@ -75,10 +75,11 @@ class TermConfig:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"a term is called {self.name!r}: use letters, digits, '_' and '-'")
         if self.target and self.weight <= 0.0:
-            raise ValueError(f"{self.name!r} has a target, and its largest weight is {self.weight:g}: set it above 0")
+            raise ValueError(f"{self.name!r} has a target, but its weight is {self.weight:g}: set the weight above 0")
         if self.kind.path == "effort" and self.weight > 1.0:
             raise ValueError(
-                f"the weight of {self.name!r} is {self.weight:g}: above 1, giving up may pay more than a solution"
+                f"the weight of {self.name!r} is {self.weight:g}: set at most 1, because otherwise "
+                "a rollout that gives up may get more than a solved one"
             )
 
 
@@ -86,8 +87,8 @@ class TermConfig:
 class RewardsConfig:
     """The `[rewards]` section of the config file.
 
-    `audits`: how terms are watched for drift. Raises `ValueError` if two terms have the same name, if the gates of
-    terms are unknown or form a circle, or if an audit has no independent auditor."""
+    `audits`: how terms are watched for drift. Raises `ValueError` if two terms have the same name, if a gate is not the
+    name of a term or a measure of a grader, if gates form a circle, or if an audit has no independent auditor."""
 
     terms: tuple[TermConfig, ...] = ()
     audits: tuple[AuditConfig, ...] = ()
@@ -103,7 +104,7 @@ class RewardsConfig:
         known = {*(term.name for term in self.terms), *BUILT_IN, *MEASURES}
         for name, gate in gates.items():
             if gate not in known and not gate.startswith(VERIFIERS):
-                facts = f"{gate!r}, which is neither a term nor measured by graders"
+                facts = f"{gate!r}, which is neither a term nor a measure of the graders"
                 raise ValueError(f"the gate of {name!r} is {facts}: {nearest(gate, known - {K1})}")
             at, passed = name, list[str]()
             while at in gates and at not in passed:
@@ -145,7 +146,7 @@ class RewardsConfig:
         return {term.name: now[term.name] for term in self.terms if now[term.name] and term.from_step <= step}
 
     def hints(self, step: int) -> Mapping[str, float]:
-        """Return the weights of hints that are not 0 at version step `step`, by name of the term."""
+        """Return the weights of hints that count at version step `step`, by name of the term, without those of 0."""
         return {term.name: term.hints for term in self.terms if term.hints and term.from_step <= step}
 
     @property

@@ -23,8 +23,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
     C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)); for q = 1 it is ln(1 + kx) / k. Its slope is (1 + kx)^−q: the first tokens
     cost most, and a long task is not charged in proportion. x sums thinking and answer tokens, and the others below,
-    each times its price. It is charged only after correctness: a rollout of grade 0 costs nothing, and with a weight
-    below 1 every solved rollout keeps a reward above 0, so that giving up early never pays.
+    each times its price. A rollout of grade 0 is not charged. With a weight of at most 1 a solved rollout never gets
+    less than one that gave up, so giving up early never pays.
 
     - `k`: 1/k tokens is the effort from which the cost flattens. `q`: how much; 0 charges every token the same.
     - `limit`: the effort, in tokens, at and above which the value is −grade.
@@ -32,7 +32,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
       the first turn. `call`: of a tool call, `turn`: of a model call, both in tokens.
     - `thinking_end`: the token id that ends the model's reasoning; −1: all sampled tokens count as answer.
 
-    Raises `ConfigError` if all prices are 0."""
+    Raises `ConfigError` if all five prices are 0."""
 
     k: Positive = 0.01
     q: NotNegative = 0.5
@@ -46,7 +46,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not any((self.thinking, self.answer, self.tool_output, self.call, self.turn)):
-            facts = "thinking, answer, tool_output, call and turn are 0"
+            facts = "thinking, answer, tool_output, call and turn are 0, so the term is always 0"
             raise ConfigError("all prices of the effort term are 0", facts, hint="set one of them above 0")
 
     @property

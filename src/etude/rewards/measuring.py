@@ -161,12 +161,13 @@ def _checked(one: NamedTerm, rollout: Rollout, score: object) -> Measured:
     except (TypeError, ValueError):
         turns, hints = ((-1, 0.0),), ()
     if not all(0 <= turn < num_turns and math.isfinite(part) for turn, part in turns):
-        facts = f"{at} has {num_turns} turns: {score.turns!r:.200}, {score.hints!r:.200}"
-        hint = "give (index of the turn, finite part), and hints as (index of the turn, text)"
-        raise PluginError(f"{one} returned parts that are of no turn", facts, hint=hint)
+        facts = f"{at} has {num_turns} turns; turns are {score.turns!r:.200}, hints {score.hints!r:.200}"
+        hint = "give turns as (index of the turn, finite part), and hints as (index of the turn, text)"
+        raise PluginError(f"{one} returned parts with an invalid turn or number", facts, hint=hint)
     if len(dict(hints)) < len(hints) or not all(0 <= turn < num_turns and text for turn, text in hints):
-        facts, hint = f"{at} has {num_turns} turns: {score.hints!r:.200}", "give (index of the turn, text), one a turn"
-        raise PluginError(f"{one} returned hints that are of no turn, or several for one", facts, hint=hint)
+        facts = f"{at} has {num_turns} turns, and hints are {score.hints!r:.200}"
+        hint = "give (index of the turn, text that is not empty), at most one for each turn"
+        raise PluginError(f"{one} returned hints with an invalid turn, no text, or two for one turn", facts, hint=hint)
     value = None if score.value is None else float(score.value)
     evidence = " ".join(str(score.evidence).split())[:EVIDENCE_CHARS]
     turns, hints = (turns, hints) if value is not None else ((), ())

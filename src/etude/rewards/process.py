@@ -1,7 +1,7 @@
-"""The built-in reward terms of the process: faults on the way, each with the turn that made it.
+"""The built-in process reward terms: they count faults, and assign each fault to its turn.
 
 The value of each term is minus the number of faults. A credit scheme by turn gives each fault to its turn. Each fault
-comes with a hint for its turn: the setting `hint`, in which ``{fault}`` is replaced by what the fault is; "": none."""
+has a hint for its turn: the setting `hint`, in which ``{fault}`` is replaced by a text about the fault; "": none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATHS, _OLD, _NEW, _WHOLE = (
 
 
 class MalformedCalls(msgspec.Struct, frozen=True):
-    """Minus the number of tool calls that could not be parsed. The fault is the error that the agent got."""
+    """Minus the number of tool calls that could not be parsed. ``{fault}`` is the error message that the agent got."""
 
     hint: str = "Write the next call exactly as its tool defines it. Avoid this error: {fault}"
 
@@ -41,7 +41,7 @@ class RepeatedReads(msgspec.Struct, frozen=True):
     """Minus the number of calls that repeat an earlier call and get the same output: the agent knew it already.
 
     `tools`: names of the tools that count; () for all. Calls in branches count separately, since another context may
-    not have the output. The fault is the call."""
+    not have the output. ``{fault}`` is the call."""
 
     tools: tuple[str, ...] = ()
     hint: str = "You have the output of this call already, do not repeat it: {fault}"
@@ -66,7 +66,7 @@ class RepeatedReads(msgspec.Struct, frozen=True):
 
 
 class RevertedEdits(msgspec.Struct, frozen=True):
-    """Minus the number of edits that restore what an earlier edit replaced. The fault is the path of the file.
+    """Minus the number of edits that restore what an earlier edit replaced. ``{fault}`` is the path of the file.
 
     An edit is a call with a path and a line and text, a path and the whole content, or a path, an old and a new text,
     whatever the tool is called."""
@@ -98,10 +98,10 @@ class RevertedEdits(msgspec.Struct, frozen=True):
 
 
 class NoTestsRun(msgspec.Struct, frozen=True):
-    """−1 if no call of the rollout ran tests, at its last turn; else 0.
+    """−1 if no call of the rollout ran tests, else 0. The fault is at the last turn.
 
-    `pattern`: a regular expression that a call that runs tests contains; searched in its name and arguments. Raises
-    `ConfigError` if it is none."""
+    `pattern`: a regular expression for calls that run tests, searched in the name and arguments of each call. Raises
+    `ConfigError` if it is not a regular expression."""
 
     pattern: str = r"\btests?\b|pytest|unittest|tox\b"
     hint: str = "Run the tests before you finish."
@@ -111,7 +111,7 @@ class NoTestsRun(msgspec.Struct, frozen=True):
             re.compile(self.pattern)
         except re.error as error:
             facts, hint = str(error), 'write e.g. pattern = "npm test|make check"'
-            raise ConfigError(f"pattern = {self.pattern!r} is no regular expression", facts, hint=hint) from None
+            raise ConfigError(f"pattern = {self.pattern!r} is not a regular expression", facts, hint=hint) from None
 
     @property
     def version(self) -> str:

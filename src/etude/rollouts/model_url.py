@@ -287,14 +287,15 @@ def read_endpoint(folder: Path) -> Endpoint | None:
 
 
 def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
-    """Write an endpoint into a run folder, and the tokeniser and chat template in which its rollouts are recorded."""
+    """Write an endpoint into a run folder, with the tokeniser and chat template that its rollouts are recorded with."""
     (folder / "endpoint.json").write_bytes(msgspec.json.encode(endpoint))
     write_byte_tokeniser(folder)
 
 
 def write_byte_tokeniser(folder: Path) -> None:
-    """Write the tokeniser and chat template of rollouts without a model of our own into a run folder: a token is a
-    byte."""
+    """Write a tokeniser of bytes and its chat template into a run folder.
+
+    Rollouts that no checkpoint sampled, such as those of a model at a URL, are recorded with them."""
     tokeniser = folder / "tokenizer"
     tokeniser.mkdir(exist_ok=True)
     _byte_tokenizer().save(str(tokeniser / "tokenizer.json"))

@@ -2,7 +2,7 @@
 
 Two thirds of the generated documents use functions from a wide distribution (`wide_function`), one third uses the
 distribution of the "repair" repositories. Held-out functions are never used; `assert_no_heldout` checks that in the
-texts. Documents are plain text; those of plug-ins may be exchanges, too.
+texts. Documents are plain text; those of plug-ins may also be exchanges, of which only the answer is trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_functio
 DOCUMENT_S, MAX_DOCUMENT_CHARS, MAX_CHARS = 600.0, 4_000_000, 1_000_000_000
 """Limits for a plug-in: deadline of one document, and characters of one document and of all."""
 PIECE_CHARS, USED_PIECES = 1_200, 10
-"""Characters of a piece of the standard library, and how many pieces of a module are documents, at most."""
+"""Characters per piece of a module of the standard library, and how many pieces of a module are trained on at most."""
 
 
 @runtime_checkable
@@ -33,12 +33,13 @@ class CorpusSource(Protocol):
     def documents(self, seed: int) -> Iterable[str | Exchange]:
         """Yield all documents to train on. The same seed must give the same documents.
 
-        All of a text is learned; of an `Exchange` only the answer. An exchange must fit into the context."""
+        All tokens of a text are trained on, and of an `Exchange` those of the answer only. An exchange must fit into
+        the context; longer texts are split."""
         ...
 
 
 def text_of(document: str | Exchange) -> str:
-    """Return the words of a document, as the tokeniser sees them."""
+    """Return all text of a document; for an exchange its messages and its answer, joined by line breaks."""
     return document if isinstance(document, str) else "\n".join([document.system, document.user, document.answer])
 
 
@@ -85,10 +86,10 @@ def library_documents(
 
 
 def unused_library(num_chars: int) -> str:
-    """Return at most `num_chars` characters of the standard library that `library_documents` never yields, for
-    measuring a loss.
+    """Return text of the standard library, at most `num_chars` characters, that `library_documents` never yields.
 
-    They are of large modules, behind the pieces that may be trained on. The same interpreter gives the same text.
+    It serves to measure a loss on unseen text. From each module with more than `USED_PIECES` pieces it has the first
+    piece after these. The same interpreter gives the same text.
 
     >>> text = unused_library(16_384)
     >>> len(text) > 12_000, any(piece in text for piece in library_documents(budget_chars=10**9, seed=0))

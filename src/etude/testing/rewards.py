@@ -46,7 +46,7 @@ CALLS: tuple[tuple[ToolCall, ...], ...] = (
         ToolCall(name="edit", arguments={"path": "own.py", "line": 2, "text": "    return None"}, output="ok"),
     ),
 )
-"""The calls of three turns, with a repeated read, a malformed call, and an edit that is reverted; no tests are run."""
+"""Tool calls of three turns, with a repeated read, a malformed call and a reverted edit, and without a run of tests."""
 
 
 class CreditSchemeContract(Contract):
@@ -188,7 +188,7 @@ def finished(
     """Make a finished rollout of `num_turns` turns in one context, with four sampled tokens each.
 
     `exports` are its exported files (path → content); None: one file. `number`: its place among its siblings. `calls`:
-    the tool calls of its turns, from the first one on."""
+    the tool calls of the first turns; the others have none."""
     turns = [
         Turn(
             parent=i - 1 if i else None,

@@ -33,9 +33,9 @@ def plan_batches(
     spans = split_documents(documents, document_tokens=min(document_tokens, batch_tokens))
     if not len(spans):
         raise TaskError(
-            "the corpus has nothing to predict",
-            "every document is shorter than two tokens, or only context",
-            hint="add documents",
+            "the corpus has no token to predict",
+            "every document has fewer than two tokens, or is only context",
+            hint="add documents of at least two tokens, or exchanges with an answer",
         )
     batches: list[Spans] = []
     planned, epoch = 0, 0
@@ -53,7 +53,7 @@ def plan_batches(
 def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
     """Split documents into pieces of at most `document_tokens`.
 
-    Pieces that predict nothing are dropped: those of one token, and those that are only context."""
+    Pieces without a token to predict are dropped: those of one token, and those that are only context."""
     cut = [
         (at, min(at + document_tokens, int(stop)))
         for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
@@ -64,7 +64,7 @@ def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
 
 
 def targets_per_span(documents: Documents, spans: Spans) -> npt.NDArray[np.int64]:
-    """Return how many tokens of each span are predicted: those that are learned, without its first, [documents]."""
+    """Return the number of targets of each span, [spans] int64: its tokens with loss, without the first token."""
     before = documents.num_learned_before
     return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
 

@@ -31,7 +31,7 @@ class OptimizerKind(enum.StrEnum):
 class PolicyLossKind(enum.StrEnum):
     """The built-in policy losses, described in `training.losses`.
 
-    DPO is a loss of preference pairs, which `experience.credit` forms (`training.pair_loss`)."""
+    DPO is a loss of preference pairs (`training.pair_loss`), which the credit scheme `experience.credit` forms."""
 
     PPO = "ppo"
     CISPO = "cispo"
@@ -39,7 +39,9 @@ class PolicyLossKind(enum.StrEnum):
 
 
 class DpoReference(enum.StrEnum):
-    """The reference policy of the DPO loss: the starting checkpoint, or for each token the version that sampled it."""
+    """The reference policy of the DPO loss.
+
+    START: the starting checkpoint. SAMPLER: for each token, the version that sampled it."""
 
     START = "start"
     SAMPLER = "sampler"
@@ -85,7 +87,7 @@ class LearnerConfig:
 
     - `lr`: constant, then linear decay to a tenth over the last 40 % of the steps.
     - `grad_clip`: the largest norm of the full gradient.
-    - `dpo_beta`: how strongly the DPO loss holds the policy to its reference, `dpo_reference`.
+    - `dpo_beta`: β of the DPO loss; a higher one keeps the policy closer to the reference policy, `dpo_reference`.
     - `ratio_cap`: the largest importance ratio of a token; None: 2 for cispo, 3 for others.
     - `clip_low`, `clip_high`: the range of the ratio in PPO.
     - `budget_tokens`: tokens of one forward pass; it bounds memory and changes nothing else.
@@ -160,13 +162,13 @@ class LearnerConfig:
         start = self.dpo_reference is DpoReference.START
         if self.correction is not CorrectionKind.NONE:
             raise ValueError(
-                "policy_loss = 'dpo' has no importance weights to correct, since a pair weighs at most dpo_beta: "
+                f"correction = {str(self.correction)!r} with policy_loss = 'dpo', which has no importance weights: "
                 "set correction = 'none'"
             )
         if self.kl and start:
             raise ValueError(
-                f"kl = {self.kl} with policy_loss = 'dpo': the starting checkpoint is the reference already; set "
-                "kl = 0 and a higher dpo_beta, or dpo_reference = 'sampler'"
+                f"kl = {self.kl} with policy_loss = 'dpo' and dpo_reference = 'start': the loss already limits the "
+                "distance to the starting checkpoint; set kl = 0 and a higher dpo_beta, or dpo_reference = 'sampler'"
             )
         if self.context_parallel > 1 and start:
             raise ValueError(
@@ -175,7 +177,7 @@ class LearnerConfig:
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss is computed with the starting checkpoint, which the learner then holds, too."""
+        """Whether the loss needs the starting checkpoint, so that the learner keeps it in memory."""
         return bool(self.kl) or (self.policy_loss is PolicyLossKind.DPO and self.dpo_reference is DpoReference.START)
 
     @property

@@ -1,7 +1,11 @@
 """Read and write a corpus on disk: token ids of all documents, and the offset of each document. Imports no torch.
 
-``tokens.bin`` has uint16, ``documents.bin`` int64 offsets into it, one per document and the total at the end, and
-``context.bin`` int64 numbers of leading tokens that are only context, one per document; all little-endian.
+All numbers are little-endian:
+
+- ``tokens.bin``: token ids, uint16.
+- ``documents.bin``: the offset of each document in ``tokens.bin``, and the total number of tokens at the end, int64.
+- ``context.bin``: for each document the number of its leading tokens that have no loss, int64.
+
 ``heldout.*.bin`` hold the documents that are never trained on. ``corpus.json`` has the counts. It is written last:
 without it the corpus is incomplete."""
 
@@ -26,7 +30,7 @@ _HINT = "delete the corpus directory; it is then created again"
 
 @dataclass(frozen=True)
 class Answered:
-    """A document of which only the end is learned: the first `num_context` of the `token_ids` [T] are its context."""
+    """A document with loss on its end only. `token_ids`: [T] int32; the first `num_context` of them have no loss."""
 
     token_ids: I32
     num_context: int
@@ -37,7 +41,7 @@ class Documents:
     """Many documents as token ids in arrays.
 
     `tokens`: [T] of all documents, one after another. `offsets`: [documents + 1] the start of each document, and T.
-    `num_context`: [documents] the number of leading tokens of each document that are not learned; None: 0 for all.
+    `num_context`: [documents] the number of leading tokens of each document that have no loss; None: 0 for all.
 
     >>> docs = Documents(tokens=np.array([5, 6, 7], np.uint16), offsets=np.array([0, 2, 3]))
     >>> len(docs), docs[0].tolist(), docs.lengths.tolist()
@@ -61,7 +65,7 @@ class Documents:
 
     @cached_property
     def learned(self) -> npt.NDArray[np.bool_]:
-        """[T] Whether a token is learned. The first token of a document never is: nothing comes before it."""
+        """[T] Whether a token has loss. The first token of a document has none, since nothing comes before it."""
         found = np.ones(len(self.tokens), np.bool_)
         num_context = np.zeros(len(self), np.int64) if self.num_context is None else self.num_context
         for start, stop, count in zip(self.offsets[:-1], self.offsets[1:], np.maximum(num_context, 1), strict=True):
@@ -70,7 +74,7 @@ class Documents:
 
     @cached_property
     def num_learned_before(self) -> npt.NDArray[np.int64]:
-        """[T + 1] The number of learned tokens before each token, and at the end that of all."""
+        """[T + 1] For each token the number of tokens with loss before it; at the end, their total number."""
         return np.concatenate([[0], np.cumsum(self.learned)])
 
 

@@ -94,7 +94,7 @@ class FlatBatch:
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
 
     def places_in(self, whole: FlatBatch) -> torch.Tensor:
-        """Return the number of each row in the batch of which this is a rank's part, int64 [R]."""
+        """Return the index of each row in the batch `whole`, of which this is a rank's part, int64 [R]."""
         if self.kept_N is None:
             return torch.arange(len(self.rows_R))
         return torch.searchsorted(whole.rows_R, self.kept_N.cpu()[self.rows_R.cpu()])

@@ -1,12 +1,13 @@
 """Credit from hints: dense credit for the tokens of a faulty turn, by on-policy self-distillation.
 
-A hint is a text that would have helped the policy in a turn. The sampled tokens of the turn are scored twice by the
-live weights, with the hint in their context and without it. To the advantage of each token is added
-``weight * (log p(token | context with the hint) - log p(token | context))``. So the policy learns to act as it would
-with the hint: the expected gradient is that of minus the reverse KL divergence KL(policy || policy with the hint) of
-these tokens. Neither score has a gradient, and nothing new is sampled.
+A hint is a text that would have helped the policy in a turn. The live weights score the sampled tokens of the turn
+twice, with the hint in their context and without it. The advantage of each token gets
+``weight * (log p(token | context with the hint) - log p(token | context))`` added. So the policy learns to act without
+the hint as it would with it. The expected gradient is that of minus the reverse KL divergence
+KL(policy || policy with the hint), per token. Neither score has a gradient, and nothing new is sampled.
 
-Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv 2306.13649), with the policy as its own teacher.
+Source: Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv 2306.13649), with the policy
+as its own teacher.
 
 Shapes: S tokens with loss of a sample."""
 
@@ -24,14 +25,14 @@ from etude.records.sample import PlacedHint
 from etude.records.wire import F32, I32, Bools
 
 Score = Callable[[Sequence[Sample]], list[F32]]
-"""Returns the log-probability of each token with loss of some samples, [S] each, under the live weights."""
+"""Computes for each sample the log-probabilities of its tokens with loss under the live weights, [S], in nats."""
 
 
 def with_hint_credit(samples: Sequence[Sample], score: Score) -> tuple[list[Sample], float | None]:
-    """Return the samples with the credit of their hints in their advantages, and without hints.
+    """Add the credit of the samples' hints to their advantages, and return (samples without hints, `hint_kl`).
 
-    Also returns the mean over tokens with a hint of log p(token | context) - log p(token | context with the hint); None
-    if there is none. `score` is called at most once."""
+    `hint_kl`: as in `StepReport`, in nats; None without hints. `score` is called at most once. Samples without hints
+    are returned unchanged."""
     plain = {i: _without(sample) for i, sample in enumerate(samples) if sample.hints}
     if not plain:
         return list(samples), None
@@ -56,13 +57,13 @@ def with_hint_credit(samples: Sequence[Sample], score: Score) -> tuple[list[Samp
 
 
 def _within(sample: Sample, hint: PlacedHint) -> Bools:
-    """Return which of the tokens with loss a hint is for, [S]."""
+    """Return which of the tokens with loss are in the turn of a hint, [S]."""
     at = np.flatnonzero(sample.path.mask)
     return (at >= hint.at) & (at < hint.stop)
 
 
 def _without(sample: Sample) -> Sample:
-    """Return a sample with loss on the tokens with a hint only."""
+    """Return a sample to score without hints, with loss only on the tokens of turns with a hint."""
     of_hints = np.logical_or.reduce([_within(sample, hint) for hint in sample.hints])
     mask = sample.path.mask.copy()
     mask[mask] = of_hints
@@ -70,7 +71,7 @@ def _without(sample: Sample) -> Sample:
 
 
 def _with(sample: Sample, hint: PlacedHint) -> Sample:
-    """Return a sample with a hint in its context, and with loss on the tokens of the turn only."""
+    """Return a sample to score with a hint in its context, with loss only on the tokens of the hint's turn."""
     path, at = sample.path, hint.at
     token_ids = np.concatenate([path.token_ids[:at], hint.token_ids, path.token_ids[at : hint.stop]])
     mask = np.concatenate([np.zeros(at + len(hint.token_ids), bool), path.mask[at : hint.stop]])
@@ -78,7 +79,7 @@ def _with(sample: Sample, hint: PlacedHint) -> Sample:
 
 
 def _scored(sample: Sample, token_ids: I32, mask: Bools, own: Bools) -> Sample:
-    """Return the sample of a path that is only scored. `own`: which tokens with loss of `sample` are its own, [S]."""
+    """Return a sample that is only scored. `own`: which tokens with loss of `sample` it has, [S]."""
     path = Path(
         token_ids=token_ids.astype(np.int32),
         mask=mask,

@@ -73,7 +73,7 @@ UNREPLAYED_EVERY = 64
 class PackedSamples:
     """The samples of a batch, by forward pass.
 
-    `rows`: for each forward pass, one list of indices of samples for each data-parallel rank. `shared`: whether tokens
+    `rows`: for each forward pass, and each data-parallel rank, the indices of its samples. `shared`: whether tokens
     that paths share are computed once. `num_tokens`: tokens of all paths. `num_unique`: the same number with shared
     tokens counted once."""
 
@@ -86,7 +86,10 @@ class PackedSamples:
 
 @dataclass(frozen=True)
 class _Scores:
-    """Log-probabilities of some rows of a forward pass over `samples` (indices). `rows`: the number of each row."""
+    """The part of a rank in the scores of a forward pass.
+
+    `samples`: indices of the samples in the pass. `rows`: indices, among their tokens with loss, of the rank's tokens.
+    `logprobs`: one for each of these."""
 
     samples: list[int]
     rows: list[int]
@@ -202,7 +205,7 @@ class TorchLearner:
         return report if pairs is None else pairs.added_to(report)
 
     def _packed(self, samples: Sequence[Sample], replay: RouteReplay | None) -> PackedSamples:
-        """Distribute samples over forward passes, and decide whether these share prefixes."""
+        """Distribute samples over forward passes, and decide whether the passes share prefixes."""
         lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
         found, budget, shares = prefix_order(samples, lengths, replay), self.config.budget_tokens, self.config.shares
         shared = self.share_prefixes and found.num_unique < (1 - LEAST_SHARED) * sum(lengths)
@@ -216,7 +219,7 @@ class TorchLearner:
     def _score(self, samples: Sequence[Sample]) -> list[F32]:
         """Return the log-probability of each token with loss under the live weights, [S] per sample, on every rank.
 
-        No routes are replayed: a context with a hint has none."""
+        No routes are replayed, since engines recorded none for contexts with hints."""
         group, packed, found = self._group, self._packed(samples, None), list[_Scores]()
         for row in packed.rows:
             for share in group.own_shares(len(row)):
@@ -286,7 +289,7 @@ class TorchLearner:
         progress.tick()
 
     def _flatten(self, samples: Sequence[Sample], packed: PackedSamples) -> FlatBatch:
-        """Return the tokens of one forward pass that this rank computes, on its device."""
+        """Return this rank's part of the tokens of one forward pass, on its device."""
         with self._group.propagate_errors("samples"):
             flat = flatten_samples(samples, self._replay(), share_prefixes=packed.shared)
             check_sampled(samples, flat, step=self.step + 1)
@@ -296,7 +299,8 @@ class TorchLearner:
     def _log_ratios(self, packed: PackedSamples) -> dict[str, float]:
         """Return log π − log π_ref of each rollout, in nats: the sum over its tokens with loss, on all ranks.
 
-        π_ref is that of the DPO loss. Sums are float64, and do not depend on how samples are distributed."""
+        π_ref is the reference policy of the DPO loss. The sums are float64, and do not depend on how samples are
+        distributed over forward passes and ranks."""
         own = list[tuple[str, float]]()
         for row in packed.rows:
             for share in self._group.own_shares(len(row)):
@@ -323,7 +327,7 @@ class TorchLearner:
         if self._reference is None:
             raise InputError(
                 "the DPO loss has no reference policy",
-                "learner.dpo_reference is 'start'",
+                "dpo_reference = 'start', and the argument reference is None",
                 hint="give TorchLearner a Reference, or set dpo_reference = 'sampler'",
             )
         return self._reference.logprobs(rows)
@@ -430,7 +434,8 @@ class TorchLearner:
         """Change the settings to continue with engines whose probabilities differ from the learner's.
 
         From now on the learner replays the engines' routes (chosen experts), and a ratio other than 1 on the live
-        weights is reported, not refused. With `truncate` it also truncates importance weights; DPO has none."""
+        weights is reported, not refused. With `truncate` it also truncates importance weights, except with
+        DPO, which has none."""
         self._refuse_mismatch = False
         correction, weighted = self.config.correction, self.config.policy_loss is not PolicyLossKind.DPO
         if truncate and weighted and correction is CorrectionKind.NONE:

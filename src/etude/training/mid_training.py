@@ -51,7 +51,7 @@ from etude.training.schedule import lr_multiplier
 
 FORMAT = 1
 FORWARD_TOKENS = 4096  # of one forward pass; bounds memory, changes nothing else
-NOT_LEARNED = -100  # the target of a token that is only context: cross_entropy's `ignore_index`
+NOT_LEARNED = -100  # the target of a token without loss: cross_entropy's `ignore_index`
 RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.state"
 
 Probe = Callable[[Transformer], float]
@@ -371,7 +371,7 @@ def _num_tokens(spans: Spans) -> int:
 def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Return (inputs, targets, lengths) of each forward pass over some documents.
 
-    The last token of a document is only predicted. Targets that are not learned are `NOT_LEARNED`."""
+    The last token of a document is a target and no input. Targets without loss are `NOT_LEARNED`."""
     batches = []
     for part in group_by_budget((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
         docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]

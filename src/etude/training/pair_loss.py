@@ -1,19 +1,21 @@
 """Direct preference optimisation (DPO) of pairs of rollouts, in two passes.
 
-The loss of a pair is −log σ(β m), with the margin m = h(better) − h(worse), where h = Σ log π − log π_ref over all
-tokens with loss of a rollout (Rafailov et al. 2023, arXiv 2305.18290, eq. 7). The tokens of a pair are in several
-paths, forward passes and ranks. Its gradient needs only one number from all of them:
+The loss of a pair is −log σ(β m) with the margin m = h(better) − h(worse). The log-ratio h of a rollout is
+Σ (log π − log π_ref) over its tokens with loss (Rafailov et al. 2023, arXiv 2305.18290, eq. 7). These tokens may be in
+several paths, forward passes and ranks, but the gradient depends on all of them through m only:
 
     ∇ −log σ(β m) = −β σ(−β m) (Σ ∇log π of the better rollout − Σ ∇log π of the worse one)
 
-The first pass, without gradient, computes h of each rollout. Then the pairs give each rollout a weight, and the second
-pass is a plain token loss with these weights. This is the gradient of the pairs, not an approximation.
+The first pass computes h of each rollout, without gradient. The pairs then give each rollout a weight. The second pass
+is a token loss with these weights. Its gradient is exactly that of the loss of the pairs.
 
-The reference of `DpoReference.START` is fixed. Then no probability of the sampler is in the loss, and stale samples
-need no importance weights: lag only decides which pairs there are. This is DPO on samples of the policy itself (Guo et
-al. 2024, arXiv 2402.04792). With `SAMPLER` the reference of each token is the version that sampled it, as where DPO is
-repeated with the last policy as reference (Pang et al. 2024, arXiv 2404.19733). On fresh samples all margins are 0, so
-each step is a policy gradient with wins minus losses as advantage, and nothing bounds the distance to the start."""
+With `DpoReference.START` the reference is the starting checkpoint, fixed for the run. The probabilities of the sampler
+are then not in the loss, so stale samples need no importance weights: lag only changes which pairs there are. This is
+DPO on samples of the policy itself (Guo et al. 2024, arXiv 2402.04792).
+
+With `SAMPLER` the reference of each token is the version that sampled it. This is similar to iterated DPO, whose
+reference is the policy of the last iteration (Pang et al. 2024, arXiv 2404.19733). On fresh samples all margins are 0.
+A step is then a policy gradient with wins minus losses as advantage, and nothing bounds the distance to the start."""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ from etude.training.losses import PolicyLoss
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The DPO loss of a batch: the mean over its pairs, and how it depends on each rollout.
+    """The DPO loss of a batch, a mean over its pairs, and the weight of each rollout in its gradient.
 
-    `weights`: by rollout id, minus the derivative of `loss` by the sum of the rollout's log-probabilities. `accuracy`,
-    `margin`: as in `StepReport`; None without pairs."""
+    `weights`: by rollout id, minus the derivative of `loss` with respect to the sum of the rollout's log-probabilities.
+    `accuracy`, `margin`: `pair_accuracy` and `pair_margin` of `StepReport`; None without pairs."""
 
     loss: float
     weights: Mapping[str, float]
@@ -44,7 +46,7 @@ class PairLoss:
     margin: float | None
 
     def weighted(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the weights of their rollouts as advantages."""
+        """Return the samples with the weight of its rollout as the advantage of each token; 0.0 without a pair."""
         return [
             msgspec.structs.replace(
                 sample, advantages=np.full_like(sample.advantages, self.weights.get(sample.rollout_id, 0.0))
@@ -53,7 +55,7 @@ class PairLoss:
         ]
 
     def added_to(self, report: StepReport) -> StepReport:
-        """Return the report of the second pass with the loss and the metrics of the pairs."""
+        """Return a copy of `report`, that of the second pass, with the loss and the metrics of the pairs added."""
         return msgspec.structs.replace(
             report,
             loss=report.loss + self.loss,
@@ -66,7 +68,8 @@ class PairLoss:
 def pair_loss(pairs: Sequence[tuple[str, str]], log_ratios: Mapping[str, float], *, beta: float) -> PairLoss:
     """Compute the DPO loss of pairs (better, worse) of rollout ids.
 
-    `log_ratios`: by rollout id, log π − log π_ref in nats, summed over the tokens with loss. Computed in float64.
+    `log_ratios`: by rollout id, Σ (log π − log π_ref) over its tokens with loss, in nats. It must have every rollout of
+    the pairs. Computed in float64.
 
     >>> found = pair_loss([("a", "b")], {"a": 1.0, "b": 1.0}, beta=0.1)
     >>> round(found.loss, 4), found.weights, found.accuracy
@@ -92,10 +95,9 @@ def pair_loss(pairs: Sequence[tuple[str, str]], log_ratios: Mapping[str, float],
 def weighted_tokens_loss(
     logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, weight_R: torch.Tensor
 ) -> PolicyLoss:
-    """Compute the loss of the second pass: its gradient is −Σ weight · ∇log π, and its value 0.
+    """Compute the loss of the second pass. Its gradient is −Σ weight · ∇log π; its value is 0 (see `PairLoss.loss`).
 
-    The value of the loss is `PairLoss.loss`. Shapes: R rows, one per sampled token. Nothing is clipped: a pair weighs
-    at most beta."""
+    Shapes: R rows, one per sampled token. Ratios are not clipped, since the weight of a pair is at most beta."""
     now = logprobs_R.detach()
     ratio = (now - sampler_logprobs_R).exp()
     loss = -(weight_R * (logprobs_R - now)).sum()

@@ -44,7 +44,7 @@ def test_settings_that_differ_from_the_config_and_the_last_change_are_a_change(
     assert changed_rewards(run, config, given(0.25)) == []
     assert not capsys.readouterr().out
     assert changed_rewards(run, config, given(0.5)) == [], "the file with which the run began says nothing new"
-    assert "rewards stay as they were changed in the run" in capsys.readouterr().out
+    assert "later changes of the run stay in force" in capsys.readouterr().out
     assert RewardSettings(run, config).composition(1).weights == {"brief": 0.25}
 
 

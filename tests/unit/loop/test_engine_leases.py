@@ -122,7 +122,7 @@ def test_the_time_of_a_lease_is_bounded_and_work_ends_with_it(run: RunFolder) ->
         async with borrowed_engines(run, share=0.5, seconds=0.05) as lease:
             with pytest.raises(DeadlineExceeded, match="took its engines back") as ended:
                 await lease.during(asyncio.sleep(60))
-            assert ended.value.facts == "its time is over"
+            assert ended.value.facts == "the time of the lease is over"
             await back(processes)
 
     play(run, processes, story)
@@ -148,7 +148,7 @@ def test_the_last_engine_and_other_kinds_are_not_lent(run: RunFolder, kinds: tup
         with pytest.raises(RunRefused, match="lends no engines") as refused:
             async with borrowed_engines(run, share=0.5, seconds=60):
                 pass
-        assert "one must be left" in refused.value.facts
+        assert "must leave one to training" in refused.value.facts
 
     processes = Processes(*kinds)
     play(run, processes, story)

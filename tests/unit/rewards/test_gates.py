@@ -63,7 +63,7 @@ def test_gates_of_two_versions_are_not_compared() -> None:
         ({"a": "a"}, "form a circle: a -> a"),
         ({"a": "b", "b": "c", "c": "b"}, "form a circle: a -> b -> c -> b"),
         ({"a": "k1"}, "the gate of 'a' is 'k1'"),
-        ({"a": "tets"}, "neither a term nor measured by graders: did you mean 'tests'?"),
+        ({"a": "tets"}, "neither a term nor a measure of the graders: did you mean 'tests'?"),
         ({"a": "tests > 0.5"}, "the gate of 'a' is 'tests > 0.5'"),
     ],
 )
@@ -167,7 +167,7 @@ class Parts:
 
 @pytest.mark.parametrize("turns", [((3, 1.0),), ((-1, 1.0),), ((0, float("nan")),), (0,)])
 def test_parts_that_are_of_no_turn_are_an_error_that_names_the_term(turns: tuple[tuple[int, float], ...]) -> None:
-    with pytest.raises(PluginError, match=r"reward term 'parts'.*parts that are of no turn"):
+    with pytest.raises(PluginError, match=r"reward term 'parts'.*parts with an invalid turn or number"):
         asyncio.run(measure_group([NamedTerm("parts", Parts(turns))], SIBLINGS[:1], [graded(1.0)]))
 
 

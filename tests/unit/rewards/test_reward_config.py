@@ -21,10 +21,10 @@ OTHER = {"name": "other", "kind": "malformed-calls", "weight": 0.0}
         ({"terms": [EFFORT | {"name": ""}]}, "a term is called '': use letters"),
         ({"terms": [EFFORT | {"name": "my.term"}]}, "a term is called 'my.term': use letters"),
         ({"terms": [EFFORT | {"weight": 0.0, "target": 0.5}]}, "its largest weight is 0: set it above 0"),
-        ({"terms": [EFFORT | {"weight": 1.5}]}, "giving up may pay more than a solution"),
+        ({"terms": [EFFORT | {"weight": 1.5}]}, "a rollout that gives up may get more than a solved one"),
         ({"terms": [EFFORT | {"when": "grad"}]}, "did you mean 'grade'?"),
         ({"terms": [EFFORT | {"limit": 100.0}]}, "kind = {kind = 'effort', limit = ...}"),
-        ({"terms": EFFORT}, r"write [[rewards.terms]], with two brackets"),
+        ({"terms": EFFORT}, r"write [[rewards.terms]] with double brackets"),
         ({"terms": [EFFORT], "audits": [{"term": "efort", "by": "grade"}]}, "did you mean 'effort'?"),
         ({"audits": [{"term": "effort", "by": "grade"}]}, "none of the terms: there are none"),
         ({"terms": [EFFORT], "audits": [{"term": "effort", "by": "tests", "tolerance": 0.1}]}, "known: effort, grade"),
@@ -46,7 +46,7 @@ def test_a_gate_is_a_term_or_a_measure_of_the_graders(gate: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "says"),
     [
-        ("tests-never-run", {"pattern": "("}, "is no regular expression"),
+        ("tests-never-run", {"pattern": "("}, "is not a regular expression"),
         ("effort", {"k": 0.0}, "it must be more than 0.0"),
         ("effort", {"thinking": 0.0, "answer": 0.0, "tool_output": 0.0, "call": 0.0, "turn": 0.0}, "all prices"),
     ],

@@ -126,7 +126,7 @@ def test_group_by_budget_covers_all_lengths_in_order(lengths: list[int], budget:
 
 
 def test_a_corpus_with_nothing_to_predict_is_named() -> None:
-    with pytest.raises(TaskError, match="nothing to predict"):
+    with pytest.raises(TaskError, match="no token to predict"):
         plan_batches(documents([1, 1]), num_tokens=5, batch_tokens=8, document_tokens=8, seed=0)
 
 

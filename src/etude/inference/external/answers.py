@@ -30,7 +30,7 @@ from etude.records.wire import F32, I32, Routes
 
 T = TypeVar("T")
 ROUTES_PREFIX = "routes"  # prefix of the id of a request whose routes will be fetched
-FAILED = "Internal server error"  # what vLLM says of a request that it ended with the finish reason "error"
+FAILED = "Internal server error"  # vLLM's error text for a request that it ended with the finish reason "error"
 NON_FINITE_LOGPROB = -9999.0  # what vLLM sends for a log-probability that is not finite
 
 

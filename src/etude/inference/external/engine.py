@@ -173,9 +173,11 @@ class ExternalEngine:
             ) from None
 
     async def hold(self, seconds: float) -> Version:
-        """Refuse to keep a version: a swap of this server that waits would block its scoring meanwhile."""
-        facts = f"{self.name} is an engine of another kind"
-        raise MalformedRequest("only reference engines can hold a version", facts, hint="ask a reference engine")
+        """Raise `MalformedRequest`: an external engine cannot keep a version.
+
+        While its next version waits to be adopted, the server could not score texts."""
+        facts = f"{self.name} serves with {self.client.server}"
+        raise MalformedRequest("only reference engines can hold a version", facts, hint="send it to a reference engine")
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         """Return the current state and load. Never waits for the server, so a hanging one can still be inspected."""
@@ -386,14 +388,16 @@ class ExternalEngine:
                 self.client.forget(sent.name)
 
     def _read_event(self, line: bytes, request: CompletionRequest) -> AnswerPart | None:
-        """Parse one line of the response to a request. Raises `EngineError`; `InvalidGrammar` when the server failed to
-        follow the request's grammar, which no other engine would do better."""
+        """Parse one line of the response to a request.
+
+        Raises `EngineError`, and `InvalidGrammar` if the server could not follow the request's grammar. Another engine
+        would fail, too."""
         try:
             return self._dialect.read_event(line, engine=self.name)
         except EngineError as error:
             if not request.sampling.grammar or error.facts != answers.FAILED:
                 raise
-            what = f"request {request.request_id} cannot follow its grammar"
+            what = f"the engine failed to follow the grammar of request {request.request_id}"
             hint = "simplify the grammar, or send the request without it"
             raise InvalidGrammar(what, f"{error.what}: {error.facts}", hint=hint) from None
 

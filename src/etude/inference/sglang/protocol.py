@@ -100,12 +100,14 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def _grammar(grammar: str) -> dict[str, str]:
-    """The parameter of a grammar. A schema true or false becomes the object that SGLang needs. Raises `InvalidGrammar`
-    for a Lark grammar."""
+    """Return the sampling parameter of a grammar. The schemas true and false become objects, as SGLang requires.
+
+    Raises `InvalidGrammar` for a Lark grammar."""
     kind, value = kind_of(grammar)
     if kind == "lark":
         hint = "use an engine of kind reference or vllm, or a grammar of a JSON schema or a regular expression"
-        raise InvalidGrammar(f"{SERVER} takes no Lark grammar", "etude forces tool calls by Lark grammars", hint=hint)
+        facts = "etude sends forced tool calls, and JSON beside tools, as Lark grammars"
+        raise InvalidGrammar(f"{SERVER} does not support Lark grammars", facts, hint=hint)
     if kind == "regex":
         return {"regex": value}
     schema = value if not isinstance(value, bool) else {} if value else {"not": {}}

@@ -127,8 +127,9 @@ def start(
 
 
 def _grammars(checkpoint: Path) -> list[str]:
-    """Return the arguments for grammars: "guidance" is the only backend that takes all of them. Without a tokeniser in
-    the checkpoint vLLM refuses them."""
+    """Return the arguments for grammars. Only the backend "guidance" supports all kinds of them.
+
+    vLLM refuses grammars for a checkpoint without a tokeniser."""
     if not (checkpoint / "tokenizer.json").is_file():
         return ["--skip-tokenizer-init"]
     return ["--structured-outputs-config.backend", "guidance"]

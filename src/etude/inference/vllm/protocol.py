@@ -1,8 +1,9 @@
 """Encodes requests to vLLM and parses its responses. The functions are those of `external.client.Dialect`.
 
 Its log-probabilities are those of the distribution that was sampled from: after penalties, biases and truncation, where
-a request asks for them. Grammars are sent as Lark, which vLLM's backend "guidance" compiles by llguidance, as etude's
-own engine does. Each has the request's stop tokens as its end, since vLLM would end the text with its tokeniser's only.
+a request asks for them. Grammars are sent as Lark. vLLM's backend "guidance" compiles them with llguidance, as etude's
+own engine does. Each grammar ends with one of the request's stop tokens, since vLLM itself would allow only the
+tokeniser's end token there.
 
 Only the needed fields of a response are parsed. A response that lacks one, or contradicts itself, raises `EngineError`.
 Written for `/inference/v1/generate` of vLLM 0.32."""

@@ -1,12 +1,12 @@
-"""vLLM's scheduler with strict priorities, and with texts that cannot end where their grammar failed.
+"""vLLM's scheduler with two changes: strict priorities, and an error for a request whose grammar failed.
 
 vLLM (0.32) orders its queue by priority, but does not preempt running requests for waiting ones: when long rollouts
 have every sequence slot, a production request waits until one of them ends. Here, before a step is planned, the
 youngest rollouts return to the queue by vLLM's own preemption. They keep their tokens and their random state, and later
 compute again what the prefix cache no longer has.
 
-A grammar can become too complex while its text grows. vLLM's backend "guidance" then allows the end token only, and the
-text would end as if it were complete. Here the request fails.
+A grammar can become too complex for its matcher while the text grows. vLLM's backend "guidance" then allows the end
+token only, so the text would end as if it were complete. Here the request fails instead.
 
 Only vLLM's core loads this module (`--scheduler-cls`)."""
 
@@ -63,8 +63,9 @@ class _Strict:
 
 
 def _accept_tokens(accept: Callable[[Any, list[int]], bool], request: Any, token_ids: list[int]) -> bool:
-    """Advance a request's grammar by sampled tokens, as vLLM's `accept` does. Returns False, with which vLLM ends the
-    request as failed, also when the grammar has failed."""
+    """Advance a request's grammar by sampled tokens with vLLM's `accept`, and return whether that succeeded.
+
+    False makes vLLM end the request as failed. Unlike `accept` it is also returned when the matcher has an error."""
     accepted = accept(request, token_ids)
     structured = request.structured_output_request
     matcher = getattr(structured.grammar, "ll_matcher", None) if structured is not None else None

@@ -31,7 +31,7 @@ MAX_REPLY_BYTES = 4 << 20
 MAX_TOKENS = 2_048
 """Limit of an answer, with the reasoning of models that count it."""
 TOP_LOGPROBS = 20
-"""So many of the likeliest tokens are asked for: the most that OpenAI, vLLM and etude give."""
+"""Number of likeliest tokens to request: the largest number that OpenAI, vLLM and etude give."""
 _BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _CUT = {"length", "max_tokens", "model_context_window_exceeded"}
 _ENDED = {"stop", "end_turn", "stop_sequence"}
@@ -48,8 +48,8 @@ class Dialect(enum.StrEnum):
 class Reply:
     """The answer of a model: its text, the name of the model that the server gives, and the tokens that it counts.
 
-    Counts are None when the server does not say them. `num_input` includes `num_cached`. `likeliest`: the likeliest
-    first tokens, for questions of the form `Form.TOKEN`."""
+    Counts are None if the server does not report them. `num_input` includes `num_cached`. `likeliest`: the likeliest
+    first tokens with their log-probabilities, for questions of the form `Form.TOKEN`; () for others."""
 
     text: str
     model: str
@@ -214,7 +214,7 @@ def _likeliest(choice: Mapping[str, Any]) -> Likeliest:
 
 def _no_logprobs(model: str) -> InputError:
     return InputError(
-        "the judge gives no probabilities of its tokens",
+        "the judge returns no probabilities of its tokens",
         f"{model or 'the model'} answered without logprobs.content[0].top_logprobs, which form = 'token' reads",
         hint="write form = 'value' or 'json', or serve the model with vLLM, SGLang or etude serve",
     )
@@ -235,7 +235,7 @@ def _of_anthropic(found: Mapping[str, Any]) -> Reply:
 
 
 def _checked(reply: Reply, ended: object, refusal: object, *, whole: bool = True) -> Reply:
-    """Return a reply that ended by itself, or with `whole` False one that was cut off. Raises `NoReply` for others."""
+    """Return a complete reply, or without `whole` also one that was cut off. Raises `NoReply` for any other."""
     if not isinstance(reply.text, str):
         raise TypeError("the text of an answer is no text")
     if refusal or ended in ("refusal", "content_filter"):
@@ -280,9 +280,9 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True)
 class PolicyAsker:
-    """A model of one's own as a judge, over `Policy`. Answers are sampled greedily, under a grammar of their form.
+    """Asks a `Policy`, your own model, as the judge. Answers are sampled greedily, under a grammar of their form.
 
-    For `Form.TOKEN` there is no grammar: vLLM and SGLang would give the probabilities after it.
+    `Form.TOKEN` has no grammar, since vLLM and SGLang would return the probabilities after the grammar's mask.
 
     `name` names the weights, such as a checkpoint's digest: it is part of the judge's version."""
 

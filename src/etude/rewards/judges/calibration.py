@@ -2,7 +2,7 @@
 
 Labels are divided into two halves by a hash of the work. A rubric is tuned with one half, and what is reported comes
 from the other, so a rubric that was fitted to its labels does not look better than it is. Works with the same `group`,
-such as attempts at one task, are in the same half and are resampled together."""
+such as attempts at one task, are in the same half, and the bootstrap of the intervals resamples them together."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
 class Label:
     """What a person says about one work, or which of two works is better.
 
-    `score`: of the aspect's scale; for two works 1 if the first is better, -1 if the second is, 0 for a tie. `author`:
-    who did the work; the judge is not told. `group`: works with the same one are not independent; "": none are."""
+    `score`: on the aspect's scale; for two works 1 if the first is better, -1 if the second is, 0 for a tie. `author`:
+    who did the work; the judge does not see it. `group`: works of one group are not independent; "": the work is
+    independent of others."""
 
     aspect: Aspect
     work: Evidence
@@ -68,7 +69,7 @@ class Label:
 
     @property
     def cluster(self) -> str:
-        """The group, or else a digest of the works, in any order. Labels of one cluster are not independent."""
+        """The key of labels that are not independent of each other: `group`; without one, the digests of the works."""
         return self.group or repr(sorted({self.work.digest, self.other.digest if self.other else self.work.digest}))
 
     @property
@@ -95,9 +96,9 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
 
     - `num_unknown`: works or pairs without a verdict. They are in no other number.
     - `kappa`: Cohen's kappa with squared weights, which are all equal on a scale of two. 1: agrees, 0: as by chance.
-    - `auc`: probability that the judge puts two works that people score differently in their order; ties count half.
-      On a scale of two it is the area under the ROC curve. None for pairs.
-    - `exact`: share of equal scores. For this and kappa, scores with a fraction are rounded.
+    - `auc`: of two works that people score differently, the probability that the judge orders them as people do; ties
+      count half. On a scale of two scores it is the area under the ROC curve. None for pairs.
+    - `exact`: share of equal scores. For `exact` and `kappa`, fractional scores are rounded.
     - `length`: Spearman correlation of judge minus people with the length of the work. None for pairs.
     - `prefers_first`: share of pairs in which the work shown first wins in both orders, minus that of the second. None
       for works.

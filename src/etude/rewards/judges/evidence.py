@@ -111,7 +111,7 @@ class Evidence:
         return cls(tuple(parts))
 
     def as_mapping(self) -> dict[str, object]:
-        """Return the evidence as a mapping that `of_mapping` reads.
+        """Return the evidence as a mapping of plain values, which `of_mapping` reads back.
 
         >>> Evidence((Part(Section.TASK, "add"), Part(Section.FILES, "a.py\\nx = 1\\n"))).as_mapping()
         {'task': 'add', 'files': {'a.py': 'x = 1\\n'}}

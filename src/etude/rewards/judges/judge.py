@@ -69,10 +69,10 @@ class Judge:
     """A judge with its rubric. `version` changes with everything that may change a verdict.
 
     `account` names the judge in the store: money and the server's model are counted by it. `prices`: of the model's
-    tokens. `first_wait_s`: the wait before a second try, which doubles with each further one. `tuned`: the model was
-    trained on the questions of this judge (`tuning`).
+    tokens. `first_wait_s`: the wait before a second try, which doubles with each further one. `tuned`: whether the
+    model was trained on the questions of this judge (`tuning`).
 
-    Raises `ConfigError` for a form that the rubric cannot have."""
+    Raises `ConfigError` if `form` does not fit the rubric or `tuned` (`check_form`)."""
 
     rubric: Rubric
     asker: Asker
@@ -96,7 +96,7 @@ class Judge:
         self.version = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     async def score(self, aspect: Aspect, work: Evidence) -> Verdict:
-        """Ask for the score of a work; the value is an integer of the aspect's scale, or with `Form.TOKEN` a float."""
+        """Ask for the score of a work: an integer on the aspect's scale, or with `Form.TOKEN` a float."""
         asking = await self._asked_as()
         return await self._known_or_asked(asking.about_one(aspect, work), self._key("one", aspect, [work]))
 
@@ -267,11 +267,11 @@ class Judge:
 
 
 def check_form(form: Form, rubric: Rubric, *, tuned: bool) -> None:
-    """Raise `ConfigError` if a rubric cannot be judged in this form."""
+    """Raise `ConfigError` if a rubric cannot be judged with this form of answers, or `tuned` does not fit the form."""
     if form is not Form.TOKEN:
         if tuned:
-            hint = "write form = 'token': models are trained to answer with one token"
-            raise ConfigError(f"tuned = true needs the form 'token', and form is '{form}'", hint=hint)
+            facts = f"form is '{form}', and a tuned judge was trained to answer with one token"
+            raise ConfigError("tuned = true needs form = 'token'", facts, hint="write form = 'token'")
         return
     for aspect in rubric.aspects:
         if aspect.lowest < 0 or aspect.highest > 9:

@@ -31,9 +31,9 @@ _SYSTEM = (
 
 @dataclass(frozen=True)
 class Question:
-    """One call of a judge: the messages, the form and domain of the answer, and the code that the answer must carry.
+    """One question to a judge: the messages, the form and domain of the answer, and the code that it must contain.
 
-    `system` is "" for a question without a system message."""
+    `system`: the system message; "": none."""
 
     system: str
     user: str
@@ -48,7 +48,7 @@ class Question:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages in OpenAI's format."""
+        """The messages in the format of OpenAI's chat completions."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.user}]
 
@@ -57,8 +57,8 @@ class Question:
 class Asking:
     """How questions are put: the rubric, the form of answers, the limit of the evidence, and names to hide.
 
-    `secret` makes the codes of the fences; who does not know it cannot predict them. `tuned`: the model was trained on
-    these questions (`tuning`), so they are asked without the explanations that other models need."""
+    `secret`: the key from which the codes of fences are made, so that authors of works cannot predict them. `tuned`:
+    the model was trained on these questions (`tuning`), so they have no explanations."""
 
     rubric: Rubric
     form: Form
@@ -90,7 +90,7 @@ class Asking:
 
     def _question(self, aspect: Aspect, works: Sequence[Evidence], asked: str, domain: Domain) -> Question:
         if self.form is Form.TOKEN and not isinstance(domain, Weighed):
-            facts = "its verdict is the mean of a scale under the probabilities of one token"
+            facts = "the form gives one score for one work, from the probabilities of a token"
             hint = "use another form, or mode = 'pointwise' and labels of single works"
             raise InputError("a judge of the form 'token' cannot compare works", facts, hint=hint)
         fence, code = self._codes(aspect, works)

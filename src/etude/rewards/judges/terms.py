@@ -162,8 +162,8 @@ def judge(
     - `url`: the base URL of the API, as the vendor's SDK takes it.
     - `key_env`: the name of the environment variable that has the API key; "" for none.
     - `form`: the form of the answers. `line` is for servers that do not follow JSON schemas; `token` reads the
-      probabilities of one token, which OpenAI's dialect has.
-    - `tuned`: the model was trained on these questions (`etude judge tune`).
+      probabilities of one token, and needs OpenAI's dialect and the pointwise mode.
+    - `tuned`: whether the model was trained on these questions (`etude judge tune`); needs the form `token`.
     - `evidence`, `evidence_chars`: what the judge sees, and how many characters of it in one question.
     - `hide`: names of models and people that are replaced in the evidence.
     - `options`: further fields of the request's body; None: temperature 0. Reasoning models may refuse a temperature.
@@ -176,7 +176,7 @@ def judge(
     host, key = _service(url, model, key_env)
     _check_questions(form, dialect, mode, evidence, options or {})
     if not os.access(cache.absolute().parent, os.W_OK):
-        facts = f"{cache.absolute().parent} is no folder that can be written"
+        facts = f"{cache.absolute().parent} does not exist, or is not writable"
         raise ConfigError(f"cache = {str(cache)!r} cannot be created", facts, hint="create the folder, or name another")
     table = read_prices(prices).tokens(model) if prices is not None else UNKNOWN
     if budget is not None and table.cost(1, 0, 1) is None:
@@ -207,9 +207,9 @@ def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
     if not model:
         raise ConfigError("model is empty", hint="name the model as the server knows it")
     if key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key_env):
-        facts = f"it has {len(key_env)} characters that are no name of an environment variable"
+        facts = f"its {len(key_env)} characters are not a valid name of an environment variable"
         hint = 'export OPENAI_API_KEY=... in the shell, and write key_env = "OPENAI_API_KEY"'
-        raise ConfigError("key_env is the name of a variable that has the API key, and not the key", facts, hint=hint)
+        raise ConfigError("key_env must be the name of a variable that has the API key, not the key", facts, hint=hint)
     key = os.environ.get(key_env, "") if key_env else ""
     if key_env and not key:
         facts = "it should have the API key of the judge"
@@ -220,16 +220,14 @@ def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
 def _check_questions(
     form: Form, dialect: Dialect, mode: Mode, evidence: tuple[Section, ...], options: Mapping[str, Any]
 ) -> None:
-    """Raise `ConfigError` if such questions cannot be asked."""
+    """Raise `ConfigError` if settings of the questions are invalid or do not fit together."""
     if not evidence or len(set(evidence)) < len(evidence) or Section.TEXT in evidence:
         known = ", ".join(OF_ROLLOUTS)
         raise ConfigError(f"evidence = {list(map(str, evidence))}", hint=f"name some of these, each once: {known}")
     if form is Form.TOKEN and (dialect is not Dialect.OPENAI or mode is not Mode.POINTWISE):
         given = f"dialect = '{dialect}', mode = '{mode}'"
-        facts = "it reads the probabilities of the token that is the score, which only OpenAI's dialect has"
+        facts = "it reads the probabilities of one token, the score of one work; only OpenAI's dialect has them"
         raise ConfigError(f"form = 'token' with {given}", facts, hint="use dialect = 'openai' and mode = 'pointwise'")
     if own := sorted(_OWN_FIELDS & set(options)):
-        facts = "etude writes it into every request"
-        raise ConfigError(
-            f"options has {', '.join(own)}", facts, hint="remove it from options; the model is named by model = ..."
-        )
+        facts, hint = "etude sets these fields itself", "remove them from options; set the model with model = ..."
+        raise ConfigError(f"options must not have {', '.join(own)}", facts, hint=hint)

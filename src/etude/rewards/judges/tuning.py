@@ -1,6 +1,6 @@
-"""Training text for a model of your own as the judge: labelled works as it is asked about them, each with its score.
+"""Training data for a tuned judge: for each label the judge's question as the prompt, and the score as the answer.
 
-Only labels of the half `tune` are used, so the other half can report what the tuned model has learned."""
+Only labels of the half `tune` are trained on. The other half measures what the tuned model has learned."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ from etude.rewards.judges.verdicts import Form
 def exchanges(
     rubric: Rubric, labels: Sequence[Label], *, max_chars: int, seed: int, hide: tuple[str, ...] = ()
 ) -> Iterator[Exchange]:
-    """Yield the question about each labelled work, as a tuned judge is asked, with the score as the answer.
+    """Yield for each label the question to a tuned judge about the work, with the score as the answer.
 
-    `max_chars` and `hide` must be those of the judge. The order and the codes of the fences depend on `seed`. Raises
-    `InputError` for labels of pairs, and when there is no label."""
+    `max_chars`, `hide`: as in the judge's settings. `seed`: of the order and the codes of the fences. Raises
+    `InputError` for labels of pairs and if there is no label, and `ConfigError` for a scale with scores of several
+    digits."""
     check_form(Form.TOKEN, rubric, tuned=True)
     if not labels:
-        raise InputError("there are no labels to tune a judge with", hint="give more: halves are made by a hash")
+        hint = "add labels: a hash puts each into the half for tuning or the other one"
+        raise InputError("no label is in the half for tuning", hint=hint)
     secret = hashlib.sha256(f"exchanges {seed}".encode()).digest()
     asking = Asking(rubric, Form.TOKEN, max_chars, hide, secret, tuned=True)
     for label in random.Random(f"exchanges {seed}").sample(labels, len(labels)):
         if label.other is not None:
-            raise InputError(
-                "a judge of one token is tuned with scores", "a label compares two works", hint="score them"
-            )
+            facts, hint = "a label compares two works", "give a score to each of the two works"
+            raise InputError("a judge is tuned only with labels that score one work", facts, hint=hint)
         yield Exchange(asking.about_one(label.aspect, label.work).user, str(label.score))
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """A corpus source: the labelled works of a file, as a tuned judge is asked about them. Only the scores are learned.
+    """A corpus source for mid-training that teaches a model to judge: questions about labelled works, and scores.
 
-    `labels`, `rubric`: paths. `evidence_chars`, `hide`: as in the judge's settings."""
+    Only the scores are trained on. `labels`: path of a file of labels, of which the half for tuning is used. `rubric`:
+    path of the rubric. `evidence_chars`, `hide`: as in the judge's settings."""
 
     labels: Path
     rubric: Path
@@ -62,30 +64,30 @@ class Verdicts:
 
 def _no_rollout(rollout_id: str) -> Evidence:
     raise InputError(
-        f"a label names rollout {rollout_id}",
-        "a corpus needs the works themselves",
-        hint="write the labels by: etude judge labels RUN --out FILE",
+        f"a label has the id of a rollout, {rollout_id}, in place of the work",
+        "a corpus source has no run to read it from",
+        hint="write labels with works: etude judge labels RUN --config CONFIG --term NAME --out FILE",
     )
 
 
 def label_of(aspect: Aspect, graded: Graded) -> int:
-    """Return the score of a graded rollout on an aspect's scale: its grade, rounded down to a score.
+    """Return the grade of a rollout as a score on an aspect's scale, rounded down.
 
-    On a scale of two the higher score means that all hidden tests pass."""
+    On a scale of two scores, the higher one means that all hidden tests pass."""
     share = min(max(graded.grade, 0.0), 1.0)
     return aspect.lowest + math.floor(share * (aspect.highest - aspect.lowest) + 1e-9)
 
 
 def check_sections(sections: Sequence[Section]) -> None:
-    """Raise `InputError` if a judge sees the grade that its labels are made of."""
+    """Raise `InputError` if the evidence contains the grade, from which the labels are made."""
     if Section.TESTS in sections:
         raise InputError(
             "the judge sees the grade, which is the label",
             f"evidence = {[str(one) for one in sections]}",
-            hint="remove 'tests' from evidence: it would learn to read the grade",
+            hint="remove 'tests' from evidence: the judge would learn to copy the grade",
         )
 
 
 def row_of(aspect: Aspect, work: Evidence, label: int, *, group: str) -> dict[str, Any]:
-    """Return a line of a file of labels."""
+    """Return one label as a JSON object, as `read_labels` reads it. `group`: see `Label`."""
     return {"aspect": aspect.name, "work": work.as_mapping(), "label": label, "group": group}

@@ -1,7 +1,8 @@
 """Verdicts of judges, parsed strictly: what is not exactly a verdict of the asked form is unknown, and never 0.
 
-A verdict of the form `Form.TOKEN` is not what the judge says, but the mean of the scale under the probabilities of its
-next token (Liu et al., G-Eval, arXiv 2303.16634). On a scale of two it is the probability of the higher score."""
+A verdict of the form `Form.TOKEN` is computed from the probabilities of the judge's next token: it is the mean score
+under the probabilities of the scores (Liu et al. 2023, "G-Eval", arXiv 2303.16634). For scores 0 and 1 it is the
+probability of 1, given that the token is one of them."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ from typing import Any, Protocol
 MAX_REPLY_CHARS = 50_000
 MAX_REASON_CHARS = 500
 MIN_SHARE = 0.5
-"""The scores must have this share of the next token's probability; else the model does not answer with one of them."""
+"""Smallest total probability of the scores as the next token; below it, the reply is not a verdict."""
 
 
 class Form(enum.StrEnum):
-    """The form of an answer. JSON: one JSON object, requested by the API's own means. LINE: free text whose last line
-    is the verdict. VALUE: the verdict alone, for small models. TOKEN: the probabilities of the verdict's one token."""
+    """The form of a judge's answer.
+
+    - JSON: one JSON object; its schema is sent with the request.
+    - LINE: free text whose last line is the verdict.
+    - VALUE: the verdict alone, for small models.
+    - TOKEN: the verdict is computed from the probabilities of the first token."""
 
     JSON = "json"
     LINE = "line"
@@ -84,7 +89,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Weighed(Scale):
-    """Numbers from `lowest` to `highest`: means of the scale under probabilities. Scores are digits, so one token."""
+    """Mean scores: real numbers from `lowest` to `highest`, 0 to 9. Each score is one digit, so it is one token."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest < self.highest <= 9:
@@ -98,7 +103,7 @@ class Weighed(Scale):
     def mean(self, likeliest: Likeliest) -> tuple[float, str]:
         """Return (mean score, reason) from the likeliest tokens. A score that is not among them has probability 0.
 
-        Raises `NoVerdict` if the scores have less than `MIN_SHARE` of the probability.
+        Raises `NoVerdict` if the total probability of the scores is below `MIN_SHARE`.
 
         >>> Weighed(0, 1).mean((("1", math.log(0.6)), (" 0", math.log(0.2)), ("The", math.log(0.1))))
         (0.75, '0: 0.200, 1: 0.600')
@@ -185,7 +190,7 @@ def read_reply(text: str, form: Form, domain: Domain, code: str, likeliest: Like
     """Return (verdict, reason) from the whole reply of a judge. Raises `NoVerdict`.
 
     The reply must carry the question's `code`, except in the forms `VALUE` and `TOKEN`. So a verdict that the judge
-    quotes from the evidence is none. `likeliest`: the first tokens that the judge might have said, for `TOKEN`.
+    quotes from the evidence does not count. `likeliest`: the likeliest first tokens of the reply, for `TOKEN`.
 
     >>> read_reply("It is short.\\nVERDICT 7f: 4", Form.LINE, Scale(1, 5), "7f")
     (4, 'It is short.')

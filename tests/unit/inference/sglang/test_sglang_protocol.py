@@ -225,7 +225,7 @@ def test_further_sampling_parameters_have_sglangs_own_names() -> None:
 def test_grammars_are_schemas_or_patterns_and_lark_is_refused_by_name() -> None:
     assert sent(grammar=grammars.any_json_object())["sampling_params"]["json_schema"] == '{"type":"object"}'
     assert sent(grammar=grammars.from_regex("a+"))["sampling_params"]["regex"] == "a+"
-    with pytest.raises(InvalidGrammar, match="SGLang takes no Lark grammar"):
+    with pytest.raises(InvalidGrammar, match="SGLang does not support Lark grammars"):
         sent(grammar=grammars.from_lark('start: "a"'))
 
 

@@ -209,7 +209,7 @@ def test_a_text_that_cannot_follow_its_grammar_is_the_requests_fault_and_no_othe
         constrained = msgspec.structs.replace(ask(), sampling=sampling)
         event = b'data: {"error": {"message": "%s", "type": "InternalServerError", "code": 500}}\n\n'
         server.body = event % b"Internal server error"
-        with pytest.raises(InvalidGrammar, match="request r cannot follow its grammar"):
+        with pytest.raises(InvalidGrammar, match="failed to follow the grammar of request r"):
             await engine.generate(constrained)
         for request, words in ((ask(), b"Internal server error"), (constrained, b"EngineCore encountered an issue")):
             server.body = event % words

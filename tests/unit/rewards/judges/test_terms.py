@@ -138,8 +138,8 @@ def test_the_version_changes_with_the_rubric_the_evidence_and_the_mode(rubric: P
         ({"rubric": "nowhere.toml"}, "no rubric at nowhere.toml"),
         ({"prices": "nowhere.toml"}, "no table of prices at nowhere.toml"),
         ({"key_env": "sk-proj-secret"}, "key_env is the name of a variable"),
-        ({"options": {"stream": True}}, "options has stream"),
-        ({"cache": "nowhere/judges.sqlite"}, "is no folder that can be written"),
+        ({"options": {"stream": True}}, "options must not have stream"),
+        ({"cache": "nowhere/judges.sqlite"}, "does not exist, or is not writable"),
     ],
 )
 def test_a_judge_that_cannot_work_is_refused_before_a_run(rubric: Path, settings: dict[str, Any], named: str) -> None:
@@ -207,7 +207,7 @@ def test_a_server_without_probabilities_makes_the_verdict_unknown_and_says_what_
     server = ScriptedJudge(tokens=lambda said: None)
     [found] = measured(rubric, [work(5)], server, form="token")
     assert (found.term.value, found.retry, len(server.bodies)) == (None, False, 1)
-    assert "the judge gives no probabilities of its tokens: scripted-1 answered without" in found.term.evidence
+    assert "the judge returns no probabilities of its tokens: scripted-1 answered without" in found.term.evidence
     assert "hint: write form = 'value'" in found.term.evidence
 
 
@@ -232,7 +232,7 @@ def test_a_tuned_judge_is_asked_without_explanations(rubric: Path) -> None:
     [
         ({"form": "token", "mode": "ranking"}, "mode = 'ranking'"),
         ({"form": "token", "dialect": "anthropic"}, "dialect = 'anthropic'"),
-        ({"tuned": True}, "tuned = true needs the form 'token'"),
+        ({"tuned": True}, "tuned = true needs form = 'token'"),
     ],
 )
 def test_a_form_that_cannot_be_asked_is_refused(rubric: Path, settings: dict[str, Any], named: str) -> None:
