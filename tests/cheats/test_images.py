@@ -51,7 +51,7 @@ def python_root(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_canary_of_an_images_test_cannot_be_recognised_by_its_modification_time(tmp_path):
     async def main() -> list[float]:
         store = ImageStore(tmp_path / "images")

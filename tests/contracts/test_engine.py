@@ -152,7 +152,7 @@ def vllm_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 ENGINES = {"reference": in_process, "reference over http": over_http, "vllm": vllm}
 MARKS: dict[str, list[pytest.MarkDecorator]] = {
-    "vllm": [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]
+    "vllm": [pytest.mark.slow, pytest.mark.timeout(1800), vllm_server.NEEDS_VLLM]
 }
 Story = Callable[[World], Awaitable[None]]
 

@@ -37,7 +37,7 @@ from etude.run import RunFolder
 from etude.training.corpus import read_corpus, write_corpus
 from etude.weights.chain.manifest import read_pointer
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 FLIPS = 4  # in each file
 
 

@@ -66,7 +66,7 @@ def judge() -> Iterator[ScriptedJudge]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_with_a_judge_that_fails_ends_and_no_reward_is_wrong(
     game: Any, tmp_path: Path, cli_in: Callable[[Path], Any], judge: ScriptedJudge
 ) -> None:

@@ -9,7 +9,7 @@ from benchmarks.run.kills_long_steps import played
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(1800)
 def test_kills_in_a_run_of_long_steps_lose_nothing_and_make_nothing_invalid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

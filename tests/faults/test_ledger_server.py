@@ -304,7 +304,7 @@ def test_a_server_stopped_by_a_full_disk_keeps_what_it_confirmed(crowded, kit, m
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("left_bytes", [0, 300_000])
 def test_a_run_whose_servers_disk_fills_up_ends_by_name_and_resumes_with_room(
     crowded, game, cli_in, tmp_path, left_bytes

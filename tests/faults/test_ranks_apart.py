@@ -23,7 +23,7 @@ from tests.running import Running, event_of
 from tests.two_hosts import AWAY, HOME, Hosts, two_hosts
 from tests.unit.training.test_sharded import SAVED, jobs_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RANK = """
 import os, pickle, sys
 import torch

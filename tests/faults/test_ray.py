@@ -19,7 +19,7 @@ import pytest
 from tests.ray_nodes import Node, Nodes, ray_nodes
 from tests.running import Running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TWO = ("fleet.num_workers=2", "fleet.num_graders=2")
 BLIND = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 """A node that has its own, empty folder where others see the runs."""

@@ -16,7 +16,7 @@ from benchmarks.weights.regions_network import Link, Network, module_env
 CAN = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nsenter", "unshare")))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not CAN, reason="needs root, ip, tc, nsenter and unshare"),
 ]
 

@@ -40,7 +40,7 @@ def running(game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]) -> Iterato
 # The quick ones
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_a_run_whose_children_are_killed_ends_and_its_audit_is_sound(running: Running) -> None:
     running.begin("rl.steps=8").at_step(1)
     for child in CHILDREN:
@@ -52,7 +52,7 @@ def test_a_run_whose_children_are_killed_ends_and_its_audit_is_sound(running: Ru
     assert any(e["state"] == "lost" for e in running.events("lineage"))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_a_run_that_is_interrupted_and_then_killed_leaves_no_process_and_goes_on(running: Running) -> None:
     running.begin("rl.steps=8").at_step(1)
     assert running.interrupt() == 130, running.said
@@ -218,7 +218,7 @@ def test_a_port_in_use_is_named(game: Any, refuse: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_learner_that_is_killed_while_versions_are_on_their_way_costs_time_only(running: Running) -> None:
     """With lag to spare and few checkpoints, the next batch's forward pass runs beside a publish."""
     draw = random.Random("learner")
@@ -232,7 +232,7 @@ def test_a_learner_that_is_killed_while_versions_are_on_their_way_costs_time_onl
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("child", [*CHILDREN, "engine-1"])
 def test_a_child_that_is_killed_again_and_again_costs_time_only(running: Running, child: str) -> None:
     draw = random.Random(child)
@@ -246,7 +246,7 @@ def test_a_child_that_is_killed_again_and_again_costs_time_only(running: Running
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("child", CHILDREN)
 def test_a_child_that_hangs_is_named_and_replaced(running: Running, child: str) -> None:
     running.begin("rl.steps=8", "fleet.hung_s=6.0").at_step(1)
@@ -257,7 +257,7 @@ def test_a_child_that_hangs_is_named_and_replaced(running: Running, child: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_learner_that_cannot_be_kept_alive_ends_the_run_by_name_and_it_can_be_resumed(running: Running) -> None:
     running.begin("rl.steps=8").at_step(1)
     assert running.process is not None
@@ -284,7 +284,7 @@ def assert_ended_having_learnt_or_not(running: Running) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_run_from_nothing_is_stopped_in_every_phase_and_ends_when_resumed(
     tmp_path: Path, cli_in: Callable[[Path], Any], signum: signal.Signals
@@ -306,7 +306,7 @@ def test_a_run_from_nothing_is_stopped_in_every_phase_and_ends_when_resumed(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_process_of_the_corpus_and_a_rank_of_mid_training_that_are_killed_cost_time_only(
     tmp_path: Path, cli_in: Callable[[Path], Any]
 ) -> None:
@@ -335,7 +335,7 @@ def _busy_child_of(pid: int | None) -> int | None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_second_ctrl_c_does_not_leave_anything_behind(running: Running) -> None:
     running.begin("rl.steps=40").at_step(1)
     assert running.process is not None
@@ -346,7 +346,7 @@ def test_a_second_ctrl_c_does_not_leave_anything_behind(running: Running) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
 def test_ctrl_c_while_starting_ends_with_130_and_leaves_nothing(running: Running, delay_s: float) -> None:
     running.begin()
@@ -358,7 +358,7 @@ def test_ctrl_c_while_starting_ends_with_130_and_leaves_nothing(running: Running
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("what", ["objects", "manifests", "pointers"])
 def test_objects_damaged_while_engines_follow_are_repaired_or_named(running: Running, what: str) -> None:
     running.begin("rl.steps=8").at_step(3)
@@ -390,7 +390,7 @@ def test_objects_damaged_while_engines_follow_are_repaired_or_named(running: Run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("damage", ["torn", "gone"])
 @pytest.mark.parametrize("what", ["pointer", "inner manifest", "newest manifest"])
 def test_a_stopped_run_whose_store_was_damaged_is_resumed_and_trains_nothing_twice(
@@ -443,7 +443,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("left_bytes", [0, 4096, 65_536, 300_000])
 def test_a_disk_that_fills_up_ends_the_run_by_name_and_loses_nothing(
     game: Any, tmp_path: Path, disk: Path, cli_in: Callable[[Path], Any], left_bytes: int

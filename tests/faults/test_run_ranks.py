@@ -35,7 +35,7 @@ def told(run: Running, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_last_commit(running: Running) -> None:
     running.begin("rl.steps=6", "learner.ranks=2", "learner.expert_parallel=2").at_step(3)
     first = told(running, "learner rank 1")[-1]
@@ -56,7 +56,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_last_commit
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_from_its_last_commit(running: Running) -> None:
     running.begin("rl.steps=6", "learner.ranks=2", "learner.expert_parallel=2", "fleet.hung_s=2.0").at_step(3)
     os.kill(told(running, "learner rank 1")[-1]["pid"], signal.SIGSTOP)
@@ -68,7 +68,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_from_its_last_commi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_of_adapters_over_ranks_is_sound_and_a_step_repeats_by_one_process(running: Running) -> None:
     sets = ("rl.steps=4", "learner.ranks=2", "learner.expert_parallel=2", "learner.lora_rank=3", "learner.lr=4e-3")
     running.begin(*sets).at_step(3)

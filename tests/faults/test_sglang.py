@@ -28,7 +28,7 @@ from etude.models.checkpoint import save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Traffic, Version
 
 WHY_NOT = vllm_server.why_not(environment(None, SGLANG))
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 KIND = {"kind": EngineKind.SGLANG}
 
 

@@ -30,7 +30,7 @@ from etude.training.config import LiveWeights
 from etude.training.exports import export
 from etude.weights import Channel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), vllm_server.NEEDS_VLLM]
 SIZES = ModelConfig(vocab_size=256, hidden_size=64, num_layers=2, num_experts=4, expert_size=64, context_tokens=256)
 TEXT = [(7 * i * i + 3 * i) % 256 for i in range(128)]
 UNPACKED = """

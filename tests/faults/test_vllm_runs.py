@@ -24,7 +24,7 @@ from etude.inference import HttpEngine
 from etude.inference.registry_messages import State
 from etude.records import CompletionRequest, Sampling
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), vllm_server.NEEDS_VLLM]
 NATIVE = ("numerics.mode=native", "evals.every=1000")
 UP_S = 300.0  # a vLLM takes half a minute on an idle machine
 

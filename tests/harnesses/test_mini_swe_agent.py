@@ -166,7 +166,7 @@ def test_all_answered_requests_are_attributed_to_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_mini_swe_agent_says_to_the_model_what_demonstrations_say(monkeypatch: pytest.MonkeyPatch) -> None:
     if why := AGENTS["mini-swe-agent"].why_not():
         pytest.skip(why)
@@ -183,7 +183,7 @@ def test_mini_swe_agent_says_to_the_model_what_demonstrations_say(monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1800)
 def test_a_run_with_mini_swe_agent_trains_exactly_on_all_it_asks(
     cli_in: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

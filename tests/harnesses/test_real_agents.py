@@ -36,7 +36,7 @@ def test_the_guide_has_a_config_for_each_agent_that_is_tried() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", AGENTS)
 def test_a_real_agent_does_its_task_and_all_it_asks_is_attributed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := AGENTS[name].why_not():
@@ -50,7 +50,7 @@ def test_a_real_agent_does_its_task_and_all_it_asks_is_attributed(name: str, mon
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "given", "starts", "num_resampled"),
     [

@@ -27,7 +27,7 @@ from etude.records.summary import summary_of
 from etude.records.wire import pack
 from etude.telemetry import read_events
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 FRAME = 28 << 10
 SETS = ("evals.every=50", "rl.steps=2", "rl.checkpoint_every=2", "experience.max_lag=0")
 

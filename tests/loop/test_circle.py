@@ -67,7 +67,7 @@ during_tasks = 2
 baseline_tasks = 4
 every = 1
 """
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 PHASES = ["corpus", "mid-training", "eval-before", "rl", "eval-after", "report"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from etude.errors import Exit
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 UNBOUNDED = ("--set", "machines.require_memory_bound=false")  # what runs in the machines is ours
 AGENT = Path(__file__).parents[2] / "examples" / "command" / "agent.py"
 BUSY = f"""

@@ -13,7 +13,7 @@ import pytest
 from etude.stores import DirectoryStore
 from etude.weights import lineage
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def learned(cli_in: Callable[[Path], Any], cwd: Path, *args: str | Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_a_synchronous_run_repeats_to_the_byte(game: Any, tmp_path: Path, cli_in
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1800)
 def test_a_longer_synchronous_run_repeats_to_the_byte_and_another_seed_does_not(
     game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
 ) -> None:

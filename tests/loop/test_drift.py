@@ -14,7 +14,7 @@ from etude.records import Graded, Rollout
 from etude.records.reward import Score
 from etude.telemetry import read_events
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 SETS = ("rl.checkpoint_every=50", "evals.every=50", "experience.max_lag=0", "experience.groups_per_step=3")
 

@@ -22,7 +22,7 @@ from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 from etude.weights import lineage
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(1800)
 
 GROUPS, FIRST, SIZE, STEPS = 4, 2, 4, 3
 

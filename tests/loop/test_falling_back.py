@@ -27,7 +27,7 @@ from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 F32, BF16 = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16
 
 

@@ -34,7 +34,7 @@ from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
 from etude.testing import EnginePolicy
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 SIZES = ModelConfig(
     vocab_size=300, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=12, expert_size=12,

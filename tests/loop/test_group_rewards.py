@@ -18,7 +18,7 @@ from etude.records import Graded, Rollout
 from etude.records.reward import Score
 from etude.telemetry import read_events
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 STEPS = 2
 SETS = (

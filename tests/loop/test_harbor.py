@@ -27,7 +27,7 @@ from etude.tasks.splits import split_of
 from etude.telemetry import Telemetry
 from etude.training.tokenizer import train_tokenizer
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def heldout(folder: Path) -> None:

@@ -21,7 +21,7 @@ from etude.records import Rollout, RolloutSpec
 from etude.records.rollout import ToolCall, Trace
 from etude.telemetry import read_events
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(1800)
 
 STEPS = 2
 FAULTS = '{name = "faults", weight = 0.0, hints = 0.5, kind = {kind = "malformed-calls", hint = "call edit"}}'

@@ -11,7 +11,7 @@ import pytest
 
 from etude.cli import main
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 SMALL = {
     "model": {"vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
     "corpus": {"num_demonstrations": 60, "num_code_documents": 40, "library_chars": 4000},

@@ -16,7 +16,7 @@ import pytest
 from etude.stores import DirectoryStore
 from etude.weights import lineage
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1800)
 SETS = (
     "--set",
     "experience.max_lag=0",

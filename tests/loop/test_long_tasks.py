@@ -36,7 +36,7 @@ class Spread:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_a_run_with_summaries_trains_exactly_and_replays(
     cli_in: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

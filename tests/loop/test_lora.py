@@ -57,7 +57,7 @@ def done(dense: Game, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return run.folder
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_of_adapters_on_a_dense_model_is_redone_to_the_bit_from_any_checkpoint(done: RunFolder) -> None:
     for start in ("mid", "step-000002"):
         assert replay_step(done, 3, start=Path(start)).equal
@@ -70,7 +70,7 @@ def test_a_run_of_adapters_on_a_dense_model_is_redone_to_the_bit_from_any_checkp
     assert max(sizes) < whole / 2
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_exported_adapters_are_the_trained_ones_merged_or_alone(
     done: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_rank_at_which_an_adapter_is_no_smaller_than_its_matrix_is_refused(siz
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_of_adapters_from_end_to_end_is_stopped_gone_on_with_evaluated_and_served(
     game: Game, cli_in: Callable[[Path], Cli], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from etude.records.summary import RolloutSummary
 from etude.rewards import NamedTerm, measure_group
 from etude.rewards.config import TermConfig
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 STEPS = 3
 SETS = (

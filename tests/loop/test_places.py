@@ -21,7 +21,7 @@ def elsewhere(game, cli_in, tmp_path_factory, postgres, s3):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_commands_find_a_ledger_weights_and_traces_outside_of_the_run_folder(elsewhere):
     cli, run = elsewhere
     assert not [name for name in ("ledger.sqlite", "weights", "traces") if (run / name).exists()]
@@ -42,7 +42,7 @@ def test_commands_find_a_ledger_weights_and_traces_outside_of_the_run_folder(els
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_goes_on_from_the_server_and_the_bucket(game, cli_in, tmp_path, postgres, s3):
     cli = cli_in(tmp_path)
     places = [f"experience.ledger={postgres.url}", "stores.weights=s3://etude/runs", "stores.traces=s3://etude/runs"]

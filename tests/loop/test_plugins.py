@@ -13,7 +13,7 @@ import pytest
 
 from etude.errors import Exit
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 MINE = '''
 from dataclasses import dataclass
 from pathlib import Path

@@ -21,7 +21,7 @@ from etude.loop.conductor import Conductor
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 class Held(DirectoryStore):

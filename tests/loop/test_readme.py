@@ -17,7 +17,7 @@ from etude.weights.tensors import Tensor
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def way(number: int) -> list[str]:

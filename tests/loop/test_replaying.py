@@ -35,7 +35,7 @@ from etude.training.config import CorrectionKind
 from etude.weights import lineage
 from etude.weights.chain.history import stored
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 STEPS = 5
 SETS = (f"rl.steps={STEPS}", "rl.checkpoint_every=2", "evals.every=50", "experience.max_lag=0")
 

@@ -14,7 +14,7 @@ from etude.errors import Exit
 from etude.experience.traces import read_outcomes, trace_path
 from etude.records import Graded
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(1800)
 
 OWN = """
 import asyncio

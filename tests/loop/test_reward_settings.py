@@ -25,7 +25,7 @@ from etude.records import Rollout, RolloutSpec
 from etude.records.rollout import ToolCall
 from etude.rewards.config import RewardsConfig
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 RANK = '{name = "rank", weight = 0.5, kind = "tests.loop.test_group_rewards:Rank"}'
 WATCHED = '{name = "rank", weight = 0.0, kind = "tests.loop.test_group_rewards:Rank"}'

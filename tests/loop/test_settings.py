@@ -247,7 +247,7 @@ CONDITIONAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_every_setting_has_a_process_that_reads_the_value_that_the_run_was_given(seen: Seen, config: Path) -> None:
     run, unread, other = load(config, RunConfig), [], []
     sections = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)}

@@ -23,7 +23,7 @@ from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 from etude.weights import lineage
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 GROUPS, SIZE, STEPS = 4, 4, 3
 

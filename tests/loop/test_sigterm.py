@@ -16,7 +16,7 @@ from tests.conftest import Cli
 
 from etude.errors import Exit
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 SLEEPS = """
 import asyncio, sys, time, etude.cli, etude.cli.run
 def waits():

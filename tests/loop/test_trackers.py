@@ -17,7 +17,7 @@ import pytest
 from etude.errors import Exit
 from etude.telemetry import read_events
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 parser = pytest.importorskip("prometheus_client.parser")
 

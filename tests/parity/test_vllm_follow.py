@@ -10,7 +10,7 @@ from etude.inference.external.environment import environment
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @vllm_server.NEEDS_VLLM
 def test_vllm_swapped_under_requests_scores_like_a_fresh_one() -> None:
     found = measure(environment().folder, num_versions=2)

@@ -34,7 +34,7 @@ from etude.training.config import LiveWeights
 from etude.training.exports import export
 from etude.weights import Channel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), vllm_server.NEEDS_VLLM]
 SIZES = ModelConfig(
     vocab_size=320,  # more than the tokeniser has, as in published checkpoints
     hidden_size=64,

@@ -96,7 +96,7 @@ def test_torch_is_bounded_to_what_is_tested_and_in_no_plain_install() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_wheel_installs_without_rust_in_a_fresh_environment_and_stays_small(tmp_path: Path) -> None:
     if shutil.which("cargo") is None:
         pytest.skip("no cargo here: a wheel has the native parts")

@@ -58,7 +58,7 @@ def test_invalid_options_of_a_command_are_bad_input(words, said, tmp_path: Path,
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.timeout(400)  # a machine without KVM boots for a minute where others compute
+@pytest.mark.timeout(1800)  # a machine without KVM boots for a minute where others compute
 def test_a_shell_in_a_virtual_machine_has_a_terminal_and_keys_reach_what_runs():
     needs("microvm")
     pid, screen = pty.fork()

@@ -139,7 +139,7 @@ def mutated(chance: random.Random, body: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "requests", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])]
+    "requests", [2_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 def test_no_body_makes_an_answer_of_the_class_500(requests: int) -> None:
     chance = random.Random(requests)

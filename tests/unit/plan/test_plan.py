@@ -528,7 +528,7 @@ def test_a_run_of_two_steps_holds_nothing_to_a_plan(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_this_machine_is_measured_for_a_config_in_some_seconds(tmp_path, cli_in, game):
     done = cli_in(tmp_path)("plan", game.config, "--json", timeout_s=1500)
     assert done.returncode == 0, done.stderr
