@@ -134,7 +134,7 @@ def read_labels(path: Path, rubric: Rubric, of_rollout: Callable[[str], Evidence
     `of_rollout` makes evidence of), or `first` and `second`. `label` is a score of the aspect's scale; for two works
     it is "first", "second" or "tie". `aspect` may be left out if the rubric has one. `author` is optional."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().split("\n")  # other line breaks may be inside of a JSON text
     except (OSError, UnicodeDecodeError) as error:
         hint = "give a file of JSON lines; see docs/guides/judges.md"
         raise InputError(f"the labels in {path} cannot be read", str(error), hint=hint) from None
