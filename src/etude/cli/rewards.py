@@ -25,7 +25,7 @@ from etude.experience.traces import RecordedRollout, read_outcomes, read_step, r
 from etude.loop.config import RunConfig, read_config
 from etude.loop.hint_format import hint_format
 from etude.loop.locations import traces_folder
-from etude.loop.reward_settings import RewardChange, RewardSettings, record_change
+from etude.loop.reward_settings import RewardChange, RewardSettings, changing, record_change
 from etude.plugins import Kind, make
 from etude.records import Graded
 from etude.records.reward import BUILT_IN, Term
@@ -108,6 +108,11 @@ def _waiting(run: RunFolder) -> Iterator[dict[str, Any]]:
 def set_terms(args: argparse.Namespace) -> int:
     """Record other reward settings for the later steps of a run, running or stopped. Returns 0."""
     run = open_run(args.run)
+    with changing(run):
+        return _set_terms(run, args)
+
+
+def _set_terms(run: RunFolder, args: argparse.Namespace) -> int:
     config = read_config(run)
     settings = RewardSettings(run, config)
 

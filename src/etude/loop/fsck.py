@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from etude.experience.ledger import Ledger
 
 ROLLOUTS = "rollouts"
-_PLAIN = {"lock", "logs", "trackers", "lease"}
+_PLAIN = {"lock", "rewards.lock", "logs", "trackers", "lease"}
 """Parts of a run folder that are never read back: the lock, the logs of its processes, the files of trackers, and those
 by which an evaluation borrows engines."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
