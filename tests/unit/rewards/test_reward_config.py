@@ -22,6 +22,7 @@ OTHER = {"name": "other", "kind": "malformed-calls", "weight": 0.0}
         ({"terms": [EFFORT | {"name": "my.term"}]}, "a term is called 'my.term': use letters"),
         ({"terms": [EFFORT | {"weight": 0.0, "target": 0.5}]}, "its largest weight is 0: set it above 0"),
         ({"terms": [EFFORT | {"weight": 1.5}]}, "giving up may pay more than a solution"),
+        ({"terms": [EFFORT | {"weight": 1.5, "kind": "etude.rewards.effort:Effort"}]}, "giving up may pay more"),
         ({"terms": [EFFORT | {"when": "grad"}]}, "did you mean 'grade'?"),
         ({"terms": [EFFORT | {"limit": 100.0}]}, "kind = {kind = 'effort', limit = ...}"),
         ({"terms": EFFORT}, r"write [[rewards.terms]], with two brackets"),
