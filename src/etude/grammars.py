@@ -360,9 +360,8 @@ def _native(grammar: str) -> str:
         if value is False:
             raise _invalid("no JSON is valid under this schema")
         if kind == "json_schema":
-            found = maker.grammar_from_json_schema(
-                "{}" if value is True else json.dumps(value), overrides=_JSON_OPTIONS
-            )
+            schema = {**({} if value is True else value), "x-guidance": _JSON_OPTIONS}  # in place of the schema's own
+            found = maker.grammar_from_json_schema(json.dumps(schema))
         else:
             found = (maker.grammar_from_regex if kind == "regex" else maker.grammar_from_lark)(value)
     except (ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from etude import grammars
 from etude.grammars import GrammarError, Tool
@@ -184,3 +185,11 @@ def test_a_grammar_with_half_of_a_surrogate_pair_is_refused_for_every_server(kin
     value = '{"const": "\\ud83d"}' if kind == "json_schema" else '"\\ud83d"'
     with pytest.raises(GrammarError, match="the text is not a grammar"):
         grammars.to_lark(f'{{"{kind}": {value}}}', [7])
+
+
+def test_a_schema_does_not_choose_how_json_is_written(tokenizer):
+    schema = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "x-guidance": {"item_separator": ";"}}
+    matcher = grammars.Compiler(tokenizer, 310).compile(grammars.from_json_schema(schema))
+    for token in Tokenizer.from_file(str(tokenizer)).encode("[1,1]", add_special_tokens=False).ids:
+        matcher.consume(token)
+    assert matcher.mask()[1], "it may end"

@@ -174,8 +174,9 @@ def judge(
 
     Raises `ConfigError`."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        shown = f"{parts.scheme}://{parts.hostname}" if parts.username else url
+    odd = "@" in parts.netloc or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.hostname or odd:
+        shown = f"{parts.scheme}://{parts.hostname}..." if odd else url  # the rest may have a key
         raise ConfigError(f"url = {shown!r} is no URL of an API", hint='write e.g. url = "https://api.openai.com/v1"')
     if not model:
         raise ConfigError("model is empty", hint="name the model as the server knows it")
@@ -183,10 +184,13 @@ def judge(
         facts = f"it has {len(key_env)} characters that are no name of an environment variable"
         hint = 'export OPENAI_API_KEY=... in the shell, and write key_env = "OPENAI_API_KEY"'
         raise ConfigError("key_env is the name of a variable that has the API key, and not the key", facts, hint=hint)
-    key = os.environ.get(key_env, "") if key_env else ""
+    key = os.environ.get(key_env, "").strip() if key_env else ""
     if key_env and not key:
         facts = "it should have the API key of the judge"
         raise ConfigError(f"the environment variable {key_env} is not set", facts, hint=f"export {key_env}=...")
+    if not (key.isascii() and key.isprintable()):
+        facts = f"it has {len(key)} characters, and some cannot be in a header of HTTP"
+        raise ConfigError(f"the environment variable {key_env} has no API key", facts, hint="set it to the key alone")
     if not evidence or len(set(evidence)) < len(evidence) or Section.TEXT in evidence:
         known = ", ".join(OF_ROLLOUTS)
         raise ConfigError(f"evidence = {list(map(str, evidence))}", hint=f"name some of these, each once: {known}")

@@ -95,6 +95,17 @@ def test_a_spent_budget_makes_the_term_unknown_and_is_not_tried_again(rubric: Pa
     assert "the budget of 0.001 dollars is spent" in found[0].term.evidence
 
 
+def test_a_key_is_read_without_space_and_refused_when_it_fits_no_header(
+    rubric: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret\r\n")
+    assert term(rubric, "http://h", key_env="JUDGE_KEY").judge.asker.key == "secret"
+    monkeypatch.setenv("JUDGE_KEY", "secret\nX-Other: 1")
+    with pytest.raises(ConfigError, match="JUDGE_KEY has no API key") as refused:
+        term(rubric, "http://h", key_env="JUDGE_KEY")
+    assert "secret" not in str(refused.value)
+
+
 def test_several_aspects_are_weighted_and_one_unknown_makes_all_unknown(rubric: Path) -> None:
     more = '[[aspects]]\nname = "kind"\nquestion = "Is it kind?"\nlowest = 0\nhighest = 5\nweight = 3.0\n'
     rubric.write_text(RUBRIC + more)
@@ -125,6 +136,8 @@ def test_the_version_changes_with_the_rubric_the_evidence_and_the_mode(rubric: P
     [
         ({"url": "api.example.com"}, "is no URL of an API"),
         ({"url": "https://user:secret@host/v1"}, "is no URL of an API"),
+        ({"url": "https://:secret@host/v1"}, "is no URL of an API"),
+        ({"url": "https://host/v1?key=secret"}, "is no URL of an API"),
         ({"model": ""}, "model is empty"),
         ({"key_env": "NO_SUCH_KEY_HERE"}, "NO_SUCH_KEY_HERE is not set"),
         ({"budget": 5.0}, "prices of 'm' are unknown"),
