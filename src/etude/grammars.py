@@ -195,7 +195,8 @@ def _literal(text: str, tokens: Mapping[str, int]) -> str:
 
 def _lark_regex(pattern: str) -> str:
     """Return a regular expression as Lark, between slashes."""
-    found = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern, flags=re.DOTALL)
+    changes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    found = re.sub(r"\\.|/|\n", lambda m: changes.get(m[0], m[0]), pattern, flags=re.DOTALL)
     return f"/{found}/"
 
 
@@ -219,6 +220,7 @@ def kind_of(grammar: str) -> tuple[str, Any]:
         raise GrammarError("the grammar is too large", f"{size} bytes, at most {MAX_BYTES}", hint=_HINT)
     try:
         [(kind, value)] = json.loads(grammar).items()
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which servers refuse, is an error
     except (ValueError, AttributeError, RecursionError) as error:
         raise GrammarError(
             "the text is not a grammar", f"{type(error).__name__}: {str(error)[:200]}", hint=_HINT
@@ -359,9 +361,8 @@ def _native(grammar: str) -> str:
         if value is False:
             raise _invalid("no JSON is valid under this schema")
         if kind == "json_schema":
-            found = maker.grammar_from_json_schema(
-                "{}" if value is True else json.dumps(value), overrides=_JSON_OPTIONS
-            )
+            schema = {**({} if value is True else value), "x-guidance": _JSON_OPTIONS}  # in place of the schema's own
+            found = maker.grammar_from_json_schema(json.dumps(schema))
         else:
             found = (maker.grammar_from_regex if kind == "regex" else maker.grammar_from_lark)(value)
     except (ValueError, RecursionError) as error:

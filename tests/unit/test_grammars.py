@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from etude import grammars
 from etude.grammars import GrammarError, Tool
@@ -110,6 +111,7 @@ CALLS = grammars.from_tool_calls([Tool("f", SHORT), Tool("g")], "<|call|>BOTH", 
         grammars.from_json_schema(True),
         grammars.from_regex("(a|bc)*/\n?[^<]{2,3}|<.end.>"),
         grammars.from_regex(""),
+        grammars.from_regex("[ab]\\\n\\//"),
         grammars.from_lark('start: "{" inner "}" // a } comment\ninner: "%lark {" | /[}{]x/ | start'),
         CALLS,
         grammars.with_answer(CALLS, SHORT),
@@ -176,3 +178,18 @@ def test_a_matcher_and_its_copy_go_on_apart(tokenizer):
     with pytest.raises(GrammarError):
         matcher.consume(c)
     assert json.loads(grammars.from_regex("ab|ac")) == {"regex": "ab|ac"}
+
+
+@pytest.mark.parametrize("kind", ["regex", "lark", "json_schema"])
+def test_a_grammar_with_half_of_a_surrogate_pair_is_refused_for_every_server(kind):
+    value = '{"const": "\\ud83d"}' if kind == "json_schema" else '"\\ud83d"'
+    with pytest.raises(GrammarError, match="the text is not a grammar"):
+        grammars.to_lark(f'{{"{kind}": {value}}}', [7])
+
+
+def test_a_schema_does_not_choose_how_json_is_written(tokenizer):
+    schema = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "x-guidance": {"item_separator": ";"}}
+    matcher = grammars.Compiler(tokenizer, 310).compile(grammars.from_json_schema(schema))
+    for token in Tokenizer.from_file(str(tokenizer)).encode("[1,1]", add_special_tokens=False).ids:
+        matcher.consume(token)
+    assert matcher.mask()[1], "it may end"

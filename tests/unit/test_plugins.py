@@ -539,6 +539,7 @@ def test_what_a_source_offers_beside_tasks_is_found_by_what_it_has(module):
     [
         ("return []", "it has no document"),
         ("yield 'a'; yield 3", "document 1 is int"),
+        ("from etude.records.exchange import Exchange; yield Exchange('a', 3)", "document 0 is Exchange"),
         ("yield ' '", "document 0 has 1 characters"),
         ("yield 'a'; 1 / 0", "document 1 raised ZeroDivisionError"),
         ("return 3", "documents raised TypeError"),

@@ -169,7 +169,7 @@ def tune(args: argparse.Namespace) -> int:
             if len(chat.encode(score)) != 1:
                 facts = f"{score!r} has {len(chat.encode(score))} tokens in the tokeniser of {args.start}"
                 raise InputError("a score must be one token", facts, hint="use another scale, or another checkpoint")
-    most = min(config.mid_training.document_tokens, model.context_tokens)
+    most = config.mid_training.longest(model.context_tokens)
     texts = exchanges(judge.rubric, own, max_chars=judge.limits.max_chars, seed=config.seed, hide=judge.hide)
     documents = [encoded(chat, text, most=most) for text in texts]
     corpus = args.out.with_name(f"{args.out.name}.corpus")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from etude.experience.traces import RecordedRollout, read_outcomes, read_step, r
 from etude.loop.config import RunConfig, read_config
 from etude.loop.hint_format import hint_format
 from etude.loop.locations import traces_folder
-from etude.loop.reward_settings import RewardChange, RewardSettings, record_change
+from etude.loop.reward_settings import RewardChange, RewardSettings, changing, record_change
 from etude.plugins import Kind, make
 from etude.records import Graded
 from etude.records.reward import BUILT_IN, Term
@@ -107,6 +108,11 @@ def _waiting(run: RunFolder) -> Iterator[dict[str, Any]]:
 def set_terms(args: argparse.Namespace) -> int:
     """Record other reward settings for the later steps of a run, running or stopped. Returns 0."""
     run = open_run(args.run)
+    with changing(run):
+        return _set_terms(run, args)
+
+
+def _set_terms(run: RunFolder, args: argparse.Namespace) -> int:
     config = read_config(run)
     settings = RewardSettings(run, config)
 
@@ -210,11 +216,11 @@ def _changed(
             plain[name] = value
         elif name in known and isinstance(value, Mapping) and value.keys() <= {"weight", "when", "hints"}:
             if "weight" in value:
-                weights[name] = float(value["weight"])
+                weights[name] = _number(name, "weight", value["weight"])
             if "when" in value:
                 when[name] = str(value["when"])
             if "hints" in value:
-                hints[name] = float(value["hints"])
+                hints[name] = _number(name, "hints", value["hints"])
         else:
             hint = f"{nearest(name, [*known, *own, 'credit'])}; write e.g. --set NAME.weight=0.5, --set NAME.when=tests"
             raise InputError(
@@ -224,6 +230,12 @@ def _changed(
     weights = {name: weight for name, weight in weights.items() if weight}
     hints = {name: weight for name, weight in hints.items() if weight}
     return dataclasses.replace(composition, weights=weights, when=when, hints=hints, **plain), scheme
+
+
+def _number(name: str, key: str, value: object) -> float:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise InputError(f"--set {name}.{key} = {value!r} is no finite number", hint=f"write e.g. --set {name}.{key}=0.5")
 
 
 def _plain(one: RecomputedStep) -> dict[str, Any]:

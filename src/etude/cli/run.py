@@ -30,7 +30,7 @@ from etude.loop.config import RunConfig, check_same_plugins, config_to_resume
 from etude.loop.limits import build_config
 from etude.loop.locations import read_ledger
 from etude.loop.preflight import check_ledger, preflight
-from etude.loop.reward_settings import RewardChange, RewardSettings, read_changes, record_change
+from etude.loop.reward_settings import RewardChange, RewardSettings, changing, read_changes, record_change
 from etude.models.config import own_family_names
 from etude.plugins import check_all
 from etude.run import RunFolder
@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
         folder.record_plugins(code)
     if changes and not changes[-1].since:
         step = changes[-1].from_step
-        record_change(
-            folder, changes[-1].rewards, from_step=step, last_step=lambda: step - 1, num_steps=config.rl.steps
-        )
+        with changing(folder):
+            record_change(
+                folder, changes[-1].rewards, from_step=step, last_step=lambda: step - 1, num_steps=config.rl.steps
+            )
         print(f"other rewards from step {step} on, as the settings say", flush=True)
     print(f"run {folder.path}", flush=True)
     from etude.loop import event_loop

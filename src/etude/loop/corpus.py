@@ -81,7 +81,7 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
         heldout_talks = _play(source, HELDOUT_DOCUMENTS, config.harness, **held)
         heldout = [chat.encode_conversation(talk, signatures) for talk in heldout_talks]
     documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
-    most = min(config.mid_training.document_tokens, config.model.context_tokens)
+    most = config.mid_training.longest(config.model.context_tokens)
     documents += [chat.document(text) for text in library]
     documents += [encoded(chat, document, most=most) for document in own]
     random.Random(f"corpus {config.seed}").shuffle(documents)
@@ -100,7 +100,7 @@ def encoded(chat: ChatFormat, document: str | Exchange, *, most: int) -> I32 | A
     answer = [*chat.encode(document.answer).tolist(), chat.stop_token_ids[0]]
     if len(prompt) + len(answer) > most:
         facts = f"it has {len(prompt) + len(answer)} tokens, and at most {most} fit: {document.user[-60:]!r}"
-        hint = "shorten it, or raise mid_training.document_tokens and model.context_tokens"
+        hint = "shorten it, or raise mid_training.document_tokens and batch_tokens, and model.context_tokens"
         raise TaskError("an exchange of the corpus is too long", facts, hint=hint)
     return Answered(np.concatenate([prompt, np.array(answer, np.int32)]), len(prompt))
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from etude.experience.ledger import Ledger
 
 ROLLOUTS = "rollouts"
-_PLAIN = {"lock", "logs", "trackers", "lease"}
-"""Parts of a run folder that are never read back: the lock, the logs of its processes, the files of trackers, and
+_PLAIN = {"lock", "rewards.lock", "logs", "trackers", "lease"}
+"""Parts of a run folder that are never read back: the locks, the logs of its processes, the files of trackers, and
 the files of leases of engines."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
 _WRITTEN_IN_PLACE = {"tokenizer": "corpus", "corpus": "corpus", "checkpoints/mid": "mid-training"}

@@ -6,17 +6,18 @@ recorded step can be composed and replayed again. The format is in `docs/formats
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from etude.config import build, plugins_in, to_plain, with_digests
-from etude.errors import ConfigError, InputError, RunError
+from etude.errors import ConfigError, InputError, RunError, RunRefused
 from etude.experience import Ledger
 from etude.file_checksums import sealed_list, verify_json
 from etude.loop.config import RunConfig, check_same_plugins, read_config
@@ -26,9 +27,9 @@ from etude.records.summary import BatchPlan
 from etude.rewards import Composition
 from etude.rewards.config import RewardsConfig, TermConfig
 from etude.rewards.effort import Tuned, next_weight
-from etude.run import HINT_COPY, RunFolder, write_durably
+from etude.run import HINT_COPY, RunFolder, take_lock, write_durably
 
-FILE = "rewards.json"
+FILE, LOCK = "rewards.json", "rewards.lock"
 TUNED = "reward_weights"  # in the ledger: version step → term → `Tuned`
 
 
@@ -128,6 +129,20 @@ def read_changes(run: RunFolder) -> list[RewardChange]:
         raise RunError(f"{path} is damaged", str(error), hint=HINT_COPY) from None
 
 
+@contextlib.contextmanager
+def changing(run: RunFolder) -> Iterator[None]:
+    """Lock the reward settings of a run for a block that reads them and records a change: what another process records
+    meanwhile would be lost. Raises `RunRefused`."""
+    fd, holder = take_lock(run / LOCK)
+    if fd is None:
+        facts = f"process {holder} records other settings"
+        raise RunRefused(f"the rewards of {run.path} are being changed", facts, hint="give the command again")
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
 def record_change(
     run: RunFolder,
     rewards: RewardsConfig,
@@ -143,7 +158,7 @@ def record_change(
       their settings. It is called again at the end, since the run may form further batches meanwhile.
     - `num_steps`: of the whole run.
 
-    The code of new plug-ins is recorded, too.
+    Call it in a block of `changing`. The code of new plug-ins is recorded, too.
 
     Raises `InputError` for a `from_step` that is not after the last step or is after the run's end, `ConfigError` for
     rewards that do not fit the run's other settings, `PluginRefused` and `RunRefused` for plug-ins that cannot be used

@@ -76,7 +76,7 @@ class TermConfig:
             raise ValueError(f"a term is called {self.name!r}: use letters, digits, '_' and '-'")
         if self.target and self.weight <= 0.0:
             raise ValueError(f"{self.name!r} has a target, but its weight is {self.weight:g}: set the weight above 0")
-        if self.kind.path == "effort" and self.weight > 1.0:
+        if self.kind.path in ("effort", TERMS["effort"]) and self.weight > 1.0:
             raise ValueError(
                 f"the weight of {self.name!r} is {self.weight:g}: set at most 1, because otherwise "
                 "a rollout that gives up may get more than a solved one"

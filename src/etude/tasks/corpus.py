@@ -118,6 +118,10 @@ def _pieces(text: str, piece_chars: int) -> list[str]:
     return [*pieces, at] if at.strip() else pieces
 
 
+def _is_document(found: object) -> bool:
+    return all(isinstance(text, str) for text in (vars(found).values() if isinstance(found, Exchange) else [found]))
+
+
 def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str | Exchange]:
     """Yield the documents of a corpus plug-in; it may take `DOCUMENT_S` seconds for each.
 
@@ -129,7 +133,7 @@ def plugin_documents(plugin: Plugin, *, seed: int) -> Iterator[str | Exchange]:
         one = bounded(Kind.CORPUS, plugin, f"document {count}", lambda: next(found, None), deadline_s=DOCUMENT_S)
         if one is None:
             break
-        text = text_of(one) if isinstance(one, str | Exchange) else None
+        text = text_of(one) if _is_document(one) else None
         if text is None or not text.strip() or len(text) > MAX_DOCUMENT_CHARS:
             words = f"is {type(one).__name__}" if text is None else f"has {len(text):,} characters"
             facts = (

@@ -228,7 +228,7 @@ class MidTrainingConfig:
 
     - `num_tokens`: tokens to train on; the corpus is repeated and reshuffled as needed.
     - `batch_tokens`: tokens of one optimiser step, over all ranks.
-    - `document_tokens`: longer documents are split.
+    - `document_tokens`: documents longer than this or than `batch_tokens` are split.
     - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
     - `optimizer`: "muon" learns more from a token and takes more time for a step, on every rank a share of it.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
@@ -247,3 +247,7 @@ class MidTrainingConfig:
     balance_bias: float = ranged(1e-3, low=0.0)
     eval_every: int = ranged(200, low=1)
     checkpoint_every: int = ranged(200, low=1)
+
+    def longest(self, context_tokens: int) -> int:
+        """Return the most tokens of a document that is not split, for a model with this context."""
+        return min(self.document_tokens, self.batch_tokens, context_tokens)

@@ -91,7 +91,7 @@ def write_corpus(
 ) -> None:
     """Write a corpus directory, in place of an existing one. `documents` and `heldout`: the token ids of each document.
 
-    Raises `ValueError` for a token id that does not fit 16 bits."""
+    Raises `TaskError` for a token id that does not fit 16 bits."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus.json").unlink(missing_ok=True)
@@ -112,7 +112,8 @@ def _pack(given: Iterable[I32 | Answered]) -> Documents:
     documents = [doc.token_ids if isinstance(doc, Answered) else doc for doc in given]
     tokens = np.concatenate([np.zeros(0, np.int32), *documents])
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 1 << 16:
-        raise ValueError(f"token ids from {tokens.min()} to {tokens.max()} do not fit 16 bits")
+        facts = f"token ids from {tokens.min()} to {tokens.max()} do not fit 16 bits"
+        raise TaskError("the corpus cannot be written", facts, hint="use a tokeniser of at most 65,536 tokens")
     return Documents(tokens.astype(np.uint16), np.cumsum([0, *(len(d) for d in documents)], dtype=np.int64))
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from etude.config import to_plain
 from etude.errors import CheckpointError, ParityError, RunError
-from etude.file_checksums import verify_files
+from etude.file_checksums import file_digest, files_in, verify_files
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, write_model
 from etude.models.checkpoint_files import atomic_directory, load_tensors, read_json, save_tensors
@@ -94,7 +94,7 @@ class _Job:
     @property
     def identity(self) -> str:
         """The digest of everything that must be equal to resume from a checkpoint."""
-        corpus = (self.corpus / "corpus.json").read_text()
+        corpus = {name: file_digest(self.corpus / name) for name in files_in(self.corpus)}
         plain = [to_plain(self.config), to_plain(self.model), self.seed, str(self.start), corpus]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 

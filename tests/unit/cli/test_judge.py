@@ -154,6 +154,19 @@ def test_a_tuned_checkpoint_judges_works_that_it_was_not_tuned_on(
     assert found.auc.low > 0.9
 
 
+def test_a_work_is_not_cut_by_the_size_of_a_batch(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("red.toml").write_text('[[aspects]]\nname = "solved"\nquestion = "?"\nlowest = 0\nhighest = 1\n')
+    small = TUNED.replace("EVIDENCE", 'evidence = ["files"]').replace("batch_tokens = 512", "batch_tokens = 16")
+    Path("config.toml").write_text(small)
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in colours(4)))
+    words = ["judge", "tune", "labels.jsonl", "--config", "config.toml", "--term", "solved", "--start", str(start)]
+    assert etude.main([*words, "--out", "tuned"]) != 0
+    assert "an exchange of the corpus is too long" in capsys.readouterr().err
+
+
 def test_a_judge_is_not_tuned_to_read_the_grade(
     tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etude import cli as etude
 from etude.cli.run import changed_rewards
 from etude.config import leaves, to_toml
-from etude.errors import ConfigError, RunError, RunRefused
+from etude.errors import ConfigError, InputError, RunError, RunRefused
 from etude.loop.config import RunConfig, build, config_to_resume, read_config
 from etude.loop.reward_settings import FILE, RewardSettings, read_changes, record_change
+from etude.rewards import Composition
 from etude.run import RunFolder
 
 
@@ -56,6 +59,30 @@ def test_rewards_that_do_not_fit_the_loss_of_the_run_are_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"learner\.policy_loss = 'dpo'"):
         record_change(folder, rewards, from_step=1, last_step=lambda: 0, num_steps=9)
     assert read_changes(folder) == []
+
+
+def test_a_change_that_another_process_records_meanwhile_is_not_lost(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands, codes = importlib.import_module("etude.cli.rewards"), []
+    real = commands.record_change
+
+    def slowly(*args: Any, **settings: Any) -> Any:
+        monkeypatch.setattr(commands, "record_change", real)
+        codes.append(etude.main(["rewards", "set", str(run.path), "brief.missing=wait"]))
+        return real(*args, **settings)
+
+    monkeypatch.setattr(commands, "record_change", slowly)
+    assert etude.main(["rewards", "set", str(run.path), "brief.weight=0.25"]) == 0
+    [term] = RewardSettings(run, read_config(run)).at(1).terms
+    assert (term.weight, term.missing == "wait") == (0.25, codes == [0]), "the first was recorded, or refused"
+    assert "are being changed" in capsys.readouterr().err
+
+
+def test_a_weight_that_is_no_number_is_not_recomputed(run: RunFolder) -> None:
+    commands = importlib.import_module("etude.cli.rewards")
+    with pytest.raises(InputError, match=r"--set brief\.weight = 'much' is no finite number"):
+        commands._changed(Composition(), read_config(run), {"brief": {"weight": "much"}}, {"brief"})
 
 
 def test_a_damaged_record_of_changes_is_named(run: RunFolder) -> None:

@@ -20,8 +20,12 @@ OTHER = {"name": "other", "kind": "malformed-calls", "weight": 0.0}
     [
         ({"terms": [EFFORT | {"name": ""}]}, "a term is called '': use letters"),
         ({"terms": [EFFORT | {"name": "my.term"}]}, "a term is called 'my.term': use letters"),
-        ({"terms": [EFFORT | {"weight": 0.0, "target": 0.5}]}, "its largest weight is 0: set it above 0"),
+        ({"terms": [EFFORT | {"weight": 0.0, "target": 0.5}]}, "its weight is 0: set the weight above 0"),
         ({"terms": [EFFORT | {"weight": 1.5}]}, "a rollout that gives up may get more than a solved one"),
+        (
+            {"terms": [EFFORT | {"weight": 1.5, "kind": "etude.rewards.effort:Effort"}]},
+            "a rollout that gives up may get more than a solved one",
+        ),
         ({"terms": [EFFORT | {"when": "grad"}]}, "did you mean 'grade'?"),
         ({"terms": [EFFORT | {"limit": 100.0}]}, "kind = {kind = 'effort', limit = ...}"),
         ({"terms": EFFORT}, r"write [[rewards.terms]] with double brackets"),

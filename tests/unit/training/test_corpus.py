@@ -43,7 +43,7 @@ def test_pieces_that_are_only_context_are_left_out(tmp_path: Path) -> None:
 
 
 def test_token_ids_past_sixteen_bits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="16 bits"):
+    with pytest.raises(TaskError, match="16 bits"):
         write_corpus(tmp_path, [np.array([70_000], np.int32)])
 
 

@@ -94,6 +94,17 @@ def test_only_the_answer_of_a_document_is_learned(tmp_path: Path) -> None:
     assert max(done.loss, done.heldout_loss) < 0.3, "the loss of the answers alone; that of the texts is ln 20 = 3"
 
 
+def test_the_result_of_another_corpus_with_as_many_tokens_is_not_taken(tmp_path: Path) -> None:
+    config = replace(CONFIG, num_tokens=200)
+    for answer, allowed in ((21, True), (22, False)):
+        document = Answered(np.array([*range(20), answer], np.int32), 20)
+        write_corpus(tmp_path / "corpus", [document] * 9)
+        if allowed:
+            mid_train(config, tmp_path / "corpus", tmp_path / "mid", model=SIZES, ranks=1)
+    with pytest.raises(RunError, match="was trained with other settings"):
+        mid_train(config, tmp_path / "corpus", tmp_path / "mid", model=SIZES, ranks=1)
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [(SIZES, "adamw"), (DEEPSEEK, "adamw"), (SIZES, "muon")],

@@ -21,7 +21,7 @@ from etude.errors import ContextFull, EngineError, InputError, MalformedRequest
 from etude.records.completion import CompletionRequest, Sampling, StopReason
 from etude.records.wire import I32
 from etude.rewards.judges.questions import Question
-from etude.rewards.judges.verdicts import Form, Likeliest
+from etude.rewards.judges.verdicts import Form, Likeliest, encodable
 from etude.seams import Policy
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class HttpAsker:
         try:
             found = json.loads(data)
             return _of_openai(found, question.form) if openai else _of_anthropic(found)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
             why = f"the judge's answer is not of the dialect {self.dialect}: {self._shown(data)}"
             raise NoReply(why, retry=True, charged=True) from None
 
@@ -187,7 +187,7 @@ def _of_openai(found: Mapping[str, Any], form: Form) -> Reply:
     message, ended = choice["message"], choice.get("finish_reason")
     reply = Reply(
         text=message.get("content") or "",
-        model=str(found.get("model") or ""),
+        model=encodable(str(found.get("model") or "")),
         num_input=_count(used.get("prompt_tokens")),
         num_cached=_count((used.get("prompt_tokens_details") or {}).get("cached_tokens", 0)),
         num_output=_count(used.get("completion_tokens")),
@@ -209,7 +209,7 @@ def _likeliest(choice: Mapping[str, Any]) -> Likeliest:
     for text, logprob in found:
         if not isinstance(text, str) or not isinstance(logprob, int | float) or not logprob <= 1e-3:  # NaN, too
             raise TypeError(f"the token {text!r} has the log-probability {logprob!r}")
-    return tuple(found)
+    return tuple((text, float(logprob)) for text, logprob in found)
 
 
 def _no_logprobs(model: str) -> InputError:
@@ -226,7 +226,7 @@ def _of_anthropic(found: Mapping[str, Any]) -> Reply:
     fresh, cached = _count(used.get("input_tokens")), _count(used.get("cache_read_input_tokens") or 0)
     reply = Reply(
         text=text,
-        model=str(found.get("model") or ""),
+        model=encodable(str(found.get("model") or "")),
         num_input=None if fresh is None or cached is None else fresh + cached,
         num_cached=cached,
         num_output=_count(used.get("output_tokens")),
@@ -239,7 +239,8 @@ def _checked(reply: Reply, ended: object, refusal: object, *, whole: bool = True
     if not isinstance(reply.text, str):
         raise TypeError("the text of an answer is no text")
     if refusal or ended in ("refusal", "content_filter"):
-        raise NoReply(f"the judge refuses: {str(refusal or ended)[:200]}", retry=False, charged=True, reply=reply)
+        why = f"the judge refuses: {encodable(str(refusal or ended))[:200]}"
+        raise NoReply(why, retry=False, charged=True, reply=reply)
     if ended in _CUT and not whole:
         return reply
     if ended in _CUT:
@@ -250,7 +251,7 @@ def _checked(reply: Reply, ended: object, refusal: object, *, whole: bool = True
 
 
 def _count(value: object) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
 
 
 def _after_s(header: str | None) -> float | None:
@@ -261,7 +262,7 @@ def _after_s(header: str | None) -> float | None:
         return min(float(header), 86_400.0)
     try:
         at = email.utils.parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return min(max(0.0, at.timestamp() - time.time()), 86_400.0)
 

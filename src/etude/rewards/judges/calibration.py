@@ -135,7 +135,7 @@ def read_labels(path: Path, rubric: Rubric, of_rollout: Callable[[str], Evidence
     `of_rollout` makes evidence of), or `first` and `second`. `label` is a score of the aspect's scale; for two works
     it is "first", "second" or "tie". `aspect` may be left out if the rubric has one. `author` is optional."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().split("\n")  # other line breaks may be inside of a JSON text
     except (OSError, UnicodeDecodeError) as error:
         hint = "give a file of JSON lines; see docs/guides/judges.md"
         raise InputError(f"the labels in {path} cannot be read", str(error), hint=hint) from None
@@ -221,7 +221,7 @@ async def _of_works(judge: Judge, labels: Sequence[Label]) -> AspectReport:
         kappa=agreed.estimate(kappa),
         auc=ordered.estimate(concordance),
         exact=float(np.trace(table) / table.sum()),
-        length=_correlation(more, lengths),
+        length=_correlation(known, more, lengths),
         prefers_first=None,
         authors=_by_author(known, more),
     )
@@ -248,7 +248,7 @@ async def _of_pairs(judge: Judge, labels: Sequence[Label]) -> AspectReport:
         auc=None,
         exact=float(np.trace(table) / table.sum()),
         length=None,
-        prefers_first=_mean(first),
+        prefers_first=_clustered(known, _mean(first), lambda at: float(np.mean(np.array(first)[at]))),
         authors={},
     )
 
@@ -368,14 +368,41 @@ def _mean(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def _correlation(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
+Places = npt.NDArray[np.intp]
+
+
+def _clustered(labels: Sequence[Label], plain: Estimate, statistic: Callable[[Places], float | None]) -> Estimate:
+    """Return an estimate; if there are clusters of several works, with the interval of its bootstrap over clusters.
+
+    `plain`: the estimate for independent works. `statistic`: the value of the works at some places, with repetitions;
+    None if they have none. The draws are always the same."""
+    clusters: dict[str, list[int]] = {}
+    for place, label in enumerate(labels):
+        clusters.setdefault(label.cluster, []).append(place)
+    if len(clusters) == len(labels):
+        return plain
+    if len(clusters) == 1:
+        return Estimate(plain.value, -math.inf, math.inf)
+    places, draws = [np.array(some) for some in clusters.values()], np.random.default_rng(0)
+    drawn = (draws.integers(len(places), size=len(places)) for _ in range(RESAMPLED))
+    found = [statistic(np.concatenate([places[i] for i in some])) for some in drawn]
+    low, high = np.quantile([value for value in found if value is not None], [0.025, 0.975])
+    return Estimate(plain.value, float(low), float(high))
+
+
+def _correlation(labels: Sequence[Label], first: Sequence[float], second: Sequence[float]) -> Estimate | None:
     """Spearman's rank correlation, with Fisher's interval; None for fewer than 5 values, or constant ones."""
-    ranks = [_ranks(np.array(values)) for values in (first, second)]
-    if len(first) < 5 or not all(one.std() for one in ranks):
+    both = np.array([first, second])
+
+    def spearman(at: Places) -> float | None:
+        ranks = [_ranks(values[at]) for values in both]
+        return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if all(one.std() for one in ranks) else None
+
+    value = spearman(np.arange(len(first)))
+    if len(first) < 5 or value is None:
         return None
-    value = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
     centre, half = math.atanh(min(max(value, -0.999999), 0.999999)), _Z * 1.03 / math.sqrt(len(first) - 3)
-    return Estimate(value, math.tanh(centre - half), math.tanh(centre + half))
+    return _clustered(labels, Estimate(value, math.tanh(centre - half), math.tanh(centre + half)), spearman)
 
 
 def _ranks(values: Table) -> Table:
@@ -385,14 +412,19 @@ def _ranks(values: Table) -> Table:
 
 
 def _by_author(labels: Sequence[Label], more: Sequence[float]) -> dict[str, Estimate]:
-    found: dict[str, Estimate] = {}
+    found, values = dict[str, Estimate](), np.array(more)
     for author in sorted({label.author for label in labels} - {""}):
-        own = [value for label, value in zip(labels, more, strict=True) if label.author == author]
-        rest = [value for label, value in zip(labels, more, strict=True) if label.author != author]
-        if len(own) > 1 and len(rest) > 1:
-            a, b = _mean(own), _mean(rest)
+        own = np.array([label.author == author for label in labels])
+
+        def difference(at: Places, own: npt.NDArray[np.bool_] = own) -> float | None:
+            mine, others = values[at][own[at]], values[at][~own[at]]
+            return float(mine.mean() - others.mean()) if len(mine) and len(others) else None
+
+        if own.sum() > 1 and (~own).sum() > 1:
+            a, b = _mean(values[own].tolist()), _mean(values[~own].tolist())
             half = math.hypot(a.high - a.value, b.high - b.value)
-            found[author] = Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
+            plain = Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
+            found[author] = _clustered(labels, plain, difference)
     return found
 
 

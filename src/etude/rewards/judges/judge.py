@@ -179,9 +179,9 @@ class Judge:
             return unknown.verdict
 
     async def _asked_in_time(self, question: Question, key: bytes) -> Verdict:
-        waits = _Waits()
+        waits = _Waits(asyncio.get_running_loop().time() + self.limits.deadline_s)
         try:
-            async with asyncio.timeout(self.limits.deadline_s):
+            async with asyncio.timeout_at(waits.until):
                 return await self._asked(question, key, waits)
         except TimeoutError:
             why = f"no verdict within {self.limits.deadline_s:g} s: it waited for {waits.for_what}"
@@ -224,7 +224,7 @@ class Judge:
                 await asyncio.sleep(pause_s)
             if self.limits.per_minute is not None:
                 waits.for_what = "its turn by per_minute"
-                await asyncio.sleep(await asyncio.to_thread(self.store.turn, self.account, self.limits.per_minute))
+                await self._turn(self.limits.per_minute, waits)
             reserved = await self._reserved(question)
             spent: float | None = None
             try:
@@ -242,10 +242,20 @@ class Judge:
             finally:
                 await asyncio.shield(asyncio.to_thread(self.store.settle, self.account, reserved, spent))
 
+    async def _turn(self, per_minute: int, waits: _Waits) -> None:
+        """Wait for the time of the next call. Nobody takes a place after the deadline, where it would stay unused."""
+        now = asyncio.get_running_loop().time
+        turn, account = self.store.turn, self.account
+        while (  # noqa: ASYNC110 - other processes take places, too
+            wait_s := await asyncio.to_thread(turn, account, per_minute, waits.until - now())
+        ) is None:
+            await asyncio.sleep(60.0 / per_minute)
+        await asyncio.sleep(wait_s)
+
     async def _reserved(self, question: Question) -> float:
         """Reserve what a call may cost at most: a token has two bytes at least, on average. Raises `_Unknown`."""
         num_input = len((question.system + question.user).encode()) // 2
-        most = self.prices.cost(num_input, 0, MAX_TOKENS)
+        most = self.prices.cost(num_input, 0, 1 if question.form is Form.TOKEN else MAX_TOKENS)
         if self.limits.budget is None or most is None:
             return 0.0
         if not await asyncio.to_thread(self.store.reserve, self.account, most, self.limits.budget):
@@ -281,7 +291,8 @@ def check_form(form: Form, rubric: Rubric, *, tuned: bool) -> None:
 
 @dataclass
 class _Waits:
-    """What a question waits for, and its last failure."""
+    """Until when a question waits (the loop's clock), what for, and its last failure."""
 
+    until: float
     for_what: str = "a free place"
     failed: str = ""

@@ -162,13 +162,16 @@ class JudgeStore:
             change = "UPDATE judges SET dollars = max(0.0, dollars + ?), unpriced = unpriced + ? WHERE judge = ?"
             database.execute(change, (0.0 if spent is None else spent - reserved, int(spent is None), judge))
 
-    def turn(self, judge: str, per_minute: int) -> float:
-        """Take the next place in the sequence of calls, and return the seconds until its time."""
+    def turn(self, judge: str, per_minute: int, most_s: float) -> float | None:
+        """Take the next place in the sequence of calls, and return the seconds until its time. None: the next place is
+        more than `most_s` seconds away, and was not taken."""
         with self._transaction() as database:
             self._account(database, judge)
             now = time.time()
             [at] = database.execute("SELECT next_at FROM judges WHERE judge = ?", (judge,)).fetchone()
-            at = min(max(at, now), now + 3600.0)  # a clock that was set back blocks nothing
+            at = max(at, now) if at <= now + 3600.0 else now  # a clock that was set back blocks nothing
+            if at - now > most_s:
+                return None
             database.execute("UPDATE judges SET next_at = ? WHERE judge = ?", (at + 60.0 / per_minute, judge))
             return float(at - now)
 

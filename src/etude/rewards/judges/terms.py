@@ -201,8 +201,9 @@ def judge(
 def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
     """Return the host and the API key of a model's server. Raises `ConfigError`."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        shown = f"{parts.scheme}://{parts.hostname}" if parts.username else url
+    odd = "@" in parts.netloc or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.hostname or odd:
+        shown = f"{parts.scheme}://{parts.hostname}..." if odd else url  # the rest may have a key
         raise ConfigError(f"url = {shown!r} is no URL of an API", hint='write e.g. url = "https://api.openai.com/v1"')
     if not model:
         raise ConfigError("model is empty", hint="name the model as the server knows it")
@@ -210,10 +211,13 @@ def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
         facts = f"its {len(key_env)} characters are not a valid name of an environment variable"
         hint = 'export OPENAI_API_KEY=... in the shell, and write key_env = "OPENAI_API_KEY"'
         raise ConfigError("key_env must be the name of a variable that has the API key, not the key", facts, hint=hint)
-    key = os.environ.get(key_env, "") if key_env else ""
+    key = os.environ.get(key_env, "").strip() if key_env else ""
     if key_env and not key:
         facts = "it should have the API key of the judge"
         raise ConfigError(f"the environment variable {key_env} is not set", facts, hint=f"export {key_env}=...")
+    if not (key.isascii() and key.isprintable()):
+        facts = f"it has {len(key)} characters, and some cannot be in a header of HTTP"
+        raise ConfigError(f"the environment variable {key_env} has no API key", facts, hint="set it to the key alone")
     return parts.hostname, key
 
 

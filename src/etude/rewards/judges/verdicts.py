@@ -20,6 +20,10 @@ MIN_SHARE = 0.5
 """Smallest total probability of the scores as the next token; below it, the reply is not a verdict."""
 
 
+MAX_UNSEEN = 0.1
+"""Scores that a server does not list may have at most this share of the scores' probability."""
+
+
 class Form(enum.StrEnum):
     """The form of a judge's answer.
 
@@ -103,7 +107,8 @@ class Weighed(Scale):
     def mean(self, likeliest: Likeliest) -> tuple[float, str]:
         """Return (mean score, reason) from the likeliest tokens. A score that is not among them has probability 0.
 
-        Raises `NoVerdict` if the total probability of the scores is below `MIN_SHARE`.
+        Raises `NoVerdict` if the total probability of the scores is below `MIN_SHARE`, or if scores that are not among
+        the likeliest tokens may have more than `MAX_UNSEEN` of it.
 
         >>> Weighed(0, 1).mean((("1", math.log(0.6)), (" 0", math.log(0.2)), ("The", math.log(0.1))))
         (0.75, '0: 0.200, 1: 0.600')
@@ -117,6 +122,12 @@ class Weighed(Scale):
         if not MIN_SHARE <= total <= 1.01:
             shown = ", ".join(f"{text!r} {math.exp(logprob):.2f}" for text, logprob in likeliest[:3])
             raise NoVerdict(f"the scores have {total:.0%} of the next token's probability; the likeliest are {shown}")
+        listed = [math.exp(logprob) for _, logprob in likeliest]
+        num_unseen = sum(not share for share in shares.values())
+        unseen = min(num_unseen * min(listed), max(0.0, 1.0 - sum(listed)))  # none is likelier than a listed token
+        if unseen > MAX_UNSEEN * (total + unseen):
+            facts = f"{num_unseen} scores, which are not listed, may have {unseen:.0%} of the probability"
+            raise NoVerdict(f"the server lists too few likely tokens, {len(listed)}: {facts}")
         reason = ", ".join(f"{score}: {share:.3f}" for score, share in shares.items())
         return round(sum(score * share for score, share in shares.items()) / total, 6), reason
 
@@ -201,7 +212,17 @@ def read_reply(text: str, form: Form, domain: Domain, code: str, likeliest: Like
         return domain.mean(likeliest)
     if form is Form.VALUE:
         return domain.read(text.strip()), ""
-    return _read_line(text, domain, code) if form is Form.LINE else _read_json(text, domain, code)
+    value, reason = (_read_line if form is Form.LINE else _read_json)(text, domain, code)
+    return value, encodable(reason)
+
+
+def encodable(text: str) -> str:
+    """Return a text with "?" for each half of a surrogate pair: JSON may have one, and UTF-8 cannot encode it.
+
+    >>> encodable("a \\ud83d b")
+    'a ? b'
+    """
+    return text.encode(errors="replace").decode()
 
 
 def _read_line(text: str, domain: Domain, code: str) -> tuple[Any, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.judge_server import HIGH, LOW, SIGNATURE, Bias, ScriptedJudge, honest, longer, praises_itself, truth, work
 
@@ -213,11 +214,12 @@ def test_works_of_one_group_are_in_one_half_and_are_drawn_together(tmp_path: Pat
         fixed = random.Random(number)
         return fixed.randint(LOW, HIGH) if fixed.random() < 0.5 else truth(text)
 
-    def width(name: str, given: list[dict[str, Any]]) -> float:
+    def width(name: str, given: list[dict[str, Any]]) -> npt.NDArray[np.float64]:
         (tmp_path / name).mkdir()
         found = reported(tmp_path / name, given, by_number)
         assert found.auc is not None
-        return found.auc.high - found.auc.low
+        assert found.length is not None
+        return np.array([one.high - one.low for one in (found.auc, found.length, found.authors["tiny"])])
 
     once = rows(40)
     copies = [
@@ -225,5 +227,12 @@ def test_works_of_one_group_are_in_one_half_and_are_drawn_together(tmp_path: Pat
     ]
     plain, together = width("once", once), width("together", copies)
     alone = width("alone", [row | {"group": ""} for row in copies])
-    assert alone < 0.7 * plain, "four copies of each work, taken for independent"
-    assert 0.8 * plain < together < 1.25 * plain
+    assert (alone < 0.7 * plain).all(), "four copies of each work, taken for independent"
+    assert ((0.8 * plain < together) & (together < 1.25 * plain)).all()
+
+
+def test_a_line_break_that_is_none_in_json_may_be_in_a_label(tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    path.write_text(json.dumps({"work": "one\u2028two\x85three", "label": 2}, ensure_ascii=False) + "\n")
+    [label] = read_labels(path, RUBRIC, no_rollouts)
+    assert label.work == Evidence.of_text("one\u2028two\x85three")

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.judge_server import ScriptedJudge, honest, work
 
 from etude.prices import TokenPrices
 from etude.rewards.judges import Aspect, Dialect, Evidence, Form, HttpAsker, Judge, JudgeStore, Limits, Rubric, Verdict
+from etude.rewards.judges.store import Stored
+from etude.rewards.judges.verdicts import Scale, read_reply
 
 T = TypeVar("T")
 FACTS = Aspect("facts", "How many facts does it have?")
@@ -173,6 +177,65 @@ def test_a_server_that_changes_its_model_gives_no_verdict_that_others_are_compar
     assert "scripted-2 answered, and scripted-1 before" in found.reason
 
 
+TOP = {"token": "1", "logprob": -0.1}
+
+
+@pytest.mark.parametrize(
+    ("body", "after", "why"),
+    [
+        (
+            {
+                "choices": [
+                    {"logprobs": {"content": [{**TOP, "top_logprobs": [{"token": "2", "logprob": -(10**400)}]}]}}
+                ]
+            },
+            "",
+            "dialect",
+        ),
+        ({"usage": {"prompt_tokens": 10**400, "completion_tokens": 1}}, "", ""),
+        ({"model": "half \ud83d"}, "", ""),
+        (None, "Mon, 99999999999999999999 Jan 2026 00:00:00 GMT", "status 503"),
+    ],
+)
+def test_numbers_and_texts_of_a_server_that_cannot_be_used_end_no_run(
+    tmp_path: Path, body: dict[str, Any] | None, after: str, why: str
+) -> None:
+    top = [TOP, {"token": "2", "logprob": -20.0}]
+    whole = {"model": "m", "choices": [{"logprobs": {"content": [{**TOP, "top_logprobs": top}]}}], "usage": {}} | (
+        body or {}
+    )
+    whole["choices"][0] |= {"message": {"content": "1"}, "finish_reason": "length"}
+
+    async def answer(request: web.Request) -> web.Response:
+        if body is None:
+            return web.Response(status=503, headers={"retry-after": after})
+        return web.json_response(whole)
+
+    async def use() -> Verdict:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        server = TestServer(app)
+        await server.start_server()
+        asker = HttpAsker(str(server.make_url("/v1")), "m")
+        limits = Limits(deadline_s=2.0 if why else 30.0)
+        store = JudgeStore(tmp_path / "judges.sqlite")
+        judge = Judge(RUBRIC, asker, store, form=Form.TOKEN, limits=limits, prices=PRICES, first_wait_s=0.05)
+        found = await judge.score(FACTS, Evidence.of_text("fact"))
+        store.close()
+        await server.close()
+        return found
+
+    found = asyncio.run(use())
+    assert (found.value is None) == bool(why), found.reason
+    assert why in found.reason
+
+
+def test_half_of_a_surrogate_pair_in_a_reason_is_no_failure(tmp_path: Path) -> None:
+    text = '{"reason": "good \\ud83d", "verdict": 4, "code": "c0de"}'
+    assert read_reply(text, Form.JSON, Scale(1, 5), "c0de") == (4, "good ?")
+    JudgeStore(tmp_path / "judges.sqlite").put(b"key", Stored("4", "good ?", "m"))
+
+
 def test_no_more_calls_than_at_once_run_together(tmp_path: Path) -> None:
     server = ScriptedJudge(fault=lambda _: None)
 
@@ -195,6 +258,18 @@ def test_calls_keep_the_distance_of_per_minute(tmp_path: Path) -> None:
     assert asked(ScriptedJudge(), use) >= 0.39
 
 
+def test_a_place_after_the_deadline_is_not_taken_so_later_questions_have_their_turn(tmp_path: Path) -> None:
+    async def use(server: ScriptedJudge) -> list[Verdict]:
+        limits = Limits(at_once=16, per_minute=40, deadline_s=3.0)
+        judge = judge_at(server, tmp_path / "judges.sqlite", limits=limits)
+        late = await asyncio.gather(*(judge.score(FACTS, Evidence.of_text(f"fact {n}")) for n in range(16)))
+        assert any("its turn by per_minute" in one.reason for one in late)
+        return [await judge.score(FACTS, Evidence.of_text("fact at last")), *late]
+
+    found = asked(ScriptedJudge(), use)
+    assert found[0].value == 1, found[0].reason
+
+
 PRICES = TokenPrices(input=10.0, cached_input=1.0, output=30.0)
 
 
@@ -215,6 +290,13 @@ def test_money_is_counted_and_a_spent_budget_makes_verdicts_unknown(tmp_path: Pa
     unknown = [one for one in found if one.value is None]
     assert 0 < len(unknown) < 40
     assert all("the budget of 0.15 dollars is spent" in one.reason for one in unknown)
+
+
+def test_a_call_for_one_token_reserves_one_token(tmp_path: Path) -> None:
+    most = PRICES.cost(3_000, 0, 100)
+    limits = Limits(budget=most)
+    assert scored(ScriptedJudge(), tmp_path, limits=limits, prices=PRICES).value is None, "its answer may be long"
+    assert scored(ScriptedJudge(), tmp_path, limits=limits, prices=PRICES, form=Form.TOKEN).value == 2
 
 
 def test_a_call_that_hangs_may_cost_and_keeps_its_reservation_and_a_refused_one_costs_nothing(tmp_path: Path) -> None:

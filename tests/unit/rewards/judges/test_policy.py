@@ -75,7 +75,7 @@ class Weighing(ScriptedEngine):
 def test_the_value_of_one_token_is_read_from_the_likeliest_tokens(chat: ChatFormat, tmp_path: Path) -> None:
     one, five, other = (int(chat.encode(text)[0]) for text in ("1", "5", "x"))
     engine = Weighing([[five]])
-    engine.shares = {five: 0.6, one: 0.2, other: 0.1}
+    engine.shares = {five: 0.6, one: 0.2, other: 0.15}
     asker = PolicyAsker(EnginePolicy(engine), chat, name="a digest")
     judge = Judge(RUBRIC, asker, JudgeStore(tmp_path / "judges.sqlite"), form=Form.TOKEN)
     found = asyncio.run(judge.score(ASPECT, Evidence.of_text("fact")))

@@ -95,6 +95,17 @@ def test_a_spent_budget_makes_the_term_unknown_and_is_not_tried_again(rubric: Pa
     assert "the budget of 0.001 dollars is spent" in found[0].term.evidence
 
 
+def test_a_key_is_read_without_space_and_refused_when_it_fits_no_header(
+    rubric: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret\r\n")
+    assert term(rubric, "http://h", key_env="JUDGE_KEY").judge.asker.key == "secret"
+    monkeypatch.setenv("JUDGE_KEY", "secret\nX-Other: 1")
+    with pytest.raises(ConfigError, match="JUDGE_KEY has no API key") as refused:
+        term(rubric, "http://h", key_env="JUDGE_KEY")
+    assert "secret" not in str(refused.value)
+
+
 def test_several_aspects_are_weighted_and_one_unknown_makes_all_unknown(rubric: Path) -> None:
     more = '[[aspects]]\nname = "kind"\nquestion = "Is it kind?"\nlowest = 0\nhighest = 5\nweight = 3.0\n'
     rubric.write_text(RUBRIC + more)
@@ -125,6 +136,8 @@ def test_the_version_changes_with_the_rubric_the_evidence_and_the_mode(rubric: P
     [
         ({"url": "api.example.com"}, "is no URL of an API"),
         ({"url": "https://user:secret@host/v1"}, "is no URL of an API"),
+        ({"url": "https://:secret@host/v1"}, "is no URL of an API"),
+        ({"url": "https://host/v1?key=secret"}, "is no URL of an API"),
         ({"model": ""}, "model is empty"),
         ({"key_env": "NO_SUCH_KEY_HERE"}, "NO_SUCH_KEY_HERE is not set"),
         ({"budget": 5.0}, "prices of 'm' are unknown"),
@@ -195,7 +208,7 @@ def test_an_auditor_must_be_another_model_without_a_weight(rubric: Path) -> None
 
 
 def test_a_verdict_of_one_token_is_the_mean_of_the_scale_under_its_probabilities(rubric: Path) -> None:
-    server = ScriptedJudge(tokens=lambda said: {said: 0.6, " 1": 0.2, "The": 0.1})
+    server = ScriptedJudge(tokens=lambda said: {said: 0.6, " 1": 0.2, "The": 0.15})
     found = measured(rubric, [work(5), work(1)], server, form="token")
     assert [one.term.value for one in found] == [pytest.approx(0.75), 0.0]
     assert "5: 0.600" in found[0].term.evidence
@@ -216,6 +229,15 @@ def test_a_model_that_would_say_something_else_than_a_score_has_no_verdict(rubri
     [found] = measured(rubric, [work(5)], server, form="token")
     assert found.term.value is None
     assert "the scores have 30% of the next token's probability; the likeliest are 'The' 0.70" in found.term.evidence
+
+
+def test_scores_that_a_server_does_not_list_are_not_taken_for_impossible(rubric: Path) -> None:
+    few = [{"5": 0.55}, {"5": 0.55, "The": 0.25}, {"5": 0.55, "The": 0.25, "4": 0.1}, {"5": 0.55, "The": 0.3, "4": 0.1}]
+    found = [
+        measured(rubric, [work(n)], ScriptedJudge(tokens=lambda _, t=t: t), form="token") for n, t in enumerate(few, 1)
+    ]
+    assert [one.term.value for [one] in found] == [None, None, None, pytest.approx(1 - 0.1 / 0.65 / 4, abs=1e-6)]
+    assert "lists too few likely tokens, 1: 4 scores, which are not listed, may have 45%" in found[0][0].term.evidence
 
 
 def test_a_tuned_judge_is_asked_without_explanations(rubric: Path) -> None:
