@@ -88,7 +88,8 @@ class EngineLeases:
                     self._write(msgspec.structs.replace(self._answer, ended="the run has stopped"))
 
     async def _look(self) -> None:
-        request = self._request() if lock_holder(self._folder / "lock") is not None else None
+        held = lock_holder(self._folder / "lock") is not None
+        request = self._request() if held else None
         if self._answer is not None:  # another request: that evaluation has ended, and the next one has the lock
             over = "" if request is not None and request.id == self._answer.id else "the evaluation has ended"
             over = over or ("its time is over" if time.monotonic() >= self._ends else "")
