@@ -53,12 +53,11 @@ def over_training_seeds(
     if len(trained) < 2 or len(untrained) not in (0, len(trained)):
         raise InputError(f"{len(trained)} models are no several seeds", hint="give --checkpoint once for each seed")
     after, before = [*map(_rates, trained.values())], [*map(_rates, untrained)]
-    every = set[str]().union(*after)
-    shared = sorted(every.intersection(*after, *before))
+    problem_of = {row.task_id: row.problem for rows in trained.values() for row in rows}
+    shared = sorted(set(problem_of).intersection(*after, *before))
     if not shared:
         facts = "of every task, the rollouts of some model are all invalid, or the models played different tasks"
         raise InputError("the models share no task", facts, hint="see why rollouts are invalid: the field `invalid`")
-    problem_of = {row.task_id: row.problem for rows in trained.values() for row in rows}
     problems = [problem_of[task] for task in shared]
     solved = [[rates[task] for task in shared] for rates in after]
     found, gain = crossed_rate(solved, problems), None
@@ -74,7 +73,7 @@ def over_training_seeds(
         general_rise=_plain(mean_over_seeds(general_rises)) if general_rises else None,
         num_tasks=len(shared),
         num_problems=len(set(problems)),
-        num_left_out=len(every) - len(shared),
+        num_left_out=len(problem_of) - len(shared),
     )
 
 
