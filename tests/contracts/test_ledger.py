@@ -67,6 +67,18 @@ def test_a_finished_rollout_is_stored_with_its_transition(ledger, kit, finish_gr
     assert stored.valid[0][0] == kit.summary("g000000.0")
 
 
+def test_held_siblings_run_or_are_cancelled_in_the_transaction_that_decides(ledger, kit):
+    for group, rewards in (("g000000", (1.0, 0.0)), ("g000001", (1.0, 1.0))):
+        names = [f"{group}.{i}" for i in range(4)]
+        ledger.admit(*map(kit.spec, names), held=names[2:])
+        assert [spec.rollout_id for spec in ledger.start(8)][-2:] == names[:2]
+        assert ledger.finish_all([(kit.summary(i), kit.graded(r)) for i, r in zip(names, rewards, strict=False)])
+    assert ledger.waiting() == []
+    assert ledger.states() == {"running": 2, "graded": 4, "cancelled": 2}
+    assert ledger.ready_groups(ledger.open_groups()) == {"g000001"}
+    assert ledger.slots() == (6, 8)
+
+
 def test_a_forbidden_transition_is_refused_and_changes_nothing(ledger, kit):
     ledger.admit(kit.spec("g000000.0"))
     with pytest.raises(LedgerError, match="from admitted to trained"):

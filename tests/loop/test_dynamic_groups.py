@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,17 @@ class Stuck(Some):
         return await super().rollout(spec, kept=kept)
 
 
+class OneThread:
+    """A task source that only this thread may ask: a plug-in need not be safe for several."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._thread = source, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        assert threading.get_ident() == self._thread, f"another thread asks for {name}"
+        return getattr(self._source, name)
+
+
 @pytest.fixture
 def run(game: Any, tmp_path: Path) -> Callable[..., PlayedRun]:
     def make(name: str, *sets: str) -> PlayedRun:
@@ -71,6 +83,7 @@ def played(this: PlayedRun) -> dict[str, Any]:
 
     async def main() -> None:
         async with this.conductor() as conductor:
+            conductor.source = OneThread(conductor.source)
             await conductor.reinforce()
 
     asyncio.run(main())

@@ -28,6 +28,7 @@ from etude.records.task import Split, Trust
 CAPACITY, SIBLINGS, MAX_LAG, PROMPT = 8, 2, 1, 2
 NEED_A_SLOT = {State.HELD, State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED}
 ENDED = {State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARANTINED, State.CANCELLED}
+READY = {State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED}
 TASK = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="i", files={}, exports=())
 ALLOWED = {(move.origin, move.to) for move in MOVES}
 
@@ -90,6 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.lives = 0  # restarts so far
         self.versions = [self.version(0)]  # of the lineage, by step
         self.played: dict[str, tuple[list[Version], bool]] = {}  # of each rollout that ended, its `trace`
+        self.grade: dict[str, float] = {}  # of each rollout that was graded
         self.has_sample: dict[str, bool] = {}  # of each rollout that a batch took
         self.ancestors: dict[Version, int] = {}  # of versions that were lost: the last step they share with the lineage
         self.ledger.reconcile([], head=self.versions[0])
@@ -125,19 +127,20 @@ class LedgerMachine(RuleBasedStateMachine):
         names = sorted(i for i, s in self.state.items() if s in states)
         return data.draw(st.sampled_from(names)) if names else None
 
-    @rule()
-    def admit_a_group(self) -> None:
-        ids = [f"g{self.groups:06d}.{i}" for i in range(SIBLINGS)]
-        room = self.ledger.slots()[1] - self.ledger.slots()[0] >= SIBLINGS
+    @rule(later=st.integers(0, 2))
+    def admit_a_group(self, later: int = 0) -> None:
+        """`later`: how many siblings are held until the first ones have ended."""
+        ids = [f"g{self.groups:06d}.{i}" for i in range(SIBLINGS + later)]
+        room = self.ledger.slots()[1] - self.ledger.slots()[0] >= len(ids)
 
         def work() -> None:
             for i in ids:
-                self.ledger.admit(spec(i))
+                self.ledger.admit(spec(i), held=ids[SIBLINGS:])
             self.ledger.move_cursor("train", self.groups + 1)
 
         if room:
             self.ledger.transaction(work)
-            self.state |= dict.fromkeys(ids, State.ADMITTED)
+            self.state |= dict.fromkeys(ids[:SIBLINGS], State.ADMITTED) | dict.fromkeys(ids[SIBLINGS:], State.HELD)
             self.groups += 1
         else:
             with pytest.raises(LedgerError, match="no slot is free"):
@@ -168,6 +171,18 @@ class LedgerMachine(RuleBasedStateMachine):
         if not late:
             self.played[name] = versions, kept
             self.state[name] = State.GRADED if isinstance(outcome, Graded) else State.INVALID
+            if isinstance(outcome, Graded):
+                self.grade[name] = outcome.grade
+            self.release(name)
+
+    def release(self, name: str) -> None:
+        """What becomes of held siblings when a rollout has ended."""
+        members = [i for i in self.state if i.partition(".")[0] == name.partition(".")[0]]
+        first = [i for i in members if self.state[i] is not State.HELD]
+        if all(self.state[i] in READY for i in first):
+            grades = [self.grade[i] for i in first if self.state[i] is State.GRADED]
+            agree = len(grades) > 1 and len(set(grades)) == 1
+            self.state |= dict.fromkeys(set(members) - set(first), State.CANCELLED if agree else State.ADMITTED)
 
     @rule(data=st.data(), kept=st.booleans(), rewards=st.permutations([0.0, 1.0]))
     def play_a_group(self, data: st.DataObject, kept: bool, rewards: list[float]) -> None:
@@ -195,6 +210,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if name is not None:
             self.ledger.fail(name, Invalid(boundary=Boundary.WORKER, reason="its worker died", evidence="twice"))
             self.state[name] = State.INVALID
+            self.release(name)
 
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
@@ -202,6 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if name is not None:
             self.ledger.move(name, "quarantined", reason="its record cannot be believed")
             self.state[name] = State.QUARANTINED
+            self.release(name)
 
     @rule(data=st.data(), to=st.sampled_from(State))
     def try_any_move(self, data: st.DataObject, to: State) -> None:
@@ -214,6 +231,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if (origin, to) in ALLOWED and (free or origin in NEED_A_SLOT or to not in NEED_A_SLOT):
             self.ledger.move(name, to, reason="because")
             self.state[name] = to
+            self.release(name)
         else:
             with pytest.raises(LedgerError):
                 self.ledger.move(name, to, reason="because")

@@ -59,13 +59,12 @@ def over_training_seeds(
         facts = f"there are {len(trained)} models and {len(untrained)} untrained ones"
         raise InputError(what, facts, hint="give --checkpoint once for each seed")
     after, before = [*map(_rates, trained.values())], [*map(_rates, untrained)]
-    every = set[str]().union(*after)
-    shared = sorted(every.intersection(*after, *before))
+    problem_of = {row.task_id: row.problem for rows in trained.values() for row in rows}
+    shared = sorted(set(problem_of).intersection(*after, *before))
     if not shared:
         facts = "for every task there is a model without a valid rollout of it"
         hint = "see the field `invalid` of the results for the reasons, and evaluate all models on the same tasks"
         raise InputError("no task has a valid rollout of every model", facts, hint=hint)
-    problem_of = {row.task_id: row.problem for rows in trained.values() for row in rows}
     problems = [problem_of[task] for task in shared]
     solved = [[rates[task] for task in shared] for rates in after]
     found, gain = crossed_rate(solved, problems), None
@@ -81,7 +80,7 @@ def over_training_seeds(
         general_rise=_plain(mean_over_seeds(general_rises)) if general_rises else None,
         num_tasks=len(shared),
         num_problems=len(set(problems)),
-        num_left_out=len(every) - len(shared),
+        num_left_out=len(problem_of) - len(shared),
     )
 
 

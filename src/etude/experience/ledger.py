@@ -157,7 +157,9 @@ class Ledger(LedgerQueries):
         """Move a rollout to the state `to`, with a reason and further facts for its history.
 
         Raises `LedgerError` when the table of transitions forbids it, or no slot is free."""
-        self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
+        self._move([_Move(row := self.row(rollout_id), State(to), reason, facts)])
+        if to in ENDED:
+            self._release_held({row.group_id})
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
@@ -281,7 +283,7 @@ class Ledger(LedgerQueries):
         for group_id, waiting in itertools.groupby(held, key=lambda row: row.group_id):
             others = [row for row in self.group_rows(group_id) if row.state is not State.HELD]
             if all(row.state in ENDED for row in others):
-                rewards = [row.reward for row in others if row.reward is not None]
+                rewards = [row.reward for row in others if row.state is State.GRADED]
                 agree = len(rewards) > 1 and len(set(rewards)) == 1
                 to, reason = (State.CANCELLED, AGREE) if agree else (State.ADMITTED, "")
                 moves += [_Move(row, to, reason) for row in waiting]

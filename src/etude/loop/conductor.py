@@ -114,6 +114,8 @@ class Conductor:
         self.rewards = RewardSettings(run, config)
         self.drift = DriftMonitor(self.ledger, telemetry)
         self.scorer = GroupScorer(self.ledger, self.ledger_thread, processes, telemetry, self.rewards)
+        size = source.size(Split.TRAIN)  # asked here: in the ledger's thread a plug-in would be asked by two at once
+        self._counts_tasks = size is not None and size <= MAX_TASKS
         self.signals = self._recalled_signals()
         self.step = 0  # of the last committed version
         self.trained = 0  # of the live weights: one ahead of `step` while their version is being published
@@ -383,9 +385,8 @@ class Conductor:
         return True
 
     def _recalled_signals(self) -> Signals:
-        experience, size = self.config.experience, self.source.size(Split.TRAIN)
-        by_task = size is not None and size <= MAX_TASKS
-        return Signals(self.ledger.recall(SIGNALS), min_group_size=experience.min_group_size, by_task=by_task)
+        size = self.config.experience.min_group_size
+        return Signals(self.ledger.recall(SIGNALS), min_group_size=size, by_task=self._counts_tasks)
 
     def _take_batch(self, batch: BatchRef, plan: BatchPlan) -> None:
         signals = self._recalled_signals()  # read anew: the transaction may be repeated

@@ -90,13 +90,14 @@ class EngineLeases:
 
     async def _look(self) -> None:
         held = lock_holder(self._folder / "lock") is not None
-        if self._answer is not None:
-            over = "" if held else "the evaluation has ended"
+        request = self._request() if held else None
+        if self._answer is not None:  # another request: that evaluation has ended, and the next one has the lock
+            over = "" if request is not None and request.id == self._answer.id else "the evaluation has ended"
             over = over or ("the time of the lease is over" if time.monotonic() >= self._ends else "")
             over = over or await self._renew(self._answer)
             if over:
                 await self._take_back(self._answer, over)
-        elif held and (request := self._request()) is not None and request.id != self._seen:
+        elif request is not None and request.id != self._seen:
             await self._lend(request)
 
     def _request(self) -> Request | None:
@@ -149,9 +150,11 @@ class EngineLeases:
 
     async def _take_back(self, answer: Answer, reason: str) -> None:
         self._answer = None
-        self._event("returned", answer, reason)
-        self._write(msgspec.structs.replace(answer, ended=reason))
-        await self._release(await self._processes.lend(answer.engines))
+        try:
+            self._event("returned", answer, reason)
+            self._write(msgspec.structs.replace(answer, ended=reason))
+        finally:
+            await self._release(await self._processes.lend(answer.engines))
 
     async def _release(self, lent: dict[str, HttpEngine]) -> None:
         await self._hold(lent, 0.0)

@@ -18,7 +18,7 @@ from etude.harness.config import HarnessConfig
 from etude.harness.tools import STANDARD_TOOLS
 from etude.loop.checkpoints import newest_checkpoint
 from etude.loop.config import RunConfig, open_tasks, read_config
-from etude.loop.evaluation import Baseline, Model, tasks_of
+from etude.loop.evaluation import Baseline, Model, RunEngines, tasks_of
 from etude.loop.locations import read_ledger
 from etude.records.task import Split, Task
 from etude.rollouts.model_url import Endpoint
@@ -87,7 +87,7 @@ def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, sour
     """Return the config with which a suite is played on a model.
 
     `given` are the settings of the run or of a config file. The suite replaces tasks and limits, and `source`, if
-    given, the suite's task source. Raises `ConfigError`."""
+    given, the suite's task source. Raises `ConfigError`, also for engines of a run that differ from the run's."""
     plain = {**given}
     harness = {**plain.get("harness", {}), **suite.harness}
     if suite.tasks:
@@ -108,7 +108,18 @@ def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, sour
         tools = [*harness.get("tools", HarnessConfig.tools)]
         harness["tools"] = tools + [name for name in STANDARD_TOOLS if name not in tools]
     plain["harness"] = harness
-    return build(RunConfig, plain)
+    config = build(RunConfig, plain)
+    if isinstance(subject.model, RunEngines):
+        _check_borrowed(config, read_config(subject.model.run))
+    return config
+
+
+def _check_borrowed(config: RunConfig, run: RunConfig) -> None:
+    """Check that a config describes the engines of the run from which they are borrowed. Raises `ConfigError`."""
+    here, there = ([[*map(str, one.fleet.engines)], one.engine.context_tokens] for one in (config, run))
+    if here != there:
+        facts = "fleet.engines and engine.context_tokens are {} and {}, the run's {} and {}".format(*here, *there)
+        raise ConfigError("the settings are not those of the run's engines", facts, hint="leave out --config")
 
 
 def suite_tasks(suite: Suite, config: RunConfig) -> list[Task]:

@@ -45,6 +45,8 @@ def test_tasks_without_a_valid_rollout_of_every_model_are_left_out_and_counted()
     found = over_training_seeds({"a": played(20), "b": played(20, outcome="machine")})
     assert (found.num_tasks, found.num_left_out) == (39, 1)
     assert found.by_seed["a"] == pytest.approx(19 / 39), "t00 is left out for both"
+    found = over_training_seeds({name: played(20, outcome="machine") for name in "ab"})
+    assert (found.num_tasks, found.num_left_out) == (39, 1), "also where no model has a valid one"
     with pytest.raises(InputError, match="no task has a valid rollout of every model"):
         over_training_seeds({"a": [row("x", 1.0)], "b": [row("y", 1.0)]})
     with pytest.raises(InputError, match="there are 1 models and 0 untrained ones"):

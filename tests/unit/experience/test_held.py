@@ -58,3 +58,19 @@ def test_a_restart_between_the_stages_keeps_what_is_held(ledger, kit) -> None:
     assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[1:2]
     assert ledger.finish(kit.summary(NAMES[1], attempt=1), kit.graded(0.0))
     assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[2:]
+
+
+def test_a_first_sibling_that_is_quarantined_decides_nothing_and_lets_the_others_run(ledger, kit) -> None:
+    begun(ledger, kit)
+    ended(ledger, kit, 0, 1.0)
+    ledger.move(NAMES[1], "requeued")
+    ledger.move(NAMES[1], "quarantined", reason="its record cannot be read")
+    assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[2:], "the last of the first ones has ended"
+
+
+def test_the_reward_of_a_quarantined_first_sibling_is_not_compared(ledger, kit) -> None:
+    begun(ledger, kit)
+    ended(ledger, kit, 0, 1.0)
+    ledger.move(NAMES[0], "quarantined", reason="its record cannot be read")
+    ended(ledger, kit, 1, 1.0)
+    assert [spec.rollout_id for spec in ledger.start(8)] == NAMES[2:], "only one reward is left"

@@ -181,3 +181,30 @@ def test_a_run_that_does_not_go_on_lends_nothing(run: RunFolder) -> None:
 
     with pytest.raises(RunRefused, match="is not running"):
         asyncio.run(story())
+
+
+def test_an_evaluation_that_follows_at_once_gets_a_lease_of_its_own(run: RunFolder) -> None:
+    """Whoever has the lock, a lease belongs to the request that it answers."""
+    processes = Processes(REFERENCE, REFERENCE)
+
+    async def story() -> None:
+        async with borrowed_engines(run, share=0.5, seconds=60) as first:
+            assert first.version == HEAD
+        async with borrowed_engines(run, share=0.5, seconds=60) as second:  # before the conductor has looked
+            assert await second.during(asyncio.sleep(0.1, "done")) == "done"
+
+    play(run, processes, story)
+
+
+def test_engines_come_back_where_the_end_of_a_lease_cannot_be_written(run: RunFolder) -> None:
+    processes = Processes(REFERENCE, REFERENCE)
+
+    async def story() -> None:
+        async with borrowed_engines(run, share=0.5, seconds=60):
+            answer = run / engine_leases.FOLDER / "answer.json"
+            answer.unlink()
+            answer.mkdir()  # as a disk that is full: it cannot be replaced
+        await back(processes)
+        assert processes.all["engine-1"].seconds == 0.0
+
+    play(run, processes, story)

@@ -15,7 +15,7 @@ from etude.evals.costs import NO_PRICE
 from etude.evals.suites import Suite, read_suite
 from etude.experience import Ledger
 from etude.loop.config import EvalsConfig, RunConfig
-from etude.loop.evaluation import Baseline, run_price
+from etude.loop.evaluation import Baseline, RunEngines, run_price
 from etude.loop.locations import ledger_location
 from etude.loop.suites import (
     URL_CONTEXT,
@@ -136,3 +136,17 @@ def test_evaluations_of_a_run_are_priced_by_its_table_and_without_one_unknown(tm
     found = run_price(RunConfig(evals=EvalsConfig(prices=path)))
     assert (found.machine_second, found.tokens.output, found.tokens.input, found.gpu_hour) == (0.5, 3.0, None, 2.5)
     assert run_price(RunConfig()) == NO_PRICE
+
+
+def test_settings_of_other_engines_than_a_runs_are_refused_where_these_are_borrowed(tmp_path: Path) -> None:
+    run, suite = made(tmp_path / "run", "bash-repair"), read_suite("own")
+    borrowing = Subject("r@running", RunEngines(run, 0.5, 60.0), run)
+    assert config_for(suite, settings_of(run), borrowing).fleet.engines == ("reference", "reference")
+    longer = {"context_tokens": 4096}
+    for changes in ({"fleet": {"engines": ["reference"]}}, {"engine": longer, "model": longer}):
+        given = settings_of(run)
+        for section, values in changes.items():
+            given[section] = {**given[section], **values}
+        with pytest.raises(ConfigError, match="not those of the run's engines") as refused:
+            config_for(suite, given, borrowing)
+        assert refused.value.hint == "leave out --config"
