@@ -91,8 +91,8 @@ def test_an_honest_term_raises_no_alarm_and_its_distance_is_in_each_step(tmp_pat
 @pytest.mark.parametrize(
     ("audit", "named"),
     [
-        ("term='clear', by='nobody', tolerance=0.1", "'nobody', which is none of the terms"),
-        ("term='auditor', by='clear', tolerance=0.1", "set its weight to 0.0"),
+        ("term='clear', by='nobody', tolerance=0.1", "'nobody', which is neither 'grade' nor one of the terms"),
+        ("term='auditor', by='clear', tolerance=0.1", "set its weight and its hints to 0.0"),
         ("term='clear', by='auditor'", "etude judge calibrate"),
     ],
 )
