@@ -104,7 +104,7 @@ def test_a_share_is_lent_at_most_half_and_comes_back_with_the_lock(run: RunFolde
             assert lease.engines == {"engine-3": "http://engine-3", "engine-4": "http://engine-4"}
             assert lease.version == HEAD
             assert [processes.all[name].seconds for name in processes.lent] == [engine_leases.HOLD_S] * 2
-            with pytest.raises(RunRefused, match=f"by process {os.getpid()}"):
+            with pytest.raises(RunRefused, match=f"process {os.getpid()} has borrowed them"):
                 async with borrowed_engines(run, share=0.5, seconds=60):
                     pass
         await back(processes)
