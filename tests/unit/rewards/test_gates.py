@@ -183,7 +183,7 @@ class Hints:
 
 @pytest.mark.parametrize("hints", [((3, "no"),), ((-1, "no"),), ((0, ""),), ((0, "no"), (0, "so")), (0,)])
 def test_hints_that_are_of_no_turn_or_several_of_one_are_an_error_that_names_the_term(hints: Any) -> None:
-    with pytest.raises(PluginError, match=r"reward term 'hints'.*of no turn"):
+    with pytest.raises(PluginError, match=r"reward term 'hints'.*an invalid turn"):
         asyncio.run(measure_group([NamedTerm("hints", Hints(hints))], SIBLINGS[:1], [graded(1.0)]))
 
 

@@ -150,7 +150,7 @@ def test_the_version_changes_with_the_rubric_the_evidence_and_the_mode(rubric: P
         ({"temprature": 1.0}, "temprature"),
         ({"rubric": "nowhere.toml"}, "no rubric at nowhere.toml"),
         ({"prices": "nowhere.toml"}, "no table of prices at nowhere.toml"),
-        ({"key_env": "sk-proj-secret"}, "key_env is the name of a variable"),
+        ({"key_env": "sk-proj-secret"}, "key_env must be the name of a variable"),
         ({"options": {"stream": True}}, "options must not have stream"),
         ({"cache": "nowhere/judges.sqlite"}, "does not exist, or is not writable"),
     ],
