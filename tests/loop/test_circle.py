@@ -181,6 +181,7 @@ def test_an_evaluation_names_what_it_evaluated(circle: Path, say: Callable[..., 
     assert "tiny@final" in say("leaderboard", "out")
 
 
+@pytest.mark.slow
 def test_training_seeds_of_a_recipe_are_evaluated_together(circle: Path, say: Callable[..., str]) -> None:
     shutil.copytree(circle, other := circle.parent / "other")
     both = ("--checkpoint", "tiny", "--checkpoint", "other", "--beside", "--name", "both")

@@ -37,7 +37,7 @@ def events(run: Path, kind: str, **fields: object) -> list[dict[str, Any]]:
 
 def wait_for(run: Path, process: subprocess.Popen[str], kind: str, count: int = 1, **fields: object) -> dict[str, Any]:
     """The event number `count` of this kind."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 900
     while len(found := events(run, kind, **fields)) < count:
         assert process.poll() is None, "the run has ended"
         assert time.monotonic() < end, f"no {kind} {fields}"
