@@ -53,9 +53,13 @@ def evaluate(args: argparse.Namespace) -> int:
     suite = read_suite(args.suite, _suite_overrides(args))
     by_seed = _subjects(args, suite)
     labels = [subject.label for group in by_seed for subject in group]
-    if len(set(labels)) < len(labels):
+    if len({record_path(args.out, suite.name, label) for label in labels}) < len(labels):
         facts = f"the labels are {', '.join(labels)}"
-        raise InputError("two models have the same label", facts, hint="give runs with different folder names")
+        raise InputError(
+            "two models have the same label, or the same file for their results",
+            facts,
+            hint="give runs with different folder names",
+        )
     given = _settings(args, by_seed[0][0])
     played = [[_play(suite, subject, given, args) for subject in group] for group in by_seed]
     if len(played) > 1:
@@ -77,6 +81,9 @@ def _subjects(args: argparse.Namespace, suite: Suite) -> list[list[Subject]]:
     from etude.loop.evaluation import Baseline, RunEngines
     from etude.loop.suites import Subject, subjects_of
 
+    if args.beside and (args.run or args.baseline or args.url):
+        facts = "only a checkpoint of a run has an untrained model, from which it started"
+        raise InputError("--beside needs --checkpoint", facts, hint="remove --beside")
     if args.run:
         run = open_run(args.run)
         engines = RunEngines(run, args.share, args.seconds)

@@ -172,7 +172,7 @@ def tune(args: argparse.Namespace) -> int:
     most = config.mid_training.longest(model.context_tokens)
     texts = exchanges(judge.rubric, own, max_chars=judge.limits.max_chars, seed=config.seed, hide=judge.hide)
     documents = [encoded(chat, text, most=most) for text in texts]
-    corpus = args.out.with_name(f"{args.out.name}.corpus")
+    corpus = args.out.absolute().with_name(f"{args.out.name}.corpus")
     write_corpus(corpus, documents)
     num_tokens = config.mid_training.num_tokens
     console().print(f"tuning {args.start} with {len(own)} of {len(labels)} labels for {num_tokens:,} tokens")

@@ -50,6 +50,7 @@ def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):
         (["eval", "nosuch"], "no suite 'nosuch'"),
         (["eval", "own", "--checkpoint", "nosuch"], "nothing at nosuch"),
         (["eval", "own", "--url", "http://127.0.0.1:1"], "--model is missing"),
+        (["eval", "own", "--url", "http://127.0.0.1:1", "--model", "m", "--beside"], "--beside needs --checkpoint"),
         (["leaderboard", "nosuch"], "nosuch has no result"),
         (["run"], "no CONFIG was given"),
         (["status"], "no run in runs/"),

@@ -200,7 +200,10 @@ def judge(
 
 def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
     """Return the host and the API key of a model's server. Raises `ConfigError`."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # e.g. a bracket of an IPv6 address is missing
+        parts = urlsplit("")
     odd = "@" in parts.netloc or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not parts.hostname or odd:
         shown = f"{parts.scheme}://{parts.hostname}..." if odd else url  # the rest may have a key

@@ -138,6 +138,7 @@ def test_the_version_changes_with_the_rubric_the_evidence_and_the_mode(rubric: P
         ({"url": "https://user:secret@host/v1"}, "is no URL of an API"),
         ({"url": "https://:secret@host/v1"}, "is no URL of an API"),
         ({"url": "https://host/v1?key=secret"}, "is no URL of an API"),
+        ({"url": "http://[::1"}, "is no URL of an API"),
         ({"model": ""}, "model is empty"),
         ({"key_env": "NO_SUCH_KEY_HERE"}, "NO_SUCH_KEY_HERE is not set"),
         ({"budget": 5.0}, "prices of 'm' are unknown"),
