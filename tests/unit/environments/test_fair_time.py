@@ -184,6 +184,7 @@ async def spin(machine: Machine, words: list[str]) -> ExecResult:
     return await machine.exec(words, key=os.urandom(4).hex(), deadline_s=DEADLINE_S)
 
 
+@pytest.mark.slow  # a virtual machine whose cores others take from outside cannot see what it lost
 @pytest.mark.parametrize("by_agent", [False, True])
 def test_a_command_that_would_be_in_time_alone_is_in_time_beside_hogs(by_agent):
     async def test(machine: Machine) -> None:
