@@ -67,7 +67,7 @@ def started(
 def stopped(run: Path, process: Any) -> list[str]:
     """Stop a run. Digests of its versions."""
     process.send_signal(signal.SIGINT)
-    process.wait(60)
+    process.wait(600)
     return [m.version.digest for m in lineage(DirectoryStore(run / "weights"), "policy")]
 
 
