@@ -228,7 +228,7 @@ def test_a_path_that_leaves_the_working_directory_is_refused(using):
 
 def test_siblings_share_nothing(using):
     async def test(runtime):
-        left, right = await runtime.fork(await runtime.prepare(FILES), 2)
+        left, right = await runtime.fork(await runtime.prepare(FILES), 2, deadline_s=300.0)
         await left.write("hi.py", b"print('left')\n")
         assert await right.read("hi.py") == FILES["hi.py"]
 
@@ -239,7 +239,7 @@ def test_a_snapshot_of_a_used_machine_forks_its_state_and_the_machine_goes_on(us
     async def test(runtime):
         machine = await one(runtime, {"count.py": COUNT, "count": b"0"})
         await machine.exec(["python", "count.py"], key="1", deadline_s=120)
-        [child] = await runtime.fork(await machine.snapshot(), 1)
+        [child] = await runtime.fork(await machine.snapshot(), 1, deadline_s=300.0)
         await machine.exec(["python", "count.py"], key="2", deadline_s=120)
         assert (await child.read("count"), await machine.read("count")) == (b"1", b"2")
 
@@ -304,7 +304,7 @@ def test_a_frozen_machine_can_be_read_and_forked_but_runs_nothing(using):
         assert await machine.read("made.txt") == b"here"
         with pytest.raises(MachineError):
             await machine.exec(["python", "hi.py"], key="1", deadline_s=120)
-        [child] = await runtime.fork(await machine.snapshot(), 1)
+        [child] = await runtime.fork(await machine.snapshot(), 1, deadline_s=300.0)
         assert (await child.exec(["python", "hi.py"], key="1", deadline_s=120)).output == b"hi\n"
 
     using(test)
@@ -440,7 +440,7 @@ def test_kept_environment_files_modes_and_links_are_in_a_snapshot(using_processe
     async def test(runtime):
         machine = await one(runtime, FILES)
         await shell(machine, "chmod +x hi.py; ln -s hi.py link; mkdir empty", "1")
-        [child] = await runtime.fork(await machine.snapshot(), 1)
+        [child] = await runtime.fork(await machine.snapshot(), 1, deadline_s=300.0)
         assert (await shell(child, "test -x hi.py && readlink link && test -d empty", "1")).output == b"hi.py\n"
 
     using_processes(test)

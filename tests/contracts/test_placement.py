@@ -46,6 +46,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         ray_cluster.connect("ray")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ETUDE_TOKEN", "of this test")  # else one is made, and left to all that comes later
+        patched.setattr(ray_placement, "PLACED_S", 300.0)  # a slow machine takes long to start an actor
+        patched.setattr(ray_placement, "ANSWER_S", 300.0)
         try:
             yield ray_placement.RayPlacement
         finally:
