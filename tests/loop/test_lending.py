@@ -26,6 +26,8 @@ SETS = (
     "evals.every=400",
     "--set",
     "rl.checkpoint_every=400",
+    "--set",
+    "fleet.hung_s=300",  # no process is lost
 )
 
 
