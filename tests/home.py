@@ -72,7 +72,7 @@ class Home:
     def step(self) -> int:
         return max((e["step"] for e in self.events("rl.step")), default=0)
 
-    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 250.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 1500.0) -> None:
         end = time.monotonic() + deadline_s
         while not condition():
             assert self.run is not None
@@ -124,7 +124,7 @@ class Home:
         assert self.run is not None
         if stop:
             self.run.send_signal(signal.SIGINT)
-        assert self.run.wait(200) == (130 if stop else 0), self.said
+        assert self.run.wait(1500) == (130 if stop else 0), self.said
         audit = self.cli("ledger", "audit", self.path)
         assert audit.returncode == 0, audit.stderr
         assert audit.stdout.startswith("0 lost, 0 trained twice, 0 slots leaked;"), audit.stdout

@@ -66,7 +66,7 @@ class LocalAgent:
 
     async def end(self) -> None:
         """Its channel is closed: it kills everything and ends."""
-        await asyncio.to_thread(self.process.wait, 20)
+        await asyncio.to_thread(self.process.wait, 120)
         self._folder.cleanup()
 
 

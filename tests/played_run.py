@@ -150,7 +150,7 @@ class PlayedRun:
 
     async def until(self, count: int, call: tuple[str, str]) -> None:
         """Wait until the learner was asked, or has answered, something so many times."""
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(600.0):
             while self.calls.count(call) < count:
                 self._more.clear()
                 await self._more.wait()

@@ -21,7 +21,7 @@ import psutil
 
 from etude.environments.child_process import die_with_parent
 
-START_S = 30.0
+START_S = 120.0
 
 
 def programs() -> Path | None:
@@ -51,7 +51,7 @@ class PostgresServer:
             f"--pwfile={folder / 'password'}",
             "--locale=C",
         ]
-        subprocess.run([*self._as, *die_with_parent(argv)], check=True, capture_output=True, timeout=120)
+        subprocess.run([*self._as, *die_with_parent(argv)], check=True, capture_output=True, timeout=600)
         self.start()
 
     @property

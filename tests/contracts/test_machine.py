@@ -105,7 +105,7 @@ def using_processes(using: Shared, request: pytest.FixtureRequest) -> Shared:
 
 
 async def one(runtime: Runtime, files: dict[str, bytes]) -> Machine:
-    [machine] = await runtime.fork(await runtime.prepare(files), 1)
+    [machine] = await runtime.fork(await runtime.prepare(files), 1, deadline_s=300.0)
     return machine
 
 
@@ -129,8 +129,8 @@ def test_the_same_files_make_the_same_snapshot_and_others_another(using):
 def test_a_script_of_the_snapshot_runs_and_its_output_and_exit_code_come_back(using):
     async def test(runtime):
         machine = await one(runtime, {**FILES, "bad.py": b"import sys\nprint('no')\nsys.exit(3)\n"})
-        good = await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
-        bad = await machine.exec(["python", "bad.py"], key="2", deadline_s=20)
+        good = await machine.exec(["python", "hi.py"], key="1", deadline_s=120)
+        bad = await machine.exec(["python", "bad.py"], key="2", deadline_s=120)
         assert (good.exit_code, good.output, good.timed_out, good.truncated) == (0, b"hi\n", False, False)
         assert (bad.exit_code, bad.output) == (3, b"no\n")
 
@@ -140,7 +140,7 @@ def test_a_script_of_the_snapshot_runs_and_its_output_and_exit_code_come_back(us
 def test_stdin_reaches_the_command(using):
     async def test(runtime):
         machine = await one(runtime, FILES)
-        result = await machine.exec(["python", "echo.py"], key="1", deadline_s=20, stdin=b"over here")
+        result = await machine.exec(["python", "echo.py"], key="1", deadline_s=120, stdin=b"over here")
         assert result.output == b"over here\n"
 
     using(test)
@@ -149,7 +149,7 @@ def test_stdin_reaches_the_command(using):
 def test_an_exception_is_a_traceback_and_exit_code_one(using):
     async def test(runtime):
         machine = await one(runtime, {"boom.py": b"raise ValueError('boom')\n"})
-        result = await machine.exec(["python", "boom.py"], key="1", deadline_s=20)
+        result = await machine.exec(["python", "boom.py"], key="1", deadline_s=120)
         assert result.exit_code == 1
         assert b"ValueError: boom" in result.output
 
@@ -159,9 +159,9 @@ def test_an_exception_is_a_traceback_and_exit_code_one(using):
 def test_a_repeated_key_is_answered_from_the_record_and_never_runs_twice(using):
     async def test(runtime):
         machine = await one(runtime, {"count.py": COUNT, "count": b"0"})
-        first = await machine.exec(["python", "count.py"], key="same", deadline_s=20)
-        again = await machine.exec(["python", "count.py"], key="same", deadline_s=20)
-        other = await machine.exec(["python", "count.py"], key="other", deadline_s=20)
+        first = await machine.exec(["python", "count.py"], key="same", deadline_s=120)
+        again = await machine.exec(["python", "count.py"], key="same", deadline_s=120)
+        other = await machine.exec(["python", "count.py"], key="other", deadline_s=120)
         assert (first.output, again, other.output) == (b"1\n", first, b"2\n")
 
     using(test)
@@ -170,7 +170,7 @@ def test_a_repeated_key_is_answered_from_the_record_and_never_runs_twice(using):
 def test_output_is_capped_and_says_so(using):
     async def test(runtime):
         machine = await one(runtime, {"much.py": b"print('x' * 100_000)\n"})
-        result = await machine.exec(["python", "much.py"], key="1", deadline_s=20, output_bytes=1000)
+        result = await machine.exec(["python", "much.py"], key="1", deadline_s=120, output_bytes=1000)
         assert result.truncated
         assert len(result.output) <= 1000
 
@@ -184,7 +184,7 @@ def test_a_written_file_is_read_back_and_seen_by_commands(using):
         await machine.write("new/deep/er.txt", b"\0\xff")
         assert await machine.read("new/deep/er.txt") == b"\0\xff"
         assert await machine.read("pkg/data.txt") == b"42\n"
-        assert (await machine.exec(["python", "hi.py"], key="1", deadline_s=20)).output == b"changed\n"
+        assert (await machine.exec(["python", "hi.py"], key="1", deadline_s=120)).output == b"changed\n"
 
     using(test)
 
@@ -228,7 +228,7 @@ def test_a_path_that_leaves_the_working_directory_is_refused(using):
 
 def test_siblings_share_nothing(using):
     async def test(runtime):
-        left, right = await runtime.fork(await runtime.prepare(FILES), 2)
+        left, right = await runtime.fork(await runtime.prepare(FILES), 2, deadline_s=300.0)
         await left.write("hi.py", b"print('left')\n")
         assert await right.read("hi.py") == FILES["hi.py"]
 
@@ -238,9 +238,9 @@ def test_siblings_share_nothing(using):
 def test_a_snapshot_of_a_used_machine_forks_its_state_and_the_machine_goes_on(using):
     async def test(runtime):
         machine = await one(runtime, {"count.py": COUNT, "count": b"0"})
-        await machine.exec(["python", "count.py"], key="1", deadline_s=20)
-        [child] = await runtime.fork(await machine.snapshot(), 1)
-        await machine.exec(["python", "count.py"], key="2", deadline_s=20)
+        await machine.exec(["python", "count.py"], key="1", deadline_s=120)
+        [child] = await runtime.fork(await machine.snapshot(), 1, deadline_s=300.0)
+        await machine.exec(["python", "count.py"], key="2", deadline_s=120)
         assert (await child.read("count"), await machine.read("count")) == (b"1", b"2")
 
     using(test)
@@ -250,7 +250,7 @@ def test_a_machine_without_files_is_empty_but_works(using):
     async def test(runtime):
         machine = await one(runtime, {})
         await machine.write("hi.py", FILES["hi.py"])
-        assert (await machine.exec(["python", "hi.py"], key="1", deadline_s=20)).output == b"hi\n"
+        assert (await machine.exec(["python", "hi.py"], key="1", deadline_s=120)).output == b"hi\n"
 
     using(test)
 
@@ -258,7 +258,7 @@ def test_a_machine_without_files_is_empty_but_works(using):
 def test_a_missing_command_is_a_result_not_an_error(using):
     async def test(runtime):
         machine = await one(runtime, FILES)
-        assert (await machine.exec(["no-such-program"], key="1", deadline_s=20)).exit_code == 127
+        assert (await machine.exec(["no-such-program"], key="1", deadline_s=120)).exit_code == 127
 
     using(test)
 
@@ -271,7 +271,7 @@ def test_a_closed_machine_refuses_and_closing_again_does_nothing(using):
         with pytest.raises(MachineError):
             await machine.read("hi.py")
         with pytest.raises(MachineError):
-            await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
+            await machine.exec(["python", "hi.py"], key="1", deadline_s=120)
 
     using(test)
 
@@ -290,7 +290,7 @@ def test_closing_the_runtime_ends_its_machines_and_closing_again_does_nothing(us
         await runtime.close()
         await runtime.close()
         with pytest.raises(MachineError):
-            await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
+            await machine.exec(["python", "hi.py"], key="1", deadline_s=120)
 
     using(test, fresh=True)
 
@@ -303,15 +303,15 @@ def test_a_frozen_machine_can_be_read_and_forked_but_runs_nothing(using):
         await machine.freeze()
         assert await machine.read("made.txt") == b"here"
         with pytest.raises(MachineError):
-            await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
-        [child] = await runtime.fork(await machine.snapshot(), 1)
-        assert (await child.exec(["python", "hi.py"], key="1", deadline_s=20)).output == b"hi\n"
+            await machine.exec(["python", "hi.py"], key="1", deadline_s=120)
+        [child] = await runtime.fork(await machine.snapshot(), 1, deadline_s=300.0)
+        assert (await child.exec(["python", "hi.py"], key="1", deadline_s=120)).output == b"hi\n"
 
     using(test)
 
 
 async def shell(machine: Machine, script: str, key: str, **options: Any) -> Any:
-    return await machine.exec(["sh", "-c", script], key=key, **{"deadline_s": 20.0, **options})
+    return await machine.exec(["sh", "-c", script], key=key, **{"deadline_s": 120.0, **options})
 
 
 def test_a_file_that_the_machines_user_shut_is_read_or_refused_as_a_file(using_processes):
@@ -331,7 +331,7 @@ def test_working_directory_environment_and_user_are_the_commands_own(using_proce
             ["sh", "-c", "pwd; echo $WORD"],
             ["python", "-c", "import os; print(os.getcwd(), os.environ['WORD'])"],
         ):
-            result = await machine.exec(argv, key=argv[0], deadline_s=20, cwd="pkg", env={"WORD": "grüße"})
+            result = await machine.exec(argv, key=argv[0], deadline_s=120, cwd="pkg", env={"WORD": "grüße"})
             where, word = result.output.decode().split()
             assert (where.endswith("/pkg"), word) == (True, "grüße"), result
         assert (await shell(machine, "pwd", "tmp", cwd="/tmp")).output == b"/tmp\n"
@@ -353,7 +353,7 @@ def test_output_is_told_as_it_comes_and_by_stream(using_processes):
         release = asyncio.Event()
 
         async def given():
-            await asyncio.wait_for(release.wait(), 20)
+            await asyncio.wait_for(release.wait(), 120)
             yield b"go\n"
 
         def tell(event):
@@ -407,7 +407,7 @@ def test_what_a_command_leaves_in_the_background_lives_on_and_a_deadline_ends_al
 def test_a_command_that_closes_nothing_and_ends_is_not_waited_for(using_processes):
     async def test(runtime):
         machine = await one(runtime, FILES)
-        result = await shell(machine, "sleep 1000 & echo over", "1", deadline_s=15.0)
+        result = await shell(machine, "sleep 1000 & echo over", "1", deadline_s=120.0)
         assert (result.output, result.timed_out) == (b"over\n", False)
 
     using_processes(test)
@@ -440,7 +440,7 @@ def test_kept_environment_files_modes_and_links_are_in_a_snapshot(using_processe
     async def test(runtime):
         machine = await one(runtime, FILES)
         await shell(machine, "chmod +x hi.py; ln -s hi.py link; mkdir empty", "1")
-        [child] = await runtime.fork(await machine.snapshot(), 1)
+        [child] = await runtime.fork(await machine.snapshot(), 1, deadline_s=300.0)
         assert (await shell(child, "test -x hi.py && readlink link && test -d empty", "1")).output == b"hi.py\n"
 
     using_processes(test)

@@ -46,6 +46,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         ray_cluster.connect("ray")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ETUDE_TOKEN", "of this test")  # else one is made, and left to all that comes later
+        patched.setattr(ray_placement, "PLACED_S", 300.0)  # a slow machine takes long to start an actor
+        patched.setattr(ray_placement, "ANSWER_S", 300.0)
         try:
             yield ray_placement.RayPlacement
         finally:
@@ -90,7 +92,7 @@ class Placed:
 
     async def _on_up(self, child: Child) -> None:
         assert child.caller is not None
-        await child.caller.call("ready", bool, deadline_s=30.0)
+        await child.caller.call("ready", bool, deadline_s=300.0)
         self.ups += 1
         self._up.set()
 
@@ -98,12 +100,12 @@ class Placed:
         assert child.caller is not None
         await child.caller.call("ready", bool, deadline_s=60.0)
 
-    async def call(self, method: str, kind: Any, *args: object, deadline_s: float = 30.0) -> Any:
+    async def call(self, method: str, kind: Any, *args: object, deadline_s: float = 300.0) -> Any:
         assert self.child.caller is not None
         return await self.child.caller.call(method, kind, *args, deadline_s=deadline_s)
 
     async def until_up(self, times: int) -> None:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(300.0):
             while self.ups < times:
                 self._up.clear()
                 await self._up.wait()
@@ -117,7 +119,7 @@ def gone(pid: int) -> bool:
     """Whether a process ends, or has ended; what its new parent has not reaped yet has ended, too."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 120.0
         while process.status() != psutil.STATUS_ZOMBIE:
             if time.monotonic() > end:
                 return False
@@ -313,7 +315,7 @@ def test_a_component_without_calls_ends_with_its_conductors_connection(place: Op
             process = await placement.start(program, _never_waits)
             assert process.returncode is None
             process._link.close()  # type: ignore[attr-defined]  # as the kernel does when the conductor is killed
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(120.0):
                 return await process.wait()
         finally:
             await placement.close()
@@ -349,7 +351,7 @@ def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
     assert any(f"it does not see {elsewhere}" in why for why in told)
     assert ray_cluster._missing_on_node({str(tmp_path): None}, __version__) == ""
     with pytest.raises(ConfigError, match="1 of 1 nodes cannot take part") as refused:
-        ray_cluster._check_nodes(("worker",), 60.0, ray_cluster._missing_on_node, {str(elsewhere): None}, __version__)
+        ray_cluster._check_nodes(("worker",), 300.0, ray_cluster._missing_on_node, {str(elsewhere): None}, __version__)
     assert f"does not see {elsewhere}" in refused.value.facts
     assert "mount one file system on every node" in refused.value.hint
 

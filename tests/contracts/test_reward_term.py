@@ -96,7 +96,7 @@ def judge_url() -> Iterator[str]:
     ended = asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(10.0)
+    assert ready.wait(60.0)
     yield server.url
     loop.call_soon_threadsafe(ended.set)
     thread.join()

@@ -343,7 +343,7 @@ sys.stdin.read()
         family = [server, *server.children(recursive=True)]
         assert len(family) > 1
         tests.kill()
-    _, left = psutil.wait_procs(family, 20)
+    _, left = psutil.wait_procs(family, 120)
     assert not left
 
 

@@ -40,11 +40,11 @@ def with_runtime(test: Callable[[MicroVMRuntime], Awaitable[Any]]) -> Any:
 
 
 async def fork(runtime: MicroVMRuntime, n: int = 1, files: dict[str, bytes] | None = None) -> list[Machine]:
-    return await runtime.fork(await runtime.prepare(files or {}), n)
+    return await runtime.fork(await runtime.prepare(files or {}), n, deadline_s=300.0)
 
 
 async def shell(machine: Machine, script: str, key: str, **options: Any) -> ExecResult:
-    return await machine.exec(["sh", "-c", script], key=key, **{"deadline_s": 30.0, **options})
+    return await machine.exec(["sh", "-c", script], key=key, **{"deadline_s": 300.0, **options})
 
 
 def children() -> set[int]:
@@ -108,7 +108,7 @@ def test_nothing_outlives_a_host_that_is_killed(tmp_path):
         from tests.virtual import microvm
         async def main():
             runtime = microvm()
-            machines = await runtime.fork(await runtime.prepare({}), 2)
+            machines = await runtime.fork(await runtime.prepare({}), 2, deadline_s=300.0)
             found = subprocess.run(["pgrep", "-P", str(os.getpid()), "qemu"], capture_output=True, text=True)
             print(*found.stdout.split())
             print("ready", flush=True)
@@ -120,7 +120,7 @@ def test_nothing_outlives_a_host_that_is_killed(tmp_path):
         assert host.stdout is not None
         pids = set(map(int, host.stdout.readline().split()))
         assert (host.stdout.readline(), len(pids) >= 2) == (b"ready\n", True)
-        with ends_within(pids, 20.0):
+        with ends_within(pids, 120.0):
             host.kill()
     assert list(tmp_path.iterdir()) == []
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
@@ -166,7 +166,7 @@ def test_a_fork_bomb_ends_at_its_deadline_and_the_machine_answers():
 def test_memory_that_is_used_up_kills_what_used_it_and_not_the_machine():
     async def test(runtime):
         [machine] = await fork(runtime)
-        greedy = await machine.exec(["python", "-c", "x = bytearray(1 << 30)"], key="1", deadline_s=30)
+        greedy = await machine.exec(["python", "-c", "x = bytearray(1 << 30)"], key="1", deadline_s=300)
         assert greedy.exit_code != 0
         assert (await shell(machine, "echo alive", "2")).output == b"alive\n"
 
@@ -189,7 +189,7 @@ def test_a_guest_that_hangs_is_ended_after_the_deadline():
         before = children()
         [machine] = await fork(runtime)
         [pid] = await mine(machine) - before
-        with ends_within({pid}, 20.0):
+        with ends_within({pid}, 120.0):
             os.kill(pid, signal.SIGSTOP)
             hung = await shell(machine, "true", "1", deadline_s=0.5)
             assert (hung.exit_code, hung.timed_out) == (137, True)
@@ -222,12 +222,12 @@ def test_siblings_have_pasts_of_their_own_and_no_clock_goes_back():
         numbers, ages_s = zip(*[await past(machine, "1") for machine in machines], strict=True)
         assert len(set(numbers)) > 1  # else one time in 65,536
         assert max(ages_s) - min(ages_s) > 1  # else one in 100,000
-        [older] = await runtime.fork(await machines[0].snapshot(), 1)
+        [older] = await runtime.fork(await machines[0].snapshot(), 1, deadline_s=300.0)
         assert (await past(older, "1"))[1] >= ages_s[0]
         await shell(machines[0], "sleep 600 > out 2>&1 & echo started", "2")
         _, before_s = await past(machines[0], "3")
-        [busy] = await runtime.fork(await machines[0].snapshot(), 1)
-        assert before_s <= (await past(busy, "1"))[1] < before_s + 60  # the clock that runs is not changed
+        [busy] = await runtime.fork(await machines[0].snapshot(), 1, deadline_s=300.0)
+        assert before_s <= (await past(busy, "1"))[1] < before_s + 600  # the clock that runs is not changed
 
     with_runtime(test)
 
@@ -245,7 +245,7 @@ while True:
 
     async def later(machine: Machine, than: int) -> int:
         """Wait until the counter has increased, and return it."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while (now := int(await machine.read("n"))) <= than:  # noqa: ASYNC110 - in a guest
                 await asyncio.sleep(0.02)  # its one processor is for counting, not for answering
         return now
@@ -254,7 +254,7 @@ while True:
         [machine] = await fork(runtime, 1, {"count.py": counting.encode(), "n": b"0"})
         await shell(machine, "python count.py > out 2>&1 & echo started", "1")
         reached = await later(machine, 0)
-        children = await runtime.fork(await machine.snapshot(), 2)
+        children = await runtime.fork(await machine.snapshot(), 2, deadline_s=300.0)
         for each in (*children, machine):
             assert await later(each, reached) > reached
         await shell(children[0], "kill $(pgrep -f count.py)", "1")
@@ -274,9 +274,9 @@ def test_a_fork_while_a_command_floods_speaks_a_clean_protocol():
                 floods.set()
 
         flooding = asyncio.create_task(machine.exec(["yes"], key="1", deadline_s=600.0, on_output=tell))
-        await asyncio.wait_for(floods.wait(), 20)
+        await asyncio.wait_for(floods.wait(), 120)
         for round_ in range(3):
-            [child] = await runtime.fork(await machine.snapshot(), 1)
+            [child] = await runtime.fork(await machine.snapshot(), 1, deadline_s=300.0)
             assert (await shell(child, "pgrep yes > /dev/null && echo on", "1")).output == b"on\n", round_
             await child.close()
         assert (await shell(machine, "pkill yes", "2")).exit_code == 0
@@ -305,7 +305,7 @@ def test_the_host_can_end_a_command_whose_guest_sends_nothing() -> None:
             if isinstance(event, OutputChunk):
                 echoed.put_nowait(event.data)
 
-        result = await shell(machine, "exec cat", "talk", stdin=given(), on_output=tell, deadline_s=60.0)
+        result = await shell(machine, "exec cat", "talk", stdin=given(), on_output=tell, deadline_s=600.0)
         assert (result.timed_out, result.output.count(b"\n")) == (False, rounds)
 
     with_runtime(test)

@@ -42,7 +42,7 @@ def running(game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]) -> Iterato
 
 @pytest.mark.timeout(1800)
 def test_a_run_whose_children_are_killed_ends_and_its_audit_is_sound(running: Running) -> None:
-    running.begin("rl.steps=8").at_step(1)
+    running.begin("rl.steps=8", "fleet.hung_s=300").at_step(1)  # none is lost but those that are killed
     for child in CHILDREN:
         running.hit(child)
     assert running.end() == 0, running.said

@@ -36,7 +36,7 @@ SIZE = 3000
 STEPS = 3
 WRITING = ("before", "torn", "written", "in place", "after")
 READING = ("before", "after")
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 KEEP_S = 100.0
 
 T = TypeVar("T")

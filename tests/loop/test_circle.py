@@ -294,7 +294,7 @@ def served(circle: Path, cli_in: Callable[[Path], Any]) -> Iterator[str]:
         assert "serving tiny at http://127.0.0.1:" in line, line + server.stderr.read()
         yield line.split(" at ")[1].split()[0]
         server.send_signal(signal.SIGINT)
-        assert server.wait(20) == 0
+        assert server.wait(300) == 0
     finally:
         server.kill()
         server.communicate()

@@ -42,7 +42,8 @@ def test_a_program_that_only_speaks_http_is_trained_and_its_steps_replay(
     here, run = cli_in(tmp_path), tmp_path / "runs" / "r"
     (tmp_path / "busy.py").write_text(BUSY)
     program = 'harness.program={kind="command", argv=["{python}", "{cwd}/busy.py"], warm=["json", "urllib.request"]}'
-    limits = ("--set", "harness.max_turns=8", "--set", "rl.steps=2", "--set", "evals.every=0")
+    sets = ("harness.max_turns=8", "harness.rollout_deadline_s=300", "rl.steps=2", "evals.every=0")
+    limits = [part for one in sets for part in ("--set", one)]
     done = here("run", game.config, "--name", "r", "--set", program, *limits, *UNBOUNDED)
     assert done.returncode == Exit.DONE, done.stderr + done.stdout
     assert here("replay", run, "2").returncode == Exit.DONE

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(1800)
 def learned(cli_in: Callable[[Path], Any], cwd: Path, *args: str | Path) -> dict[str, Any]:
     """Run it; digests of every version and of the result, and what each rollout came to."""
     cwd.mkdir()
+    args = (*args, "--set", "fleet.hung_s=300")  # nothing dies
     done = cli_in(cwd)("run", *args, "--name", "r", timeout_s=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     run = cwd / "runs" / "r"

@@ -51,7 +51,7 @@ async def session(folder: RunFolder, config: RunConfig, mode: Mode, dtype: Compu
 def played(path: Path, game: Game, sessions: Sequence[tuple[Mode, ComputeDtype, int]], *sets: str) -> PlayedRun:
     """A run in sessions, each over engines that compute so and up to a step."""
     small = ["rl.checkpoint_every=1", "evals.every=50", "experience.max_lag=0", 'fleet.engines=["reference"]']
-    run = PlayedRun.create(path, game, *small, f"rl.steps={sessions[-1][-1]}", *sets)
+    run = PlayedRun.create(path, game, *small, f"rl.steps={sessions[-1][-1]}", "fleet.hung_s=300", *sets)
     for mode, dtype, until in sessions:
         asyncio.run(session(run.folder, run.config, mode, dtype, until))
     return run

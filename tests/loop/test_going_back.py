@@ -53,7 +53,7 @@ def made(game: Any, path: Path, *sets: str, players: type[Players] = Players) ->
 
 def reinforced(run: PlayedRun) -> None:
     async def main() -> None:
-        async with run.conductor() as conductor, asyncio.timeout(60):
+        async with run.conductor() as conductor, asyncio.timeout(600):
             await conductor.reinforce()
 
     asyncio.run(main())
@@ -72,7 +72,7 @@ def cut_off(run: PlayedRun) -> None:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Conductor, "_checkpoint", watched)
-            async with run.conductor() as conductor, asyncio.timeout(60):
+            async with run.conductor() as conductor, asyncio.timeout(600):
                 training = asyncio.create_task(conductor.reinforce())
                 await behind.wait()
                 training.cancel()

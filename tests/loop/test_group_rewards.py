@@ -100,7 +100,7 @@ def test_an_unknown_term_is_measured_again_until_it_is_known(
     game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_scoring, "FIRST_S", 0.01)
-    run = trained(tmp_path, game, away("again", 3, ", retry_s = 30"))
+    run = trained(tmp_path, game, away("again", 3, ", retry_s = 300"))
     assert values(run, 1, "away")["g000001"] == [0.0, 1.0, 2.0, 3.0]
     assert Away.calls["againg000001.2"] == 4
     assert Away.calls["againg000001.1"] == 1, "siblings that are known are not measured again"
@@ -127,7 +127,7 @@ def test_a_group_that_waits_for_a_term_ends_the_run_at_its_deadline_by_name(
     game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_scoring, "FIRST_S", 0.01)
-    monkeypatch.setattr(group_scoring, "WAIT_S", 0.2)
+    monkeypatch.setattr(group_scoring, "WAIT_S", 0.5)
     with pytest.raises(DeadlineExceeded, match=r"reward term 'away' of group g000001 is unknown") as caught:
         trained(tmp_path, game, away("waits", 10**9, ', retry_s = 0.0, missing = "wait"'))
     assert "the service is away" in caught.value.facts

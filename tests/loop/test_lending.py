@@ -26,6 +26,8 @@ SETS = (
     "evals.every=400",
     "--set",
     "rl.checkpoint_every=400",
+    "--set",
+    "fleet.hung_s=300",  # no process is lost
 )
 
 
@@ -67,7 +69,7 @@ def started(
 def stopped(run: Path, process: Any) -> list[str]:
     """Stop a run. Digests of its versions."""
     process.send_signal(signal.SIGINT)
-    process.wait(60)
+    process.wait(600)
     return [m.version.digest for m in lineage(DirectoryStore(run / "weights"), "policy")]
 
 

@@ -32,7 +32,7 @@ class Held(DirectoryStore):
 
     def put(self, key: str, data: bytes) -> None:
         if key.startswith("manifests/policy/v000001-"):
-            assert self.opened.wait(60.0), "nobody opened it"
+            assert self.opened.wait(600.0), "nobody opened it"
             if self.full:
                 raise StoreError(f"object {key!r} cannot be written", "No space left on device", hint="free disk space")
         super().put(key, data)

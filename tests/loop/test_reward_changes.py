@@ -83,7 +83,7 @@ def played(game: Any, tmp_path_factory: pytest.TempPathFactory, cli_in: Callable
     run.until(lambda: run.step == 4, "step 4")
     assert cli("stop", run.path).returncode == Exit.DONE
     assert run.process is not None
-    assert run.process.wait(60.0) == Exit.INTERRUPTED, run.said
+    assert run.process.wait(600.0) == Exit.INTERRUPTED, run.said
     (cwd / "go12").touch()
     resumed = cli("run", "second.toml", "--resume", run.path)
     assert resumed.returncode == Exit.DONE, resumed.stderr

@@ -45,7 +45,7 @@ both_ways = pytest.mark.parametrize("name", [name for name in CASES if name != "
 @pytest.fixture(scope="module")
 def told() -> dict[str, tuple[Told, list[Told]]]:
     """What one rank says, and each of two."""
-    by_rank = run_ranks(ranked.everything, CASES, ranks=2, stall_s=100.0)
+    by_rank = run_ranks(ranked.everything, CASES, ranks=2, stall_s=900.0)
     return {name: (ranked.alone(case), [told[name] for told in by_rank]) for name, case in CASES.items()}
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_does_not_answer_is_an_error_in_the_other_that_names_the_wai
     for rank in ranks:
         rank.start()
     try:
-        ranks[0].join(timeout=300)
+        ranks[0].join(timeout=900)
         assert ranks[0].exitcode == 0
     finally:
         for rank in ranks:
