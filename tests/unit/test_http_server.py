@@ -122,7 +122,7 @@ def test_an_answer_that_is_read_slowly_comes_whole():
             await asyncio.sleep(0.1)  # each pause is shorter than a client has, all together are longer
         assert b"content-length: 8388608" in head.lower()
 
-    served(test, patience_s=0.5)
+    served(test, patience_s=0.7)
 
 
 def test_a_client_that_says_that_it_is_done_is_forgotten():
