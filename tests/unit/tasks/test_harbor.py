@@ -282,7 +282,7 @@ def test_harbors_own_oracle_and_verifier_agree_in_our_machines(tmp_path: Path) -
     script = Path(__file__).parents[2] / "harbor_trial.py"
     environment = {**os.environ, "PYTHONPATH": str(Path(etude.__file__).parents[1])}
     done = subprocess.run(
-        [python, str(script), str(task), str(store.path)], capture_output=True, text=True, env=environment, timeout=110
+        [python, str(script), str(task), str(store.path)], capture_output=True, text=True, env=environment, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"solved": {"reward": 1.0}, "untouched": {"reward": 0.0}}
