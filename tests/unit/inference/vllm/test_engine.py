@@ -104,7 +104,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[ExternalEngine, Server]]:
 @pytest.fixture
 def tell(tmp_path: Path) -> Callable[[Story], None]:
     async def run(story: Story) -> None:
-        async with asyncio.timeout(20), world(tmp_path) as (engine, server):
+        async with asyncio.timeout(200), world(tmp_path) as (engine, server):
             await story(engine, server)
 
     return lambda story: asyncio.run(run(story))
