@@ -125,7 +125,7 @@ def test_it_proves_itself_judged_by_its_state_and_by_its_artifacts(tmp_path: Pat
             return await simulate_exports(runtime, task, files, argv)
 
         try:
-            (await check(source, MachineGrader(runtime), task.split, export=export)).require()
+            (await check(source, MachineGrader(runtime), task.split, deadline_s=600, export=export)).require()
         finally:
             await runtime.close()
 
@@ -176,7 +176,7 @@ def test_it_proves_itself_on_the_image_that_its_dockerfile_describes(tmp_path: P
             task = only(source)
             assert task.image is not None
             assert task.image.workdir == "/app"
-            (await check(source, MachineGrader(runtime), task.split, export=export)).require()
+            (await check(source, MachineGrader(runtime), task.split, deadline_s=600, export=export)).require()
         finally:
             await runtime.close()
 

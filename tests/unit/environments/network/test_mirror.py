@@ -153,7 +153,7 @@ async def serving(mirror: Mirror, listener: socket.socket, command: list[str], c
         process = await asyncio.create_subprocess_exec(
             *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=cwd
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             out, _ = await process.communicate()
         return process.returncode or 0, out.decode()
     finally:
