@@ -236,7 +236,7 @@ def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
     monkeypatch.setenv("ETUDE_TOKEN", "t")
 
     async def story() -> None:
-        async with world(lease_s=0.6) as home, served() as (_, url):
+        async with world(lease_s=0.5) as home, served() as (_, url):
             home.registrar.set_head(version(3))
             keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.SERVING)

@@ -159,7 +159,7 @@ def test_a_tracker_that_hangs_delays_nothing_and_is_killed_at_the_deadline(run, 
     body = f"def {method}(self, *_):\n        import time, os\n        open('pid', 'w').write(str(os.getpid()))\n"
     reached = run / "calls.txt" if method == "finish" else Path("pid")
     began = time.monotonic()
-    reported = tracks(f"{body}        time.sleep(1000)", work, until=reached.exists, wait_s=0.2)
+    reported = tracks(f"{body}        time.sleep(1000)", work, until=reached.exists, wait_s=0.05)
     assert time.monotonic() - began < 100
     assert took[0] < 20
     assert any("did not finish within 1 s" in one for one in reported)
