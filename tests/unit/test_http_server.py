@@ -56,7 +56,7 @@ def served(test: Callable[[Callable[[], Awaitable[Streams]], App], Awaitable[Non
             opened.append(streams[1])
             return streams
 
-        async with asyncio.timeout(30), run_http_server(app.app, sock, name="a test", client_timeout_s=patience_s):
+        async with asyncio.timeout(200), run_http_server(app.app, sock, name="a test", client_timeout_s=patience_s):
             await test(connect, app)
             for writer in opened:
                 writer.transport.abort()

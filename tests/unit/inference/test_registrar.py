@@ -353,7 +353,7 @@ def test_an_engine_that_cannot_be_reached_is_told_how_to_say_where_it_is() -> No
         async with world() as home:
             asked = JoinRequest(name="west", url="http://127.0.0.1:9")
             keeping = asyncio.create_task(Registration(home.url, asked, token="t", report=said.append).run())
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not said:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             keeping.cancel()

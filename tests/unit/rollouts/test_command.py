@@ -213,7 +213,7 @@ def test_a_cancelled_rollout_kills_its_program() -> None:
         script = f"import time; time.sleep(99) # {mark}"
         config = config_of(["{python}", "-c", script])
         running = asyncio.create_task(run_program(episode_of(config, EnginePolicy(ScriptedEngine([])))))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while not processes_with(mark):  # noqa: ASYNC110  of another process
                 await asyncio.sleep(0.02)
         running.cancel()
