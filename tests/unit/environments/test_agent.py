@@ -61,7 +61,7 @@ def alive(marker: str) -> list[int]:
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while not condition():  # noqa: ASYNC110 - the kernel tells nobody
             await asyncio.sleep(0.01)
     assert condition(), what
