@@ -233,7 +233,7 @@ def test_an_agent_speaks_over_a_pair_of_pipes_as_well():
         result = await commands.run(channel, Command.of(listing, key="1", deadline_s=20, stdin=b"in\n"))
         assert result.output.split() == [b"in", b"0", b"1", b"2", b"3"]
         channel.close()
-        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert await asyncio.to_thread(process.wait, 100) == 0
 
     asyncio.run(main())
 
