@@ -120,7 +120,7 @@ def test_machines_of_a_snapshot_are_alike_and_independent() -> None:
 def test_a_key_never_runs_twice_and_output_is_capped() -> None:
     async def twice() -> None:
         machine = MemoryMachine({"t.py": b"open('n', 'a').write('x')\nprint('y' * 100)"})
-        results = [await machine.exec(["python", "t.py"], key="k", deadline_s=1, output_bytes=10) for _ in range(2)]
+        results = [await machine.exec(["python", "t.py"], key="k", deadline_s=60, output_bytes=10) for _ in range(2)]
         assert results[0] == results[1]
         assert (results[0].output, results[0].truncated) == (b"y" * 10, True)
         assert await machine.read("n") == b"x"

@@ -22,7 +22,7 @@ def without_groups(*words: str) -> subprocess.CompletedProcess[str]:
     as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
     hide = 'mount -t tmpfs none /sys/fs/cgroup && exec "$@"'
     command = ["unshare", *as_root, "--mount", "sh", "-c", hide, "sh", sys.executable, "-m", "etude.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ def test_without_the_native_library_numpy_makes_the_same_bytes_and_says_that_it_
     for name, root in (("here", source.parent), ("bare", tmp_path / "bare")):
         command = [sys.executable, "-m", "etude.cli", "weights", "encode", "a", "b", "-o", f"{name}.etdf"]
         environment = {**os.environ, "PYTHONPATH": str(root)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
         said[name] = done.stderr
     assert "numpy is used" in said["bare"]
     assert Path("here.etdf").read_bytes() == Path("bare.etdf").read_bytes()

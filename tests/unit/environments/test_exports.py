@@ -25,7 +25,7 @@ echo no > other/c.txt
 ln -s /etc/passwd logs/link; ln -s ../other logs/folder; mkfifo logs/pipe; ln other/c.txt logs/hard
 head -c 2000000 /dev/zero > logs/large
 printf x > "logs/$(printf '\\377')"
-(sleep .3; echo late > logs/a.txt) &
+(sleep 1; echo late > logs/a.txt) &
 """
 
 

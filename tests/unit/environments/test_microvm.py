@@ -273,7 +273,7 @@ def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path
         try:
             [machine] = await runtime.fork(await runtime.prepare({"new": b"file\n"}, image=image), 1)
             script = "cat version new; echo $STAGE; id -un; pwd; echo more > version; cat version"
-            output = (await machine.exec(["sh", "-c", script], key="1", deadline_s=30)).output
+            output = (await machine.exec(["sh", "-c", script], key="1", deadline_s=120)).output
             return output, await runtime.pack(await machine.snapshot(), max_bytes=64 << 20)
         finally:
             await runtime.close()
@@ -282,7 +282,7 @@ def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path
         runtime = MicroVMRuntime(folder=cache, roots=lambda digest: root, spare=0)
         try:
             [machine] = await runtime.fork(await runtime.unpack(state), 1)
-            return (await machine.exec(["sh", "-c", "cat version; echo $STAGE"], key="1", deadline_s=30)).output
+            return (await machine.exec(["sh", "-c", "cat version; echo $STAGE"], key="1", deadline_s=120)).output
         finally:
             await runtime.close()
 

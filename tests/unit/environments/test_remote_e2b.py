@@ -332,7 +332,7 @@ def test_the_asynchronous_client_does_the_same(server):
 @pytest.mark.parametrize(("backend", "make"), [("gvisor", GVisorRuntime), ("microvm", microvm)])
 def test_a_session_over_machines_with_a_kernel_of_their_own(backend, make):
     with served(backend, make):
-        made = e2b.Sandbox.create("tpl", timeout=100)
+        made = e2b.Sandbox.create("tpl", timeout=1000)
         running = made.commands.run("echo $$ > pid; exec sleep 1000", background=True)
         told: list[str] = []
         made.commands.run("id -un; cat hello.txt; until [ -s pid ]; do :; done", on_stdout=told.append)
@@ -341,7 +341,7 @@ def test_a_session_over_machines_with_a_kernel_of_their_own(backend, make):
             made.commands.run("exec sleep 1000", timeout=0.2)
         assert made.files.write("state.txt", "before").path.endswith("/state.txt")
         made.pause()
-        again = e2b.Sandbox.connect(made.sandbox_id, timeout=100)
+        again = e2b.Sandbox.connect(made.sandbox_id, timeout=1000)
         assert again.files.read("state.txt") == "before"
         sleeping = again.commands.run("ps -eo args | grep -c '^sleep 1000' || true").stdout
         assert sleeping == ("1\n" if make is microvm else "0\n")  # a snapshot has the memory, or the files alone

@@ -22,7 +22,7 @@ WRITE = "import calc\nwith open('reward.txt', 'w') as file:\n    file.write('1.0
 
 def verified(source: str, **options: Any) -> Answer:
     verifier = Verifier(
-        **{"files": {"verify.py": source}, "argv": ("python", "verify.py"), "deadline_s": 10.0, **options}
+        **{"files": {"verify.py": source}, "argv": ("python", "verify.py"), "deadline_s": 60.0, **options}
     )
     return Answer(reference={"calc.py": RIGHT.decode()}, verifier=verifier)
 
@@ -197,7 +197,7 @@ def test_the_state_of_a_machine_is_judged_in_a_fork_of_the_frozen_one():
     first_few(
         [
             ("mkdir db; echo 42 > db/value; ln -s db/value link; sleep 1000 &", 1.0),
-            ("mkdir db; echo 42 > db/value; ln -s db/value link; (sleep .2; echo 7 > db/value) &", 1.0),
+            ("mkdir db; echo 42 > db/value; ln -s db/value link; (sleep 1; echo 7 > db/value) &", 1.0),
             ("echo exit 0 > verify.sh; chmod 000 verify.sh", 0.0),
             ("mkdir verify.sh", 0.0),
             ("ln -s /etc/passwd verify.sh", 0.0),
@@ -223,7 +223,7 @@ def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
         [machine] = await runtime.fork(await runtime.prepare({"locked/reward": b"1"}), 1)
         script = "cd locked; chmod 444 reward; chmod 555 .; cd ..; printf %s $PWD"
         here = (await machine.exec(["sh", "-c", script], key="plant", deadline_s=20.0)).output.decode()
-        verifier = Verifier(files={}, argv=("true",), reward_path=path.format(here=here), deadline_s=10.0)
+        verifier = Verifier(files={}, argv=("true",), reward_path=path.format(here=here), deadline_s=60.0)
         return await _run_verifier(machine, verifier, user="")
 
     said = on_machines(work)

@@ -59,7 +59,7 @@ def our_server(served: torch.nn.Module, *, show_operators: bool) -> Iterator[str
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     try:
-        assert up.wait(30), "the server did not start within 30 s"
+        assert up.wait(300), "the server did not start within 300 s"
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True

@@ -89,7 +89,7 @@ async def served(
         yield Served(of_openai, of_anthropic, http, engine, app.state.gateway)
 
 
-def run(work: Callable[[], Awaitable[None]], *, limit_s: float = 60) -> None:
+def run(work: Callable[[], Awaitable[None]], *, limit_s: float = 300) -> None:
     """Run a coroutine function with a time limit."""
 
     async def bounded() -> None:

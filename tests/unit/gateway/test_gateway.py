@@ -84,7 +84,7 @@ async def served(
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await work()
 
     asyncio.run(bounded())
@@ -612,7 +612,7 @@ def test_a_client_that_goes_away_takes_its_request_back() -> None:
 def test_a_request_past_its_deadline_is_504() -> None:
     async def work() -> None:
         slow = Slow()
-        async with served(policy=slow, config=GatewayConfig(port=0, deadline_s=0.05)) as (client, _, _url):
+        async with served(policy=slow, config=GatewayConfig(port=0, deadline_s=0.2)) as (client, _, _url):
             with pytest.raises(openai.InternalServerError) as late:
                 await client.chat.completions.create(model="laptop", messages=USER)
             assert late.value.status_code == 504

@@ -157,7 +157,7 @@ def test_a_client_that_leaves_is_charged_for_what_was_sampled_for_it(
                 asked = asyncio.create_task(at.http.post("/chat/completions", json=body))
                 await policy.asked.wait()
                 asked.cancel()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 while at.gateway.num_open:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             page = (await at.http.get(str(at.http.base_url).removesuffix("/v1/") + "/metrics")).text
@@ -182,7 +182,7 @@ def test_tokens_after_a_stop_text_are_not_charged(stream: bool) -> None:
         async with served(policy=policy, keys=keys, key="k" * 20) as at:
             body = {"model": MODEL, "messages": USER, "stream": stream, "stop": ["STOP"], "max_tokens": 99}
             assert (await at.http.post("/chat/completions", json=body)).status_code == 200
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 while at.gateway.num_open:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             num_charged = keys.find(b"k" * 20).num_tokens - len(qwen().encode_prompt(USER, {}))
@@ -202,7 +202,7 @@ def test_requests_that_the_server_cancels_at_its_end_get_an_error_and_no_traceba
             async with httpx.AsyncClient(timeout=300) as client:
                 async with serving(create_app([served_model], config=config), config=config) as url:
                     asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(100):
                         while not policy.num_running:  # noqa: ASYNC110
                             await asyncio.sleep(0.01)
                 answer = await asked
@@ -440,7 +440,7 @@ def test_clients_that_vanish_leave_no_running_request(clients: int) -> None:
 
             for start in range(0, clients, 50):
                 await asyncio.gather(*(vanish(n) for n in range(start, min(clients, start + 50))))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 while policy.num_running or at.gateway.num_open:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             [model] = at.gateway.models.values()

@@ -231,7 +231,7 @@ def test_a_program_may_submit_by_itself() -> None:
 
 def test_a_program_that_asks_after_the_end_keeps_the_first_ending_and_blocks_nobody() -> None:
     async def run(episode: Episode) -> None:
-        async with asyncio.timeout(0.2):
+        async with asyncio.timeout(0.4):
             while True:
                 with contextlib.suppress(EpisodeEnded):
                     await episode.ask()

@@ -15,8 +15,8 @@ MESSAGES = [{"role": "user", "content": "größe <b>", "name": None}]
 DOUBLED = "{% set ns = namespace(s=START) %}{% for i in range(60) %}{% set ns.s = AGAIN %}{% endfor %}"
 
 
-def rendered(source: str) -> str:
-    return ChatTemplate(source, special={"bos_token": "<s>"}, deadline_s=0.3).render(MESSAGES)
+def rendered(source: str, *, deadline_s: float = 0.3) -> str:
+    return ChatTemplate(source, special={"bos_token": "<s>"}, deadline_s=deadline_s).render(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def rendered(source: str) -> str:
     ],
 )
 def test_a_template_has_what_transformers_gives_it(source: str, text: str) -> None:
-    assert rendered(source) == text
+    assert rendered(source, deadline_s=30.0) == text
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ TASK = Task(
 
 def bench_of(machine: MemoryMachine | None = None, *, output_chars: int = 200) -> Workbench:
     machine = machine or MemoryMachine({p: t.encode() for p, t in TASK.files.items()})
-    return Workbench.of(TASK, machine, key="r", deadline_s=5.0, output_chars=output_chars)
+    return Workbench.of(TASK, machine, key="r", deadline_s=60.0, output_chars=output_chars)
 
 
 def use(bench: Workbench, name: str, **arguments: str) -> str:

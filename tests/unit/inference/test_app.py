@@ -29,7 +29,7 @@ Story = Callable[[ReferenceEngine, str, aiohttp.ClientSession], Awaitable[None]]
 
 def serve(story: Story, token: str | None = None) -> None:
     async def run() -> None:
-        async with asyncio.timeout(60), engine() as served:
+        async with asyncio.timeout(300), engine() as served:
             config = uvicorn.Config(build_app(served, token=token), ws="none", port=0, log_level="critical")
             server = uvicorn.Server(config)
             config.load()

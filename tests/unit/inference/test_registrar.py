@@ -56,7 +56,7 @@ class World:
     sessions: dict[str, int] = field(default_factory=dict)
 
     async def until(self, name: str, state: State) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (name, state) not in self.told:  # noqa: ASYNC110  it is told from a beat
                 await asyncio.sleep(0.01)
 
@@ -98,7 +98,7 @@ async def served(port: int = 0, token: str = "t", **settings: int) -> AsyncItera
 
 def run(story: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             await story()
 
     asyncio.run(bounded())
@@ -236,7 +236,7 @@ def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
     monkeypatch.setenv("ETUDE_TOKEN", "t")
 
     async def story() -> None:
-        async with world(lease_s=0.3) as home, served() as (_, url):
+        async with world(lease_s=0.5) as home, served() as (_, url):
             home.registrar.set_head(version(3))
             keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.SERVING)
@@ -353,7 +353,7 @@ def test_an_engine_that_cannot_be_reached_is_told_how_to_say_where_it_is() -> No
         async with world() as home:
             asked = JoinRequest(name="west", url="http://127.0.0.1:9")
             keeping = asyncio.create_task(Registration(home.url, asked, token="t", report=said.append).run())
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not said:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             keeping.cancel()

@@ -68,7 +68,7 @@ def test_a_follower_that_hangs_is_noticed_in_half_a_minute_and_later_where_there
 
 def ready(process: subprocess.Popen[bytes]) -> dict[str, str]:
     assert process.stdout is not None
-    assert select.select([process.stdout], [], [], 60)[0], "the engine did not start within 60 s"
+    assert select.select([process.stdout], [], [], 300)[0], "the engine did not start within 300 s"
     said: dict[str, str] = json.loads(process.stdout.readline())
     return said
 
@@ -91,7 +91,7 @@ def test_it_serves_from_an_empty_store_says_where_and_notices_a_hang(
                 await engine.generate(ask("stuck", deadline_s=0.1))
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 20) in (0, -signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 120) in (0, -signal.SIGTERM)
             with pytest.raises(EngineGone):
                 await engine.info()
 
@@ -159,7 +159,7 @@ def test_an_engine_whose_follower_is_killed_adopts_the_next_version_and_no_follo
     (follower,) = followers(process)
     watched = os.pidfd_open(follower)
     process.kill()
-    assert select.select([watched], [], [], 30)[0], f"follower {follower} outlived its engine"
+    assert select.select([watched], [], [], 120)[0], f"follower {follower} outlived its engine"
     os.close(watched)
     reasons = [event["reason"] for event in read_events(tmp_path / "events") if event["kind"] == "engine.trouble"]
     assert all("follower's process ended" in reason for reason in reasons)
@@ -177,7 +177,7 @@ def test_it_ends_when_its_standard_input_does(process: subprocess.Popen[bytes]) 
     ready(process)
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(20) == -signal.SIGKILL
+    assert process.wait(120) == -signal.SIGKILL
 
 
 def test_it_dies_with_its_parent(argv: list[str]) -> None:
@@ -188,7 +188,7 @@ def test_it_dies_with_its_parent(argv: list[str]) -> None:
         pid = int(ready(parent)["pid"])
         engine = os.pidfd_open(pid)
         parent.kill()
-        assert select.select([engine], [], [], 20)[0], f"engine {pid} outlived its parent"
+        assert select.select([engine], [], [], 120)[0], f"engine {pid} outlived its parent"
         os.close(engine)
 
 
@@ -262,15 +262,22 @@ def test_an_engine_with_a_public_key_refuses_what_is_unsigned_or_signed_by_anoth
         try:
             said = ready(process)
 
+            def reasons() -> set[str]:
+                events = read_events(tmp_path / "events")
+                return {event["reason"] for event in events if event["kind"] == "engine.trouble"}
+
             async def story() -> None:
                 async with HttpEngine(said["url"]) as engine:
-                    for signs in (None, other):
+                    for signs, reason in ((None, "no signature"), (other, "it is signed with another key")):
                         if signs is not None:
                             empty(store)
                             publish(Channel(store, signer=signs), 1, None)
                         with pytest.raises(EngineError) as refused:
                             await engine.adopt(1, deadline_s=3.0)
                         assert "step 1" in str(refused.value)
+                        async with asyncio.timeout(60):
+                            while not any(reason in one for one in reasons()):  # noqa: ASYNC110  of another process
+                                await asyncio.sleep(0.05)
                     empty(store)
                     version = publish(Channel(store, signer=signer), 2, None)
                     assert await engine.adopt(2, deadline_s=60.0) == version
@@ -278,9 +285,9 @@ def test_an_engine_with_a_public_key_refuses_what_is_unsigned_or_signed_by_anoth
             asyncio.run(story())
         finally:
             process.kill()
-    reasons = {event["reason"] for event in read_events(tmp_path / "events") if event["kind"] == "engine.trouble"}
-    assert any("is not signed with the key that this reader trusts" in one and "no signature" in one for one in reasons)
-    assert any("it is signed with another key" in one for one in reasons)
+    trusts = "is not signed with the key that this reader trusts"
+    assert any(trusts in one and "no signature" in one for one in reasons())
+    assert any("it is signed with another key" in one for one in reasons())
 
 
 @pytest.mark.parametrize(("cores", "threads", "left"), [(2, 1, 1), (8, 3, 5), (1, 1, 1)])

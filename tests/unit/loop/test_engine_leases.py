@@ -119,7 +119,7 @@ def test_the_time_of_a_lease_is_bounded_and_work_ends_with_it(run: RunFolder) ->
     processes = Processes(REFERENCE, REFERENCE)
 
     async def story() -> None:
-        async with borrowed_engines(run, share=0.5, seconds=0.05) as lease:
+        async with borrowed_engines(run, share=0.5, seconds=0.2) as lease:
             with pytest.raises(DeadlineExceeded, match="took its engines back") as ended:
                 await lease.during(asyncio.sleep(60))
             assert ended.value.facts == "the time of the lease is over"

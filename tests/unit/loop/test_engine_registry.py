@@ -89,7 +89,7 @@ def test_a_run_without_any_engine_ends_and_says_where_they_join(
 
     async def story() -> EtudeError:
         failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
-        async with asyncio.timeout(20), engine_registry.open_registry(run, config, telemetry, beat, failed=failed):
+        async with asyncio.timeout(100), engine_registry.open_registry(run, config, telemetry, beat, failed=failed):
             return await failed
 
     error = asyncio.run(story())

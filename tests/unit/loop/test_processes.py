@@ -115,7 +115,7 @@ def states_of_a_loss(tmp_path: Path, placement: LocalPlacement, *, is_silent: bo
         argv = ["-c", "import time; time.sleep(600)"]
         child = Child("worker-0", argv, logs=tmp_path / "logs", telemetry=telemetry, placement=placement)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 await supervisor.add(child, Role(is_up, answers))
                 if not is_silent:
                     assert child.pid is not None

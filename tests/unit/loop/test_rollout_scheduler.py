@@ -61,7 +61,7 @@ def counting(work: Callable[..., object], sizes: list[int]) -> Callable[..., obj
 
 async def ends(rolling: RolloutScheduler, rollouts: list[RolloutSummary]) -> list[bool | BaseException]:
     waiting = [rolling._finish(rollout, Kit.graded(1.0), []) for rollout in rollouts]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         return await asyncio.gather(*waiting, return_exceptions=True)
 
 
@@ -94,7 +94,7 @@ def test_as_many_start_at_once_as_there_is_room_for_and_all_end(ledger, rolling)
 
     async def main() -> None:
         running = asyncio.create_task(rolling.run(asyncio.Event()))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             await rolling.progress()
         running.cancel()
         await asyncio.wait([running])
@@ -130,7 +130,7 @@ def test_nothing_starts_before_the_version_that_it_demands_is_published(
         rolling.processes.rollout = play  # type: ignore[method-assign]
         more = asyncio.Event()
         running = asyncio.create_task(rolling.run(more))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             ready = set[str]()
             while len(ready) < 2:
                 ready |= await rolling.progress()
@@ -163,7 +163,7 @@ def test_a_rollout_that_no_engine_came_up_to_is_run_again_however_often(
     async def main() -> None:
         rolling.processes.rollout = play  # type: ignore[method-assign]
         running = asyncio.create_task(rolling.run(asyncio.Event()))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             await rolling.progress()
         running.cancel()
         await asyncio.wait([running])
@@ -189,7 +189,7 @@ def test_the_loop_goes_on_while_the_ledger_waits_for_its_server(ledger: Ledger, 
             await asyncio.sleep(0)
             beats.append(beat)
         away.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             await rolling.progress()
         running.cancel()
         await asyncio.wait([running])

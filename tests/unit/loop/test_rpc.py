@@ -65,7 +65,7 @@ def run(work):
 def test_a_call_carries_records_both_ways():
     async def work(caller, server):
         sent = Version(3, "0" * 8, "a" * 64)
-        results = await asyncio.gather(*(caller.call("echo", Version, sent, n, deadline_s=5) for n in range(20)))
+        results = await asyncio.gather(*(caller.call("echo", Version, sent, n, deadline_s=60) for n in range(20)))
         assert [v.step for v in results] == list(range(3, 23))
 
     run(work)
@@ -74,7 +74,7 @@ def test_a_call_carries_records_both_ways():
 def test_an_error_arrives_as_the_type_that_was_raised_with_its_hint():
     async def work(caller, server):
         with pytest.raises(WeightsError, match="hint: fetch the anchor"):
-            await caller.call("refuse", type(None), deadline_s=5)
+            await caller.call("refuse", type(None), deadline_s=60)
 
     run(work)
 
@@ -82,7 +82,7 @@ def test_an_error_arrives_as_the_type_that_was_raised_with_its_hint():
 def test_a_defect_arrives_with_its_traceback():
     async def work(caller, server):
         with pytest.raises(CallFailed, match="KeyError: 'oops'"):
-            await caller.call("break", type(None), deadline_s=5)
+            await caller.call("break", type(None), deadline_s=60)
 
     run(work)
 
@@ -98,10 +98,10 @@ def test_a_hung_call_ends_at_its_deadline_and_names_what_was_called():
 def test_a_call_that_is_no_longer_waited_for_is_cancelled_in_the_child():
     async def work(caller, server):
         cancelled[:] = [asyncio.Event()]
-        pending = asyncio.create_task(caller.call("hang", type(None), deadline_s=5))
-        await caller.call("echo", Version, Version(0, "0" * 8, "a" * 64), 1, deadline_s=5)
+        pending = asyncio.create_task(caller.call("hang", type(None), deadline_s=60))
+        await caller.call("echo", Version, Version(0, "0" * 8, "a" * 64), 1, deadline_s=60)
         pending.cancel()
-        await asyncio.wait_for(cancelled[0].wait(), 5)
+        await asyncio.wait_for(cancelled[0].wait(), 60)
 
     run(work)
 
@@ -111,23 +111,23 @@ def test_a_call_past_its_deadline_is_cancelled_in_the_child_so_that_it_keeps_not
         cancelled[:] = [asyncio.Event()]
         with pytest.raises(DeadlineExceeded):
             await caller.call("hang", type(None), deadline_s=0.05)
-        await asyncio.wait_for(cancelled[0].wait(), 5)
+        await asyncio.wait_for(cancelled[0].wait(), 60)
         sent = Version(3, "0" * 8, "a" * 64)
-        assert (await caller.call("echo", Version, sent, 1, deadline_s=5)).step == 4, "the child answers on"
+        assert (await caller.call("echo", Version, sent, 1, deadline_s=60)).step == 4, "the child answers on"
 
     run(work)
 
 
 def test_a_lost_child_fails_the_calls_that_wait_for_it_and_those_that_come_later():
     async def work(caller, server):
-        pending = asyncio.create_task(caller.call("hang", type(None), deadline_s=5))
+        pending = asyncio.create_task(caller.call("hang", type(None), deadline_s=60))
         await asyncio.sleep(0)
         server.cancel()
         with pytest.raises((ProcessLost, CallFailed)):
             await pending
         await caller.lost.wait()
         with pytest.raises(ProcessLost):
-            await caller.call("echo", Version, deadline_s=5)
+            await caller.call("echo", Version, deadline_s=60)
 
     run(work)
 
@@ -197,9 +197,9 @@ def test_a_call_that_got_on_and_falls_silent_is_named_with_how_long_it_did():
 def test_what_fits_into_no_frame_is_named_and_the_child_lives_on():
     async def work(caller):
         with pytest.raises(EtudeError, match="the answer of a call is too large: it has 2"):
-            await caller.call("large", bytes, 20_000, deadline_s=5)
+            await caller.call("large", bytes, 20_000, deadline_s=60)
         with pytest.raises(MessageTooLarge, match=r"a call of take is too large: it has 2.* bytes, allowed are 10000"):
-            await caller.call("take", bytes, bytes(20_000), deadline_s=5)
-        assert await caller.call("large", bytes, 5_000, deadline_s=5) == bytes(5_000)
+            await caller.call("take", bytes, bytes(20_000), deadline_s=60)
+        assert await caller.call("large", bytes, 5_000, deadline_s=60) == bytes(5_000)
 
     run_limited(work)

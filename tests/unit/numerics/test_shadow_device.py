@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     argv = [sys.executable, "-m", "tests.shadow"]
-    done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     return {line["case"]: line["error"] for line in map(json.loads, done.stdout.splitlines())}
 

@@ -167,7 +167,7 @@ def test_a_program_that_hangs_is_killed_at_its_deadline() -> None:
     began = time.monotonic()
     run = play("time.sleep(60)", rollout_deadline_s=0.5)
     assert run.ending is Ending.DEADLINE
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     assert run.tool_s == pytest.approx(0.5, abs=0.1)
 
 
@@ -176,7 +176,8 @@ def test_waiting_for_the_policy_is_not_the_programs_time_and_the_wall_clock_may_
 ) -> None:
     times = iter(range(10**9, 2 * 10**9, 10**6))
     monkeypatch.setattr(time, "time", lambda: float(next(times)))
-    run = play("ask('a')", policy=Slow([text("x")], 1.5), rollout_deadline_s=1.0)
+    argv, warm = ["{python}", "-c", ASK + "ask('a')"], {"warm": ["decimal", "urllib.request"]}
+    run = play(argv, policy=Slow([text("x")], 1.5), settings=warm, rollout_deadline_s=1.0)
     assert run.ending is Ending.SUBMITTED, run.log.decode()
 
 
@@ -212,7 +213,7 @@ def test_a_cancelled_rollout_kills_its_program() -> None:
         script = f"import time; time.sleep(99) # {mark}"
         config = config_of(["{python}", "-c", script])
         running = asyncio.create_task(run_program(episode_of(config, EnginePolicy(ScriptedEngine([])))))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while not processes_with(mark):  # noqa: ASYNC110  of another process
                 await asyncio.sleep(0.02)
         running.cancel()
@@ -264,7 +265,7 @@ def test_the_cpu_time_of_a_warm_program_is_counted_in_that_of_its_launcher() -> 
         await run_program(episode_of(config, EnginePolicy(ScriptedEngine([]))))
         process = commands.launcher_of(sys.executable, ("fractions", "cmath"), ())._process
         assert process is not None
-        for _ in range(100):
+        for _ in range(1000):
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
             if (ended_s := sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")) > 0.3:
                 break

@@ -106,7 +106,7 @@ def scripted(*answers: Sequence[int]) -> EnginePolicy:
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             await work()
 
     asyncio.run(bounded())

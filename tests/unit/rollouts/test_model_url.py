@@ -104,7 +104,7 @@ def play(
             await policy.close()
             await runner.cleanup()
 
-    return asyncio.run(asyncio.wait_for(work(), 30))
+    return asyncio.run(asyncio.wait_for(work(), 200))
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])

@@ -180,7 +180,7 @@ async def work(client: openai.AsyncOpenAI, episode: Episode, messages: list[Any]
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await body()
 
     asyncio.run(bounded())

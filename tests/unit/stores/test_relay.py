@@ -8,6 +8,7 @@ import pickle
 import random
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ def relayed(store: BlobStore, **options: Any) -> Iterator[str]:
         server = uvicorn.Server(uvicorn.Config(build_relay(store, **options), log_level="error", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
+        while thread.is_alive() and not server.started:
+            time.sleep(0.005)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:

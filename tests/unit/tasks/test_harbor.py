@@ -125,7 +125,7 @@ def test_it_proves_itself_judged_by_its_state_and_by_its_artifacts(tmp_path: Pat
             return await simulate_exports(runtime, task, files, argv)
 
         try:
-            (await check(source, MachineGrader(runtime), task.split, export=export)).require()
+            (await check(source, MachineGrader(runtime), task.split, deadline_s=600, export=export)).require()
         finally:
             await runtime.close()
 
@@ -176,7 +176,7 @@ def test_it_proves_itself_on_the_image_that_its_dockerfile_describes(tmp_path: P
             task = only(source)
             assert task.image is not None
             assert task.image.workdir == "/app"
-            (await check(source, MachineGrader(runtime), task.split, export=export)).require()
+            (await check(source, MachineGrader(runtime), task.split, deadline_s=600, export=export)).require()
         finally:
             await runtime.close()
 
@@ -282,7 +282,7 @@ def test_harbors_own_oracle_and_verifier_agree_in_our_machines(tmp_path: Path) -
     script = Path(__file__).parents[2] / "harbor_trial.py"
     environment = {**os.environ, "PYTHONPATH": str(Path(etude.__file__).parents[1])}
     done = subprocess.run(
-        [python, str(script), str(task), str(store.path)], capture_output=True, text=True, env=environment, timeout=110
+        [python, str(script), str(task), str(store.path)], capture_output=True, text=True, env=environment, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"solved": {"reward": 1.0}, "untouched": {"reward": 0.0}}

@@ -172,7 +172,7 @@ def test_a_commit_whose_tests_fail_before_and_pass_after_becomes_a_task_without_
         assert len(answer.tests.names) == 4
         assert "tests.test_calc.Discount.test_percent" in answer.tests.names
         assert answer.tests.files["tests/test_calc.py"] == TEST_BOTH
-        (await check(source, grader, split)).require()
+        (await check(source, grader, split, deadline_s=600)).require()
         [gated] = await run_mutants(source, grader, split, num_mutants=4, concurrency=4)
         assert gated.num_mutants == 4
         assert gated.survival < 1

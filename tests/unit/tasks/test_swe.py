@@ -85,7 +85,7 @@ def test_a_row_becomes_a_task_without_history_and_proves_itself(tmp_path: Path) 
         runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
         try:
             grader = MachineGrader(runtime, repeats=1, canaries=1)
-            (await check(source, grader, split)).require()
+            (await check(source, grader, split, deadline_s=600)).require()
         finally:
             await runtime.close()
 

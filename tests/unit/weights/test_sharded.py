@@ -117,7 +117,7 @@ def run_ranks(folder: Path, steps: Sequence[int]) -> None:
     one, other = multiprocessing.Pipe()
     with one, other:
         ranks = [start_rank(0, folder, one, steps), start_rank(1, folder, other, steps)]
-    assert [process.wait(60.0) for process in ranks] == [0, 0]
+    assert [process.wait(600.0) for process in ranks] == [0, 0]
 
 
 def together(size: int, work: Callable[[int, Any], object]) -> list[object]:
@@ -136,7 +136,7 @@ def together(size: int, work: Callable[[int, Any], object]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(600.0)
     return results
 
 
@@ -402,7 +402,7 @@ def test_a_rank_killed_amid_a_publish_leaves_readers_with_the_version_before(tmp
     channel = ShardedChannel(DirectoryStore(tmp_path), Pipes(0, [one]))
     with pytest.raises((EOFError, OSError)):
         channel.publish(shard(step_of(1), 0, 2), step=1, parent=None, rollout_ids=[])
-    assert victim.wait(30.0) == -signal.SIGKILL
+    assert victim.wait(300.0) == -signal.SIGKILL
     follower = Follower(DirectoryStore(tmp_path))
     update = follower.advance()
     assert update is not None

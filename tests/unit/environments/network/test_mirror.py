@@ -153,7 +153,7 @@ async def serving(mirror: Mirror, listener: socket.socket, command: list[str], c
         process = await asyncio.create_subprocess_exec(
             *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=cwd
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             out, _ = await process.communicate()
         return process.returncode or 0, out.decode()
     finally:
@@ -266,7 +266,7 @@ def test_a_client_that_neither_reads_nor_sends_is_disconnected(tmp_path, monkeyp
         await mirror.serve(listener)
         ends = [await asyncio.open_connection(*listener.getsockname(), limit=1) for _ in range(2)]
         ends[0][1].write(b"GET /pip/files/large/large.whl HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             for reader, _ in ends[1:]:
                 assert await reader.read() == b""  # who never asks is told that it is over
             await asyncio.gather(*mirror._serving)

@@ -55,7 +55,7 @@ class World:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             for _ in range(self.num_asked):
                 await self.log.lines.acquire()
         await self.proxy.close()
@@ -86,7 +86,7 @@ class World:
 
     async def ask(self, data: bytes) -> bytes:
         """All that comes back for these bytes."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             reader, writer = await self.connect()
             writer.write(data.replace(b"PORT", str(self.port).encode()))
             answer = await reader.read()
@@ -263,7 +263,7 @@ def test_a_client_that_does_not_read_its_response_is_disconnected():
         world.answer = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 25)
         _, writer = await asyncio.open_connection(*world.at, limit=1)
         writer.write(f"GET http://up.example:{world.port}/ HTTP/1.1\r\nHost: a\r\n\r\n".encode())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             await world.log.lines.acquire()
             await asyncio.gather(*world.proxy._serving)
         writer.transport.abort()
@@ -279,7 +279,7 @@ def test_what_cannot_be_written_down_leaves_no_connection_open():
         world.log.write = refuse  # type: ignore[method-assign]
         reader, writer = await asyncio.open_connection(*world.at)
         writer.write(b"nonsense\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while await reader.read(100):
                 pass
         writer.close()

@@ -97,7 +97,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[SglangWeightSync, Server, C
 @pytest.fixture
 def tell(tmp_path: Path) -> Callable[[Story], None]:
     async def run(story: Story) -> None:
-        async with asyncio.timeout(30), world(tmp_path) as (following, server, publish):
+        async with asyncio.timeout(200), world(tmp_path) as (following, server, publish):
             await story(following, server, publish)
 
     return lambda story: asyncio.run(run(story))

@@ -36,7 +36,7 @@ def test_a_server_does_not_outlive_its_adapter_that_is_killed() -> None:
         assert is_there(server)
         adapter.kill()
     try:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while is_there(server):
             assert time.monotonic() < end, "the server goes on without its adapter"
             time.sleep(0.01)

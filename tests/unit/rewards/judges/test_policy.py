@@ -34,7 +34,7 @@ def judged(
     engine = ScriptedEngine([[*chat.encode(answer).tolist(), end] for answer in answers])
     asker = PolicyAsker(EnginePolicy(engine), chat, name="a digest")
     store = JudgeStore(tmp_path / "judges.sqlite")
-    judge = Judge(RUBRIC, asker, store, form=form, limits=Limits(deadline_s=5.0), first_wait_s=0.01)
+    judge = Judge(RUBRIC, asker, store, form=form, limits=Limits(deadline_s=60.0), first_wait_s=0.01)
     found = asyncio.run(judge.score(ASPECT, Evidence.of_text(text)))
     store.close()
     return found, engine
