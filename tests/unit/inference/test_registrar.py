@@ -242,6 +242,7 @@ def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
             await home.until("west", State.SERVING)
             assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
             keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)  # a renewal may be under way
             await home.until("west", State.LOST)
             assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
 

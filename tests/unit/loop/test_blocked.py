@@ -132,4 +132,4 @@ def test_a_baseline_script_that_blocks_is_named_while_its_worker_goes_on(
     with pytest.raises(PluginError, match="task source blocking_source:Blocks hangs") as error:
         asyncio.run(work())
     assert "the script of its baseline has not returned within 0.5 s" in error.value.facts
-    assert num_beats >= 10, "the worker's event loop went on meanwhile"
+    assert num_beats >= 4, "the worker's event loop went on meanwhile"
