@@ -258,7 +258,7 @@ def test_an_engine_that_follows_another_runs_store_is_told_so_in_the_list(
     monkeypatch.setenv("ETUDE_TOKEN", "t")
 
     async def story() -> None:
-        async with world() as home, served() as (_, url):
+        async with world(lease_s=10.0) as home, served() as (_, url):
             home.registrar.set_head(msgspec.structs.replace(version(3), incarnation="0ther000"))
             keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.CATCHING_UP)
