@@ -21,7 +21,7 @@ import psutil
 
 from etude.environments.child_process import die_with_parent
 
-START_S = 120.0
+START_S = 300.0
 
 
 def programs() -> Path | None:
