@@ -190,8 +190,7 @@ def make_batch(
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
     """Make a plan's batch from finished samples of its members, in the members' order.
 
-    A pair is left out if one of its rollouts has no sample: all tokens of the rollout are masked, or it has no credit
-    (`Member.credited`)."""
+    A pair is left out if one of its rollouts has no sample, because all of its tokens are masked."""
     group_of = {member.rollout_id: member.group_id for member in plan.members}
     sampled = {sample.rollout_id for sample in samples}
     having = len({group_of[rollout_id] for rollout_id in sampled})
