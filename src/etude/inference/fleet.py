@@ -409,7 +409,7 @@ class Fleet:
             work = asyncio.ensure_future(member.engine.generate(request_now))
             try:
                 while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
-                    if not await self._answers(member):
+                    if not await self._answers(member) and not work.done():  # it may have ended meanwhile
                         raise EngineGone(
                             f"{member.name} serves request {attempt.request.request_id} and does not respond",
                             f"a health check took more than {self.heartbeat_s:g} s",

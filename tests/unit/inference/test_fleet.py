@@ -118,6 +118,35 @@ def test_an_engine_that_holds_a_request_and_does_not_answer_loses_it() -> None:
     asyncio.run(story())
 
 
+class Slow(Member):
+    """Ends its request while its health is checked, and fails the check."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.checked, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        await self.checked.wait()
+        done = await super().generate(request)
+        self.ended.set()
+        return done
+
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
+        self.checked.set()
+        await self.ended.wait()
+        raise EngineError("too slow", hint="wait")
+
+
+def test_a_completion_that_ends_during_a_failed_health_check_is_not_lost() -> None:
+    async def story() -> None:
+        engine = Slow("engine-0")
+        done = await Fleet({"engine-0": engine}, heartbeat_s=5.0).complete(ask("a"))
+        assert done.engine == "engine-0"
+        assert [one.request_id for one in engine.requests] == ["a"]
+
+    run_at_once(story())
+
+
 def test_with_every_engine_gone_a_restarted_one_serves_at_its_new_address() -> None:
     async def story() -> None:
         policy, members = fleet(1)
