@@ -1,4 +1,4 @@
-"""Inserts hints, as tokens, into the contexts of the turns that they are for.
+"""Inserts hints (texts that tell the model what a turn did wrong) as tokens into the contexts of their turns.
 
 A hint is appended to the message before the turn, which is one of the user or of a tool. A separate message would
 follow another message of the same role, which many chat templates refuse. Of the chat format this module needs only the

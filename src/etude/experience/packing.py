@@ -2,8 +2,8 @@
 
 `plan_batch` composes rewards and computes advantages. It needs only terms and counts, so that the conductor reads no
 tokens. `make_batch` reads the planned rollouts and makes the samples that have a gradient. Both are deterministic: the
-same groups give the same batch. The learner splits a batch to fit its memory. This module knows nothing of the ledger,
-of the window, or of torch."""
+same groups give the same batch. The learner splits a batch to fit its memory. This module does not depend on the
+ledger, the window or torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trained(turn: Turn) -> bool:
 
 
 def num_not_plain(trace: Trace) -> int:
-    """Return the number of sampled tokens of the turns for which `trained` is False."""
+    """Return the number of sampled tokens that can never be in the loss (`trained` is False for their turn)."""
     return sum(len(turn.completion.token_ids) for turn in trace.turns if not trained(turn))
 
 
@@ -172,12 +172,10 @@ def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | 
 def make_batch(
     plan: BatchPlan, read: Read, *, temperature: float = 1.0, hint_format: HintFormat | None = None
 ) -> Batch:
-    """Make the planned batch: read its rollouts, and make the samples of members with credit (`Member.credited`).
+    """Make the batch of a plan: read its rollouts, and make samples of those with an advantage that is not 0.
 
-    They are in order of rollout id.
-
-    `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run. `hint_format`:
-    needed if the plan has hints."""
+    The samples are in order of rollout id. `read`: returns the full rollout of a summary. `temperature`: the sampling
+    temperature of the run. `hint_format`: needed if the plan has hints."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.credited:
@@ -209,7 +207,7 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 def samples_of(
     plan: BatchPlan, member: Member, trace: Trace, *, temperature: float, hint_format: HintFormat | None = None
 ) -> list[tuple[int, Sample]]:
-    """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
+    """Make the samples of one rollout of a plan from its trace. Returns pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
     the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
@@ -242,7 +240,7 @@ def _placed(
     if not member.hints:
         return ()
     if hint_format is None:
-        raise ValueError(f"rollout {member.rollout_id} has hints: the argument hint_format is missing")
+        raise ValueError(f"rollout {member.rollout_id} has hints, so the argument hint_format is required")
     placed = (hint_format.place(hint, path, trace, chain) for hint in member.hints)
     return tuple(one for one in placed if one is not None)
 
@@ -256,7 +254,7 @@ def has_fresh_signal(
     scheme: CreditScheme = DR_GRPO,
     min_group_size: int = 0,
 ) -> bool:
-    """Return whether a rollout of the group has credit (`Member.credited`) and sampled a token within the lag bound.
+    """Return whether a rollout of the group has an advantage that is not 0, and a token within the lag bound.
 
     Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. The KL penalty
     is not part of these advantages, since it is measured later."""

@@ -1,4 +1,4 @@
-"""Checks of requests before they start, and a record of the sessions that delay a change of the weights.
+"""Checks requests before an engine runs them, and records the sessions that delay a replacement of the weights.
 
 All kinds of engines use this. Imports no torch."""
 
@@ -93,13 +93,14 @@ class RequestChecks:
         if not any(0 <= token < self.vocab_size for token in sampling.stop_token_ids):
             raise InvalidGrammar(
                 f"request {request.request_id} has a grammar but no stop token",
-                "the model could not end its text",
-                hint="give stop_token_ids of the vocabulary",
+                "without one the model cannot end a text that the grammar limits",
+                hint="give stop_token_ids, ids of the vocabulary",
             )
 
     def text(self, token_ids: Sequence[int]) -> list[int]:
-        """Check the token ids of a text to score, and return them as a list. Raises `MalformedRequest` for invalid
-        ones."""
+        """Check the token ids of a text to score, and return them as a list.
+
+        Raises `MalformedRequest` for invalid ids, or too many for the engine's context."""
         ids = [t if 0 <= t < self.vocab_size else -1 for t in map(int, token_ids)]  # an invalid id may not fit an int64
         self.ids(np.array(ids, np.int64), min_tokens=2, max_tokens=self.context_tokens)
         return ids
@@ -124,13 +125,13 @@ class RequestChecks:
     def version(self, request: CompletionRequest, held: Version) -> None:
         """Raise `EngineBehind` when the loaded version `held` does not satisfy the request.
 
-        A request can demand a version (`min_step`, `pin_step`)."""
+        A request demands at least version step `min_step`, or exactly `pin_step`."""
         if held.step < request.min_step or (request.pin_step is not None and held.step != request.pin_step):
             raise behind(request, self.name, held)
 
 
 def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehind:
-    """Return the error of a request that the loaded version `held` does not satisfy. `engine` is the engine's name."""
+    """Return the error for a request whose version is not the loaded version `held`. `engine` is the engine's name."""
     demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} or later"
     return EngineBehind(
         f"request {request.request_id} needs weights of {demanded}",
@@ -176,7 +177,7 @@ class VersionPins:
             self._leases.pop(session_id, None)
 
     def hold(self, *, until: float) -> None:
-        """Pin the loaded version until the monotonic time `until`, in seconds. It replaces that of the last call."""
+        """Pin the loaded version until the monotonic time `until`, in seconds. Replaces the time of the last call."""
         self._held_until = until
 
     def held(self, *, now: float) -> bool:

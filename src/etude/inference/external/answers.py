@@ -134,7 +134,7 @@ def make_completion(
     adoption: int,
     routes: Routes,
 ) -> Completion:
-    """Convert a server's complete response to a completion. Raises `BrokenAnswer`.
+    """Convert a server's complete response to a completion. Raises `BrokenAnswer` for an invalid one.
 
     `versions` has the version of each adoption, and `adoption` is the one in force when the request was sent. `server`
     and `engine` are names. It is not known whether a request had computed part of its prompt before a swap of the
@@ -211,9 +211,9 @@ def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Route
     [[[255, 7]]]
     """
     if values.dtype.kind not in "iu":
-        raise ValueError(f"routes of dtype {values.dtype}")
+        raise ValueError(f"routes have dtype {values.dtype}, expected an integer dtype")
     if values.size and int(values.max()) >= model.num_experts:
-        raise ValueError(f"a route to expert {int(values.max())} of {model.num_experts}")
+        raise ValueError(f"a route names expert {int(values.max())}, but the model has {model.num_experts} experts")
     return np.where(values < 0, missing_route(model.route_dtype), values).astype(model.route_dtype)
 
 
@@ -230,7 +230,7 @@ def check_temperature(request: CompletionRequest, lowest: float, server: str) ->
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {request.sampling.temperature:g}",
             f"{server} samples at {lowest:g} at least, or greedily at 0",
-            hint=f"ask for 0, or at least {lowest:g}",
+            hint=f"set the temperature to 0, or to at least {lowest:g}",
         )
 
 

@@ -67,7 +67,8 @@ def encode_request(request: CompletionRequest, name: str, *, salt: str, native_r
     """Return the body of a completion request.
 
     `name` is the request's id in SGLang. Requests share cached prefixes only with others of the same `salt`.
-    `native_routes` asks for routes, if the request wants some. Raises `MalformedRequest`."""
+    `native_routes`: whether to ask the server for routes, if the request wants some. Raises `MalformedRequest` for
+    settings that SGLang does not support."""
     sampling, prompt = request.sampling, request.prompt_ids
     check_temperature(request, MIN_TEMPERATURE, SERVER)
     params: dict[str, Any] = {
@@ -130,7 +131,7 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
     """Parse the response to `encode_scoring_request`.
 
     Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
-    log-probability of each token but the first. Raises `BrokenAnswer`."""
+    log-probability of each token but the first. Raises `BrokenAnswer` for an invalid response."""
     meta = decode(body, _Answer, SERVER, engine).meta_info
     rows = meta.input_token_logprobs or []
     logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
@@ -157,7 +158,8 @@ def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes
         return decode_kept_routes(None, model, start=0, stop=count)
     values = np.frombuffer(base64.b64decode(data), "<i4")
     if values.size != count * model.num_layers * model.top_k:
-        raise ValueError(f"routes of {values.size} numbers for {count} positions")
+        expected = count * model.num_layers * model.top_k
+        raise ValueError(f"the routes of {count} positions have {values.size} numbers, expected {expected}")
     shaped = values.reshape(count, model.num_layers, model.top_k)
     return convert_routes(shaped[:, list(model.moe_layers)], model)
 
