@@ -172,9 +172,10 @@ def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | 
 def make_batch(
     plan: BatchPlan, read: Read, *, temperature: float = 1.0, hint_format: HintFormat | None = None
 ) -> Batch:
-    """Make the batch of a plan: read its rollouts, and make samples of those with an advantage that is not 0.
+    """Make the batch of a plan: read its rollouts, and make the samples of those that have credit.
 
-    The samples are in order of rollout id. `read`: returns the full rollout of a summary. `temperature`: the sampling
+    A rollout has credit if it has an advantage that is not 0, a hint, or a preference pair (`Member.credited`). The
+    samples are in order of rollout id. `read`: returns the full rollout of a summary. `temperature`: the sampling
     temperature of the run. `hint_format`: needed if the plan has hints."""
     samples = list[Sample]()
     for member in plan.members:
@@ -254,7 +255,7 @@ def has_fresh_signal(
     scheme: CreditScheme = DR_GRPO,
     min_group_size: int = 0,
 ) -> bool:
-    """Return whether a rollout of the group has an advantage that is not 0, and a token within the lag bound.
+    """Return whether a rollout of the group has credit (an advantage, a hint or a pair) and a token within `max_lag`.
 
     Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. The KL penalty
     is not part of these advantages, since it is measured later."""

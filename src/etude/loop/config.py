@@ -261,8 +261,7 @@ class RunConfig:
             )
         if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
             raise ValueError(
-                f"learner.expert_parallel = {learner.expert_parallel} is not a divisor of "
-                f"model.num_experts = {experts}"
+                f"learner.expert_parallel = {learner.expert_parallel} is not a divisor of model.num_experts = {experts}"
             )
 
     def _check_pairs(self) -> None:
@@ -359,7 +358,7 @@ def rollouts_on(num_contexts: int) -> int:
 def read_config(run: RunFolder) -> RunConfig:
     """Read the effective config of a run.
 
-    Raises `RunError` when config.toml is missing or damaged, and `RunRefused` when this etude version cannot read it.
+    Raises `RunError` when config.toml is missing or damaged, and `RunRefused` when another version of etude wrote it.
     """
     path = run / "config.toml"
     if not path.is_file():

@@ -238,7 +238,9 @@ class RunProcesses:
         return reply.with_task(spec.task)
 
     async def grade(self, rollout: RolloutResult) -> Outcome:
-        """Have a grader process grade a finished rollout."""
+        """Have a grader process grade a finished rollout, and return the outcome.
+
+        Raises `ProcessLost` when the grader dies."""
         graded: Outcome = await self.graders.call(
             "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
         )
@@ -247,10 +249,11 @@ class RunProcesses:
     async def measure(
         self, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
     ) -> list[list[Measured]]:
-        """Have a grader process measure what the graded rollouts of a group lack of these reward terms.
+        """Have a grader process measure those of these reward terms that the rollouts of a group do not have yet.
 
-        Returns the new values of each rollout. It is repeated when the grader dies. Raises `PluginError`, `LedgerError`
-        for a rollout that cannot be read, and `EtudeError` when too many graders died."""
+        Returns the new values of each rollout. If the grader dies, another one repeats the work. Raises `PluginError`
+        for a term that fails, `LedgerError` for a rollout that cannot be read, and `EtudeError` when too many graders
+        died."""
         attempts, error = self.config.experience.max_attempts, ""
         for _ in range(attempts):
             try:
