@@ -148,8 +148,8 @@ def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]
     """Compute the solve rate of a training recipe and its interval, from the same tasks solved by several seeds.
 
     `solved[s][i]` in [0, 1] is the result of training seed s on task i, and `problems[i]` the problem of task i. The
-    interval is for new seeds and new problems. Its variance is the variance between problems plus what seeds add to
-    it. Each of the two parts has the Student's t quantile of its own degrees of freedom (Zou and Donner 2008,
+    interval is for new seeds and new problems. Its variance is the variance between problems plus the variance that
+    seeds add. Each of the two parts has the Student's t quantile of its own degrees of freedom (Zou and Donner 2008,
     "Construction of confidence limits about effect measures"). Raises `ValueError` for fewer than two seeds or without
     tasks.
 

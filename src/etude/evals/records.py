@@ -68,9 +68,11 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SeedsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a suite on several models that one recipe trained with different seeds.
 
-    The fields mean the same as in `EvalRecord`, but `label` is the name of the recipe. The labels of the models are in
-    `result.by_seed`, and each model also has a record of its own. Gates on `rate`, `low` and `high` use `result`; gates
-    on other numbers use the mean over the models."""
+    - `suite`, `purpose`, `suite_digest`: what was measured. Results can be compared if their digests are equal.
+    - `label`: the name of the recipe. The labels of the models are in `result.by_seed`, and each model also has an
+      `EvalRecord` of its own.
+    - `gates`: one report for each gate. Gates on `rate`, `low` and `high` use `result`; gates on other numbers use the
+      mean over the models. `date`: of the end, in ISO 8601."""
 
     suite: str
     purpose: Purpose

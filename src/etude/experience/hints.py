@@ -31,10 +31,10 @@ class HintFormat:
     context_tokens: int
 
     def place(self, hint: Hint, path: Path, trace: Trace, chain: Sequence[int]) -> PlacedHint | None:
-        """Return the tokens of a hint and their position in a path. `chain`: indices of the path's turns.
+        """Return the tokens of a hint and their position in a path. `chain`: indices in `trace.turns` of its turns.
 
-        Returns None if the turn is not in the path or has no token with loss there, if the context with the hint is too
-        long, or if the prompt of the turn ends with none of `message_ends`."""
+        Returns None if the hint's turn is not in the path or has no token with loss in it, if the context with the hint
+        is too long, or if the prompt of the turn ends with none of `message_ends`."""
         if hint.turn not in chain:
             return None
         before = [trace.turns[at] for at in chain[: chain.index(hint.turn)]]

@@ -157,7 +157,7 @@ class Ledger(LedgerQueries):
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         """Move a rollout to the state `to`, with a reason and further facts for its history.
 
-        Raises `LedgerError` when the table of transitions forbids it, or no slot is free."""
+        Raises `LedgerError` when `transitions.MOVES` does not allow the move, or no slot is free."""
         self._move([_Move(row := self.row(rollout_id), State(to), reason, facts)])
         if to in ENDED:
             self._release_held({row.group_id})
@@ -202,15 +202,14 @@ class Ledger(LedgerQueries):
     def start(
         self, limit: int, *, published: int | None = None, required_step: Callable[[int], int] | None = None
     ) -> list[RolloutSpec]:
-        """Move the first waiting rollouts, at most `limit`, to running, and return their specs.
+        """Move the first waiting rollouts, at most `limit`, to the state running, and return their specs.
 
-        It stops at the first rollout that requires a later version step than `published`, the step of the newest
-        weights (None: no such check). Later rollouts do not overtake it.
-
-        `required_step`: maps the position of an open group, from 0, to the version step that the group requires now
-        (`Window.required_step`). The lower one of this step and the step with which the group was admitted applies.
-        After a restart from an earlier checkpoint the admitted step may be too high: the weights of that step may not
-        exist until this group was trained on."""
+        - `published`: the step of the newest weights. Only rollouts before the first one that requires weights of a
+          later step are started. None: no such check.
+        - `required_step`: returns the step of the weights that an open group requires now, by the group's position
+          (from 0) among the open groups. If a group was admitted with a lower step, the lower step is used. The step
+          with which a group was admitted may be too high after a restart from an earlier checkpoint, since these
+          weights may not exist before the group is trained on."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
@@ -248,10 +247,10 @@ class Ledger(LedgerQueries):
         return counts
 
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
-        """Record that a rollout has a sign of cheating, and the grade that it would have had.
+        """Record that a rollout has a sign of cheating.
 
-        It stays in its group, so that its siblings learn that cheating earns nothing. `reason`: the sign, as "rule:
-        finding (where)". `graded`: the grade."""
+        It stays in its group with reward 0, so that the policy learns that cheating earns nothing. `reason`: the sign,
+        as "rule: finding (where)". `graded`: the grade that the rollout got from the grader."""
         self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
@@ -292,9 +291,10 @@ class Ledger(LedgerQueries):
 
     @_atomic
     def add_terms(self, changed: Mapping[str, tuple[Graded, float]]) -> None:
-        """Replace the outcomes of graded rollouts by ones with further terms: rollout id → (outcome, reward).
+        """Replace the outcomes of graded rollouts by outcomes with further reward terms.
 
-        The reward is that of the rollout by itself. Raises `LedgerError` for a rollout that is not graded."""
+        `changed`: rollout id → (outcome, reward of this rollout as if it were alone in its group). Raises `LedgerError`
+        for a rollout that is not graded."""
         rows = self.require_rows(changed)
         ended = [(row, self.finished(row.rollout_id)) for row in rows]
         for row, had in ended:
@@ -315,10 +315,10 @@ class Ledger(LedgerQueries):
     # Groups and batches
 
     def batch(self, batch: Batch | BatchRef) -> None:
-        """Assign the groups of a batch to it: graded members become batched.
+        """Record that a batch consumes the rollouts of its groups. Graded rollouts get the state batched.
 
-        It is synced to disk when this returns, so that after a power failure the ledger knows all rollouts that a
-        version's manifest lists. Raises `LedgerError` when a member has not ended or is in another batch."""
+        The record is synced to disk when this returns, so that after a power failure the ledger knows all rollouts that
+        a version's manifest lists. Raises `LedgerError` when a member has not ended or is in another batch."""
 
         def take() -> None:
             rows = self.require_rows(batch.rollout_ids)
@@ -356,12 +356,13 @@ class Ledger(LedgerQueries):
     ) -> Reconciled:
         """Correct the states after a restart, and return how many rollouts were corrected.
 
-        Rollouts that were trained only outside the lineage are free again; running ones are requeued.
+        Running rollouts are requeued. Rollouts that no step of the current weights has trained on can be trained on
+        again. `Reconciled` lists all corrections.
 
-        - `lineage`: the rollout ids that the manifests list for each step that the learner continues from. It is read
-          again when a server was unreachable.
-        - `believed`: called after the lineage was read. It returns the step up to which the ledger itself is trusted
-          instead of manifests.
+        - `lineage`: for each step of the current weights, the ids of the rollouts that its manifest lists. It is read
+          again if the connection to a server failed.
+        - `believed`: returns a step; up to it the ledger's own records are used instead of manifests. Called after
+          `lineage` was read.
         - `head`: the version that the learner published when it started."""
         if head is not None:
             self._published(head)

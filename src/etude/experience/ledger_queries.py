@@ -185,7 +185,9 @@ class LedgerQueries:
         return self.groups([group_id])[0]
 
     def groups(self, group_ids: Sequence[str]) -> list[Group]:
-        """Return several groups like `group`, in the given order."""
+        """Return several groups with their stored records, in the given order.
+
+        Raises `LedgerError` for a record that cannot be read."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
         sql = f"SELECT r.group_id, r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id IN"
         stored: dict[str, dict[str, bytes | None]] = {group_id: {} for group_id in group_ids}

@@ -50,8 +50,9 @@ def paths(trace: Trace) -> Iterator[Path]:
 def trained(turn: Turn) -> bool:
     """Return whether the sampled tokens of a turn can be in the loss.
 
-    They cannot in a side call (such as a request for a title), since the reward says nothing about it, nor in a turn
-    whose sampling is not `Sampling.plain`, since the learner computes its probabilities by another formula."""
+    They cannot be in the loss if the turn is a side call (such as a request for a title), since the reward says nothing
+    about it. Nor can they if it was sampled with penalties, truncation or a grammar (not `Sampling.plain`), since the
+    learner does not compute these probabilities."""
     return turn.sampling.plain and turn.kind is not TurnKind.SIDE
 
 
@@ -96,8 +97,8 @@ def plan_batch(
     rollout sampled counts in the divisor of the loss. So a batch with little signal has a small gradient, but not a
     small step, since the optimiser divides by the gradient's recent size. A batch without samples changes no weight.
 
-    - `max_lag`: the largest allowed age of a token in steps. Under either `straggler` older tokens are masked if they
-      were sampled before a restart took steps back, since no window can prevent that.
+    - `max_lag`: the largest allowed age of a token in steps. `straggler`: MASK masks older tokens; with WAIT they are
+      an error. Older tokens that were sampled before a restart went back to an earlier step are masked in any case.
     - `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token. It becomes a term of the
       rollout with weight `composition.kl`. None: no KL penalty.
     - `full_groups`: if not 0, the step's learning rate is scaled by the number of groups with a sample over this
@@ -280,7 +281,7 @@ def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) 
 
 
 def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
-    """Return the metrics of an `rl.step` event that come from the plan, as `docs/formats/run.md` describes them.
+    """Return the metrics of a step that come from its plan, for the event `rl.step` (`docs/formats/run.md`).
 
     They are reward_mean, best_of_k, num_groups, no_signal_share (share of the groups without credit), lag, token_lag,
     invalid, turns_mean, sampled_mean, masked_share, not_plain_share, and, where the rewards have hints, hints and

@@ -73,11 +73,11 @@ def recompute(
     full_groups: int = 0,
     hint_format: HintFormat | None = None,
 ) -> RecomputedStep:
-    """Compute the rewards, advantages, hints and the batch of a recorded step.
+    """Compute the rewards, advantages, hints and the batch of a recorded step again.
 
-    `max_lag`, `full_groups`: of the run, as in `plan_batch`. `hint_format`: of the run, needed if the composition has
-    hints. `min_group_size` is taken from the record. Raises `EtudeError` when a reward or an advantage is
-    not finite."""
+    `composition`, `scheme`: how rewards and advantages are computed. `max_lag`: the largest allowed age of a token in
+    steps. `full_groups`: with fewer groups with a sample the learning rate is scaled down; 0: never. `hint_format`: of
+    the run, needed if the composition has hints. Raises `EtudeError` when a reward or an advantage is not finite."""
     groups: dict[str, list[int]] = {}
     for i, tree in enumerate(recorded.trees):
         if isinstance(tree.rollout.outcome, Graded):

@@ -88,7 +88,8 @@ _ALLOWED = {(move.origin, move.to) for move in MOVES}
 def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
     """Check that a rollout may go from the state `origin` to the state `to`.
 
-    Raises `LedgerError` when the table forbids it, or a terminal state has no reason.
+    Raises `LedgerError` when `MOVES` does not have this transition, or when `to` is a terminal state and `reason` is
+    "".
 
     >>> check("g000001.0", State.RUNNING, State.GRADED, "")
     >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")

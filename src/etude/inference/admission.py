@@ -29,8 +29,8 @@ class RequestChecks:
 
     >>> RequestChecks("engine-0", vocab_size=8, context_tokens=4).text([1, 9])
     Traceback (most recent call last):
-    etude.errors.MalformedRequest: the token ids are invalid: int64 [2]
-      hint: send 2 to 4 ids in [0, 8), one row
+    etude.errors.MalformedRequest: the token ids are invalid: they have dtype int64 and shape [2]
+      hint: send one row of 2 to 4 integers from 0 to 7
     """
 
     name: str
@@ -118,8 +118,9 @@ class RequestChecks:
         ):
             raise MalformedRequest(
                 "the token ids are invalid",
-                f"{ids.dtype} {list(ids.shape)}",
-                hint=f"send {min_tokens} to {max_tokens or self.context_tokens} ids in [0, {self.vocab_size}), one row",
+                f"they have dtype {ids.dtype} and shape {list(ids.shape)}",
+                hint=f"send one row of {min_tokens} to {max_tokens or self.context_tokens} integers from 0 to "
+                f"{self.vocab_size - 1}",
             )
 
     def version(self, request: CompletionRequest, held: Version) -> None:

@@ -437,9 +437,9 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 
 
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
-    """Open the run's task source, with the images that `preflight` has built. Raises `TaskError`.
+    """Open the run's task source, with the images that `preflight` has built. Raises `TaskError` if it is damaged.
 
-    With `canaries` it also has the config's canary tasks, which show whether the agent cheats."""
+    With `canaries` the source also has the config's canary tasks, which show whether the agent cheats."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
     if isinstance(source, HarborSource) and config.machines.images:

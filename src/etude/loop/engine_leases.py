@@ -65,7 +65,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLeases:
-    """The conductor's side: lends engines of `processes` to one evaluation at a time."""
+    """Lends engines of a running run to one evaluation at a time: the conductor's part of a lease."""
 
     def __init__(self, run: RunFolder, processes: RunProcesses, telemetry: Telemetry) -> None:
         self._folder, self._processes, self._telemetry = run / FOLDER, processes, telemetry
@@ -74,7 +74,7 @@ class EngineLeases:
         self._seen = ""  # id of the last request that was answered
 
     async def watch(self) -> None:
-        """Lend engines and take them back, until cancelled. Then an active lease is marked as ended."""
+        """Answer requests for leases and end leases whose time is over, until cancelled. Then end an active lease."""
         self._folder.mkdir(exist_ok=True)
         try:
             while True:

@@ -75,8 +75,8 @@ async def evaluate(
 
     With `script` a scripted agent plays instead. Returns the solve rate and related numbers, and writes them as an
     `eval.result` event. Every rollout is written with its turns as text to the Parquet file `out`, which a repeated
-    evaluation replaces. A rollout with signs of cheating counts as not solved. `price` is what the rollouts cost.
-    `each` is called after every rollout."""
+    evaluation replaces. A rollout with signs of cheating counts as not solved. `price`: prices of tokens and machines,
+    from which the costs are computed. `each` is called after every rollout."""
     began = time.perf_counter()
 
     async def one(spec: RolloutSpec) -> Done:
@@ -235,10 +235,10 @@ async def evaluate_model(
 ) -> Evaluated:
     """Evaluate a model on tasks of the config's source, without a run and its learner.
 
-    There are `tries` rollouts per task. `out`: the Parquet file for the rollouts. `price`: what they cost. `each` is
-    called after every rollout. `general_text`: the text on which the loss of a checkpoint is measured; "": not
-    measured. Raises `EngineError`, `CheckpointError`, `MachineError`, and `RunRefused` for a run that lends no
-    engines."""
+    There are `tries` rollouts per task. `out`: the Parquet file for the rollouts. `price`: prices of tokens and
+    machines. `each` is called after every rollout. `general_text`: the text on which the loss of a checkpoint is
+    measured; "": not measured. Raises `EngineError`, `CheckpointError`, `MachineError`, and `RunRefused` for a run that
+    lends no engines."""
     version = checkpoint_version(model) if isinstance(model, Path) else None
     config = without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:

@@ -239,10 +239,10 @@ def check_start(
 ) -> ModelConfig:
     """Check a Hugging Face directory as a run's starting checkpoint, and return its model config.
 
-    It checks that etude supports the architecture; that every weight exists, by the headers of the files; that the
-    layer sizes fit the quantisation and the degree of `numerics` and are larger than `lora_rank`; that the model has
-    `context_tokens` positions; and that there is a tokeniser with a chat format. `log` is called with a line on layers
-    that are left out. Raises `CheckpointError` or `ConfigError`."""
+    It checks that etude supports the architecture; that every weight exists (from the headers of the files); that the
+    layer sizes fit `numerics` (format of quantisation, tensor-parallel degree) and are larger than `lora_rank`; that
+    the model has `context_tokens` positions; and that there is a tokeniser with a chat format. `log` is called with a
+    line on layers that are left out. Raises `CheckpointError` or `ConfigError`."""
     numerics = numerics or NumericsConfig()
     model = start_model_config(checkpoint)
     check_weights(checkpoint, model)

@@ -162,7 +162,7 @@ class RunProcesses:
 
     @property
     def remote(self) -> Collection[str]:
-        """Names of the remote engines."""
+        """Names of the engines on other machines that have joined the run."""
         return self.registrar.engines if self.registrar else ()
 
     def set_head(self, version: Version) -> None:
@@ -221,8 +221,8 @@ class RunProcesses:
         """Have a worker run a rollout and store it in a file.
 
         With `kept` the ledger (database of rollouts) refers to it. Otherwise the result has its turns as text, and the
-        caller must delete the file (`files.drop`). Worker and engines watch the rollout's progress and end it long
-        before the deadline of this call, which allows every turn the longest wait for an engine and for each token."""
+        caller must delete the file (`files.drop`). Worker and engines end a rollout that makes no progress long before
+        the deadline of this call. Raises `ProcessLost` when the worker dies."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s

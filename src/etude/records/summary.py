@@ -89,7 +89,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> dict[int, int]:
-        """The number of sampled tokens by the oldest version step that they depend on, ascending by step."""
+        """Version step → number of sampled tokens whose oldest version has this step; ascending by step."""
         steps: dict[int, int] = {}
         for places, count in self.sampled_by:
             oldest = min(self.versions[place].step for place in places)
@@ -161,7 +161,7 @@ def summary_of(rollout: Rollout, stored: StoredFile | None = None) -> RolloutSum
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a planned batch: outcome, reward and advantage.
 
-    `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
+    `outcome`, `summary`: None if the rollout was cancelled or quarantined; `summary` also if its process died.
     `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
     `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: those of its turns.
     `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise such a token is an error. `better_than`:

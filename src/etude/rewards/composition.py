@@ -83,7 +83,7 @@ class Composition:
     def counts(self, name: str, terms: Mapping[str, Term]) -> bool | None:
         """Return whether the gate of the term `name` is open for a rollout with these terms; None if it is unknown.
 
-        A gate whose own gate is closed is closed. A term without a gate always counts."""
+        A gate counts as closed if its own gate is closed. For a term without a gate the result is True."""
         gate = self.when.get(name)
         if gate is None:
             return True

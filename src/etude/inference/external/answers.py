@@ -44,10 +44,11 @@ class AnswerPart:
 
     - `token_ids`, `logprobs`: the sampled tokens, and their log-probabilities.
     - `finish_reason`: "stop", "length" or "abort" in the last part, else None.
-    - `spans`: pairs (adoption, number of tokens) of the complete response, in its last part: which weights sampled
-      what.
+    - `spans`: which weights sampled which tokens of the complete response, in its last part: pairs (number of the
+      adoption, number of tokens). An adoption is one replacement of the server's weights.
     - `num_cached`: prompt tokens whose KV was reused.
     - `routed`: encoded routes (experts chosen by the MoE routers), when the server sends them.
+    - `likeliest`: for each token the most probable tokens, as (log-probability, token id); empty if not requested.
     - `message`: why the server aborted the request, if it says so."""
 
     token_ids: list[int]
@@ -103,7 +104,9 @@ def keyed_seed(seed: int, num_prompt: int) -> int:
 
 
 class LabelledSpan(msgspec.Struct, frozen=True):
-    """A span in a server's response: adoption number `version` sampled the output tokens [start, end)."""
+    """A span in a server's response: which weights sampled the output tokens [start, end).
+
+    `version`: the number of the adoption (replacement of the server's weights), as text."""
 
     version: str
     start: int
@@ -111,8 +114,9 @@ class LabelledSpan(msgspec.Struct, frozen=True):
 
 
 def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
-    """Convert the spans of a response to pairs (adoption, number of tokens), in order.
+    """Convert the spans of a response to pairs (number of the adoption, number of tokens), in order.
 
+    An adoption is one replacement of the server's weights.
     `server` and `engine` are names for errors. Raises `BrokenAnswer` for gaps, overlaps, or a label that is not a
     number."""
     spans, at = [], 0
@@ -136,9 +140,10 @@ def make_completion(
 ) -> Completion:
     """Convert a server's complete response to a completion. Raises `BrokenAnswer` for an invalid one.
 
-    `versions` has the version of each adoption, and `adoption` is the one in force when the request was sent. `server`
-    and `engine` are names. It is not known whether a request had computed part of its prompt before a swap of the
-    weights. It is assumed that it had: the version at the time of sending then gets a first span without tokens."""
+    An adoption is one replacement of the server's weights. `versions` has the version that each adoption loaded, and
+    `adoption` is the number of the last one when the request was sent. `server` and `engine` are names. It is not known
+    whether a request had computed part of its prompt before a swap of the weights. It is assumed that it had: the
+    version at the time of sending then gets a first span without tokens."""
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
         raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
@@ -190,8 +195,8 @@ def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop
     """Decode the routes that the worker extension recorded, for positions [start, stop) of a context.
 
     `data` is base64 of int16 [positions, MoE layers, top_k], from position 0, or None. Returns [stop - start, MoE
-    layers, top_k]. Missing positions become `missing_route`. Raises `ValueError` for an expert that the model does not
-    have."""
+    layers, top_k]. Positions without a route get the value `missing_route`. Raises `ValueError` for an expert that the
+    model does not have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
@@ -203,8 +208,8 @@ def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop
 def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
     """Convert a server's routes, of any integer dtype, to the model's `route_dtype`.
 
-    A negative number (unknown) becomes `missing_route`. Raises `ValueError` for an expert that the model does not have,
-    which a cast would map to another.
+    A negative number (unknown expert) becomes the value `missing_route`. Raises `ValueError` for an expert that the
+    model does not have, which a cast would map to another.
 
     >>> from etude.models import ModelConfig
     >>> convert_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()

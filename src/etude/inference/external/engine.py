@@ -100,9 +100,9 @@ class ExternalEngine:
         self._last_healthy = time.monotonic()
 
     async def start(self) -> None:
-        """Have the server label its tokens, and test its capabilities with a trial request.
+        """Make the server label each token with the weights that sampled it, and test it with a trial request.
 
-        Raises `EngineError` when it lacks one that every engine needs."""
+        Raises `EngineError` when the server lacks a capability that every engine needs."""
         await self._label()
         self.routes = await self.client.route_source(self.model.num_moe_layers)
         prompt, num_tokens = list(range(1, min(8, self.model.vocab_size))), 3
@@ -263,7 +263,9 @@ class ExternalEngine:
             self._version_changed.notify_all()
 
     def set_version(self, version: Version) -> None:
-        """Set the version of the weights; only inside `swapping`. Requests that demand a later version fail."""
+        """Set the version of the weights. Call it only inside a `swapping` block.
+
+        Requests in the engine that demand a later version fail."""
         self.adoption, self.version = self.adoption + 1, version
         self._versions[self.adoption] = version
         self._versions.pop(self.adoption - MAX_VERSIONS, None)

@@ -143,7 +143,7 @@ _SAME_NAMES = (
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
     """Return the body of a request for the log-probabilities of a text.
 
-    `name` and `salt` are as in `encode_request`."""
+    `name` is the request's id in vLLM. Requests share cached prefixes only with others of the same `salt`."""
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     return msgspec.json.encode(
         {"request_id": name, "token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
@@ -153,8 +153,9 @@ def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> byt
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
     """Parse the response to `encode_scoring_request`.
 
-    Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
-    log-probability of each token but the first. Raises `BrokenAnswer` for an invalid response."""
+    Returns (adoption, log-probabilities). `adoption` is the number of the replacement of the weights with which the
+    text was computed; None if the response does not say. There is one log-probability for each token but the first.
+    Raises `BrokenAnswer` for an invalid response."""
     answer = decode(body, _Answer, SERVER, engine)
     rows = answer.prompt_logprobs or []
     found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=False)]
@@ -168,7 +169,7 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
     """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens.
 
-    Raises `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
+    Raises `BrokenAnswer` for an invalid line, and `EngineError` when the server ended the request with an error."""
     body = event_body(line, SERVER, engine)
     return None if body is None else _part(decode(body, _Answer, SERVER, engine), engine)
 

@@ -75,7 +75,7 @@ class NoReply(Exception):
 class Asker(Protocol):
     """The interface of a model that answers a judge's questions.
 
-    `identity` is a text that changes with everything that decides the answers; it is part of a judge's version."""
+    `identity`: texts that change with everything that decides the answers; they are part of a judge's version."""
 
     @property
     def identity(self) -> tuple[str, ...]: ...
