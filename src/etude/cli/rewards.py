@@ -310,7 +310,7 @@ def explain(args: argparse.Namespace) -> int:
     outcome = next((one.outcome for one in siblings if one.rollout_id == args.rollout_id), None)
     if not isinstance(outcome, Graded):
         facts = f"it is {row.state}" + (f": {outcome.reason}" if outcome else "")
-        raise InputError(f"rollout {args.rollout_id} has no reward", facts, hint="only a graded rollout has one")
+        raise InputError(f"rollout {args.rollout_id} has no reward", facts, hint="give the id of a graded rollout")
     judged = [(one, one.outcome) for one in siblings if isinstance(one.outcome, Graded)]
     scheme = _scheme(config)
     rewards = dict(

@@ -283,7 +283,8 @@ def stop(args: argparse.Namespace) -> int:
     folder = open_run(args.run)
     holder = folder.holder()
     if holder is None:
-        raise RunError(f"{folder.path} is not running", hint="etude status shows the newest run")
+        hint = "give a run that is running; etude status shows the newest run"
+        raise RunError(f"{folder.path} is not running", hint=hint)
     os.kill(holder, signal.SIGTERM)
     end = time.monotonic() + args.deadline
     while folder.holder() is not None:

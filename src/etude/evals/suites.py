@@ -59,7 +59,7 @@ class Gate:
         if self.metric not in METRICS:
             raise ValueError(f"metric = {self.metric!r} is unknown: {nearest(self.metric, METRICS)}")
         if self.at_least is None and self.at_most is None:
-            raise ValueError(f"the gate of {self.metric} has neither at_least nor at_most")
+            raise ValueError(f"the gate of {self.metric} has neither at_least nor at_most: set one of them")
 
     def failure(self, value: float | None) -> str:
         """Return why the gate is not passed with this value of its metric; "" if it is. An unknown value does not
@@ -106,7 +106,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         if not self.splits or len(set(self.splits)) < len(self.splits):
-            raise ValueError("splits must name at least one split, and none twice")
+            raise ValueError(f"splits = {list(map(str, self.splits))}: name at least one split, and none twice")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name = {self.name!r} cannot be the name of a folder, in which results are stored")
 

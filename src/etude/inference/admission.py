@@ -17,7 +17,8 @@ from etude.records.completion import CompletionRequest, Version
 
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API and vLLM's default
 _SAMPLING_HINT = (
-    "top_p is above 0 and at most 1, top_k not negative, min_p in [0, 1], frequency and presence penalties in [-2, 2], "
+    "allowed: top_p above 0 and at most 1, top_k not negative, min_p in [0, 1], frequency and presence penalties in "
+    "[-2, 2], "
     "repetition_penalty in [0.01, 100], logit_bias in [-100, 100] for different ids in [0, {vocab_size}), min_tokens "
     f"at most max_tokens, top_logprobs at most {MAX_TOP_LOGPROBS}"
 )
@@ -45,7 +46,7 @@ class RequestChecks:
             raise MalformedRequest(
                 f"request {request.request_id} has invalid sampling parameters",
                 f"max_tokens {sampling.max_tokens}, temperature {sampling.temperature}, seed {sampling.seed}",
-                hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
+                hint="set max_tokens to at least 1, temperature to at least 0, and seed from 0 to 2**63 - 1",
             )
         if not sampling.plain or sampling.top_logprobs:
             self._sampling(request)
@@ -53,12 +54,13 @@ class RequestChecks:
             raise MalformedRequest(
                 f"request {request.request_id} has an invalid routes_from or deadline_s",
                 f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
-                hint="routes_from lies within the prompt; deadline_s is positive",
+                hint="set routes_from to a position in the prompt, and deadline_s above 0",
             )
         if num_prompt + sampling.max_tokens > self.context_tokens:
             raise ContextFull(
                 f"request {request.request_id} needs {num_prompt + sampling.max_tokens} tokens of context",
-                f"{num_prompt} of prompt and {sampling.max_tokens} to sample; {self.name} has {self.context_tokens}",
+                f"{num_prompt} of the prompt and {sampling.max_tokens} to sample; the context of {self.name} has "
+                f"{self.context_tokens}",
                 hint="shorten the prompt, lower max_tokens, or raise the engine's context_tokens",
             )
 
@@ -136,7 +138,7 @@ def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehi
     demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} or later"
     return EngineBehind(
         f"request {request.request_id} needs weights of {demanded}",
-        f"{engine} has {held}",
+        f"{engine} has version {held}",
         hint="load that version first, or send the request to an engine that has it",
     )
 

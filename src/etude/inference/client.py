@@ -194,7 +194,8 @@ class HttpEngine:
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
         facts = f"{type(error).__name__}: {error}; the request was {what}"
-        return EngineGone(f"no engine answers at {self.url}", facts, hint="check whether its process runs")
+        hint = "check the URL, and that the engine's process runs"
+        return EngineGone(f"no engine answers at {self.url}", facts, hint=hint)
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:

@@ -80,8 +80,8 @@ class ReferenceEngine:
         self.name, self.version, self.config = name, version, config or EngineConfig()
         if self.config.context_tokens > model.config.context_tokens:
             raise EngineError(
-                f"the engine's context is set to {self.config.context_tokens} tokens",
-                f"the model has positions for {model.config.context_tokens}",
+                f"context_tokens = {self.config.context_tokens} of the engine is too large",
+                f"the model has positions for {model.config.context_tokens} tokens",
                 hint="lower context_tokens (option --context-tokens N), or use a model with a longer context",
             )
         self.counters = Counters()

@@ -147,7 +147,9 @@ class LearnerConfig:
             )
         for name in ("expert_parallel", "context_parallel"):
             if self.ranks % getattr(self, name):
-                raise ValueError(f"ranks = {self.ranks} is not a multiple of {name} = {getattr(self, name)}")
+                raise ValueError(
+                    f"ranks = {self.ranks} is not a multiple of {name} = {getattr(self, name)}: change one of them"
+                )
         if self.policy_loss is PolicyLossKind.DPO:
             self._check_dpo()
         if self.kl and self.context_parallel > 1:

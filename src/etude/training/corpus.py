@@ -149,8 +149,8 @@ def _read(folder: Path, prefix: str) -> Documents:
     tokens = np.fromfile(folder / f"{prefix}tokens.bin", "<u2").astype(np.uint16, copy=False)
     offsets = np.fromfile(folder / f"{prefix}documents.bin", "<i8").astype(np.int64, copy=False)
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{prefix}documents.bin does not fit {prefix}tokens.bin")
+        raise ValueError(f"the offsets in {prefix}documents.bin do not match {prefix}tokens.bin")
     num_context = np.fromfile(folder / f"{prefix}context.bin", "<i8").astype(np.int64, copy=False)
     if len(num_context) != len(offsets) - 1 or (num_context < 0).any() or (num_context > np.diff(offsets)).any():
-        raise ValueError(f"{prefix}context.bin does not fit {prefix}documents.bin")
+        raise ValueError(f"the numbers in {prefix}context.bin do not match {prefix}documents.bin")
     return Documents(tokens, offsets, num_context)

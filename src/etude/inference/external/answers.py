@@ -234,7 +234,7 @@ def check_temperature(request: CompletionRequest, lowest: float, server: str) ->
     if 0.0 < request.sampling.temperature < lowest:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {request.sampling.temperature:g}",
-            f"{server} samples at {lowest:g} at least, or greedily at 0",
+            f"{server} supports 0 (greedy), and {lowest:g} or more",
             hint=f"set the temperature to 0, or to at least {lowest:g}",
         )
 

@@ -115,7 +115,7 @@ class ExternalEngine:
                 f"{self.name} lacks a capability that every engine needs",
                 f"the trial gave {len(trial.token_ids)} of {num_tokens} tokens, {len(logprobs)} of {len(prompt) - 1} "
                 f"log-probabilities, and version {version}",
-                hint=f"etude engines check {self.client.server.lower()} tests this installation",
+                hint=f"test this installation: etude engines check {self.client.server.lower()}",
             )
         self.counters = Counters()
 

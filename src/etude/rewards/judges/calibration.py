@@ -197,9 +197,9 @@ def _check_classes(name: str, labels: Sequence[Label]) -> None:
     classes = sorted({label.score for label in labels})
     if len(classes) < 2:
         raise InputError(
-            f"the labels of aspect {name!r} are of one class",
+            f"the labels of aspect {name!r} are all equal",
             f"{len(labels)} labels, all {classes[0]}",
-            hint="label works of several qualities: agreement with one class says nothing",
+            hint="add labels with other scores: agreement can be measured only if labels differ",
         )
 
 

@@ -111,7 +111,8 @@ class VerifiersSource:
             metrics = {str(k): float(v) for k, v in result["metrics"].items() if v is not None}
             return float(result["reward"]), metrics
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TaskError(f"{self.environment} returned no reward", repr(error), hint="check its rubric") from None
+            hint = "check the rubric of the environment"
+            raise TaskError(f"{self.environment} returned no reward", repr(error), hint=hint) from None
 
     def grader(self) -> VerifiersGrader:
         """Return the grader of these tasks, which uses the environment's rubric."""

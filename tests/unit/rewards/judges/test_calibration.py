@@ -114,7 +114,7 @@ def test_a_judge_that_prefers_the_first_of_two_is_said_to(tmp_path: Path) -> Non
 
 def test_labels_of_one_class_are_refused(tmp_path: Path) -> None:
     same = [row | {"label": 4} for row in rows(10)]
-    with pytest.raises(InputError, match="'facts' are of one class") as refused:
+    with pytest.raises(InputError, match="'facts' are all equal") as refused:
         reported(tmp_path, same)
     assert refused.value.facts == "10 labels, all 4"
 
