@@ -40,7 +40,7 @@ from etude.rewards.judges.verdicts import Form
 
 
 def calibrate_judge(args: argparse.Namespace) -> int:
-    """Ask a judge of a config to score labelled examples, and print how well its scores agree with the labels.
+    """Ask a judge of a config to score labelled texts or rollouts, and print how well it agrees with the labels.
 
     Returns 0. Raises `InputError` for an unknown judge, and for a label of a rollout that is not stored."""
     rewards = build_config(read(args.config, args.set)).rewards

@@ -285,10 +285,10 @@ def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
 
     They are reward_mean, best_of_k, num_groups, no_signal_share (share of the groups without credit), lag, token_lag,
     invalid, turns_mean, sampled_mean, masked_share, not_plain_share, and, where the rewards have hints, hints and
-    unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). The shares of tokens are shares of the
-    tokens with an advantage: those that were masked because they are too old, and those that were masked because they
-    were not sampled plainly (`Sampling.plain`). Rewards are those before the KL penalty. Lags cover all valid rollouts
-    as they were sampled. Means are 0.0 if there is no valid rollout."""
+    unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). Of the tokens with an advantage, masked_share is the
+    share without loss because they are too old, and not_plain_share the share without loss because of how they were
+    sampled (`Sampling.plain`). Rewards are those before the KL penalty. Lags cover all valid rollouts, as they were
+    sampled. Means are 0.0 if there is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
     rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]

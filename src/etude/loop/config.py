@@ -356,7 +356,7 @@ def rollouts_on(num_contexts: int) -> int:
 
 
 def read_config(run: RunFolder) -> RunConfig:
-    """Read the effective config of a run.
+    """Read the config of a run, with all defaults, from its config.toml.
 
     Raises `RunError` when config.toml is missing or damaged, and `RunRefused` when another version of etude wrote it.
     """

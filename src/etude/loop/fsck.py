@@ -252,7 +252,7 @@ class _RunChecker:
             case ".html":
                 found = verify_page(path.read_bytes())
                 if found is False:
-                    raise ValueError("its digest is wrong")
+                    raise ValueError("its checksum does not match its content")
                 return bool(found)
         return None
 

@@ -89,8 +89,9 @@ def siblings(
 async def grade_rollout(processes: RunProcesses, rollout: RolloutResult) -> Outcome:
     """Have a grader process grade a finished rollout, and return the outcome.
 
-    The outcome has the terms of `with_host_terms` too. A grade is repeated when its grader dies. The outcome is invalid
-    when graders cannot read the rollout's file or too many graders die."""
+    The outcome also has the terms that need no grader: whether the agent submitted, and the number of signs of
+    cheating. A grade is repeated when its grader dies. The outcome is invalid when graders cannot read the rollout's
+    file or too many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None

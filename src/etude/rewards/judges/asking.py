@@ -287,9 +287,11 @@ class Encoding(Protocol):
 class PolicyAsker:
     """Asks a `Policy`, your own model, as the judge. Answers are sampled greedily, under a grammar of their form.
 
-    `Form.TOKEN` has no grammar, since vLLM and SGLang would return the probabilities after the grammar's mask.
+    Answers of the form `Form.TOKEN` are sampled without a grammar: with one, vLLM and SGLang would return probabilities
+    to which the grammar is already applied.
 
-    `name` names the weights, such as a checkpoint's digest: it is part of the judge's version."""
+    `name` identifies the weights, such as a checkpoint's digest; it is part of the judge's version. `max_tokens`: the
+    most tokens of an answer."""
 
     policy: Policy
     chat: Encoding

@@ -130,11 +130,15 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_labels(path: Path, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> list[Label]:
-    """Read a file of labels, JSON lines. Raises `InputError` that names the line of a label that is not valid.
+    """Read a file of labels with one JSON object per line. Its keys are:
 
-    A line has `label`, and `work` (a text, or a mapping of kinds of evidence to texts), or `rollout` (an id, which
-    `of_rollout` makes evidence of), or `first` and `second`. `label` is a score of the aspect's scale; for two works
-    it is "first", "second" or "tie". `aspect` may be left out if the rubric has one. `author` is optional."""
+    - What was labelled, one of: `work` (a text, or a mapping of kinds of evidence to texts); `rollout` (the id of a
+      rollout, from which `of_rollout` makes evidence); `first` and `second` (two works to compare).
+    - `label`: a score on the aspect's scale; for two works "first", "second" or "tie".
+    - `aspect`: may be left out if the rubric has only one.
+    - `author`, `group`: optional, as in `Label`.
+
+    Raises `InputError`, which names the line, for a label that is not valid."""
     try:
         lines = path.read_text().split("\n")  # other line breaks may be inside of a JSON text
     except (OSError, UnicodeDecodeError) as error:

@@ -47,10 +47,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to one question. `value` is the verdict as its domain reads it; None: unknown.
+    """A judge's answer to one question, or the reason why there is none.
 
-    `reason`: the judge's reason, or why there is no verdict. `retry`: whether an unknown verdict may be known later.
-    `cached`: whether it was in the store."""
+    `value`: the verdict, such as a score; None if it is unknown. `reason`: the judge's reason, or why there is no
+    verdict. `retry`: whether an unknown verdict may be known later. `cached`: whether it was read from the store."""
 
     value: Any
     reason: str = ""
