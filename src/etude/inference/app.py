@@ -223,7 +223,7 @@ class _Endpoints:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             hint = "set the environment variable ETUDE_TOKEN to the engine's token"
-            raise Unauthorised("the bearer token of the request is missing or wrong", hint=hint)
+            raise Unauthorised("the bearer token is missing or wrong", hint=hint)
 
     async def _read(self, request: Request, kind: type[T]) -> T:
         """Decode the record in the body. Raises `MalformedRequest`, also for a body that is too large."""
