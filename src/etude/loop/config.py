@@ -140,8 +140,8 @@ class StoresConfig:
 class RetentionConfig:
     """The `[retention]` section: the disk space in GB for checkpoints and traces (the recorded batches of steps).
 
-    When they exceed it the oldest are deleted, except the last two checkpoints. Steps can be replayed only from those
-    left."""
+    When they exceed it the oldest are deleted, except the last two checkpoints. A step can be replayed only if its
+    trace and an earlier checkpoint are still there."""
 
     disk_gb: float = ranged(100.0, low=0.0)  # checkpoints and traces; above it the oldest are deleted, not the last two
 

@@ -1,4 +1,4 @@
-"""Makes the format in which a run writes hints into contexts, from its chat format. Imports no torch."""
+"""Derives from a run's chat format how hints are inserted into contexts as tokens. Imports no torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class TurnPlace(msgspec.Struct, frozen=True, array_like=True):
     """The place of a turn in its rollout's tree, without its tokens, from which credit schemes by turn find forks.
 
     `context`: a digest (16 bytes) of all tokens that the model read for the turn. Turns of any rollouts with equal
-    digests continue the same prefix. `parent`, `kind`: as in `Turn`."""
+    digests continue the same prefix. `parent`: index of the turn that this one continues; None at the root. `kind`: the
+    kind of the turn, such as a side call."""
 
     context: bytes
     parent: int | None

@@ -116,9 +116,8 @@ class LabelledSpan(msgspec.Struct, frozen=True):
 def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
     """Convert the spans of a response to pairs (number of the adoption, number of tokens), in order.
 
-    An adoption is one replacement of the server's weights.
-    `server` and `engine` are names for errors. Raises `BrokenAnswer` for gaps, overlaps, or a label that is not a
-    number."""
+    An adoption is one replacement of the server's weights. `server` and `engine` are names for errors. Raises
+    `BrokenAnswer` for gaps, overlaps, or a label that is not a number."""
     spans, at = [], 0
     for span in values:
         if span.start != at or span.end < at or not span.version.isdigit():

@@ -180,7 +180,7 @@ class JudgeStore:
             return float(at - now)
 
     def count(self, judge: str, unknown: str = "") -> None:
-        """Count a call that gave a verdict. `unknown`: the reason, for a question without a verdict."""
+        """Count one question in the account of a judge. `unknown`: why it has no verdict; "" if it has one."""
         with self._transaction() as database:
             self._account(database, judge)
             if unknown:
