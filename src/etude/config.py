@@ -73,8 +73,7 @@ def named(value: str | Plugin, built_in: Collection[str]) -> str | Plugin:
 
 
 def ranged(default: Any, *, low: float | None = None, high: float | None = None) -> Any:
-    """Return a dataclass field with this default whose value must be from `low` to `high`, inclusive. None: no
-    limit."""
+    """Return a dataclass field for a number from `low` to `high`, both included. None: no limit."""
     return dataclasses.field(default=default, metadata={"range": msgspec.Meta(ge=low, le=high)})
 
 
@@ -84,8 +83,9 @@ def like(example: str, default: str = "") -> Any:
 
 
 def load(path: Path | str, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a TOML file, apply overrides such as "rl.steps=10", and build a config of class `kind`. Raises
-    `ConfigError`."""
+    """Read a TOML file, apply overrides such as "rl.steps=10", and build a config of class `kind`.
+
+    Raises `ConfigError` for a file that cannot be read, and for unknown, missing or invalid settings."""
     return build(kind, read(path, overrides))
 
 
@@ -116,7 +116,8 @@ def read(
 def overridden(overrides: Sequence[str], raw: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a copy of the settings `raw` (nested dicts; None: empty) with overrides such as "rl.steps=10" applied.
 
-    A value is TOML; text that is not valid TOML is a string. Raises `ConfigError` for an override of another form."""
+    A value is TOML; text that is not valid TOML is a string. Raises `ConfigError` for an override that does not have
+    the form "a.b=value"."""
     changed = dict(raw or {})
     for override in overrides:
         _override(changed, override)
@@ -191,7 +192,7 @@ def arguments(kind: Callable[..., Any], raw: Mapping[str, Any], where: str = "")
     for key, value in raw.items():
         place = f"{where}.{key}" if where else key
         if key not in fields:
-            hint = nearest(key, fields, where) if fields else "there are no settings"
+            hint = nearest(key, fields, where) if fields else "remove it: this section has no settings"
             if not hint.startswith("did you mean") and (own := _plugin_named(fields, raw)):
                 hint = f"if it is a setting of {own!r}, write kind = {{kind = {own!r}, {key} = ...}}; {hint}"
             errors.append(ConfigError(f"unknown key {place!r}", hint=hint))
@@ -237,7 +238,7 @@ def _fields(kind: Callable[..., Any]) -> Mapping[str, _Field]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY or name not in hints:
-            raise TypeError(f"its parameter {name!r} has no type, or is positional-only")
+            raise TypeError(f"parameter {name!r} has no type annotation, or is positional-only")
         meta: Mapping[str, Any] = declared.get(name, {})
         hint = hints[name]
         if "range" in meta:
@@ -339,7 +340,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
     str: ("a string", '"text"'),
     Path: ("a path", '"a/path"'),
 }
-"""(name for errors, example) of each type."""
+"""For each type: its name and an example, for errors."""
 
 
 def _invalid(kind: Any, notes: Sequence[Any], value: Any, place: str, example: str | None, message: str) -> ConfigError:

@@ -1,6 +1,6 @@
 """Grammars that constrain what a model samples: from JSON schemas, regular expressions and lists of tools.
 
-A grammar is one text, so that it travels in `records.Sampling.grammar`. It is a JSON object with one member:
+A grammar is one string, so that a request can carry it (`records.Sampling.grammar`). It is a JSON object with one key:
 
 - ``{"json_schema": SCHEMA}``: JSON that is valid under the schema, without space before or after it.
 - ``{"regex": PATTERN}``: text that the pattern matches as a whole, in the syntax of Rust's regex crate.
@@ -30,7 +30,7 @@ MAX_BYTES = 256 * 1024
 """Size limit of a grammar: one of this size compiles in about a second."""
 KINDS = ("json_schema", "regex", "lark")
 _WHITESPACE = r"[ \n\t]{0,16}"
-"""What may stand between two parts of JSON. Without a limit a model could write space up to its token limit."""
+"""The whitespace allowed between two parts of JSON. Without a limit a model could write it up to its token limit."""
 _END = "<|etude: end of the grammar|>"
 _HIDDEN = "\ue000"  # private use
 _PLACEHOLDERS = re.compile("(NAME|ARGUMENTS|BOTH)")
@@ -73,7 +73,7 @@ def from_regex(pattern: str) -> str:
 
 
 def from_lark(text: str) -> str:
-    """Return the grammar of a text in llguidance's Lark syntax. Its first rule must be `start`."""
+    """Return the grammar that `text` describes in llguidance's Lark syntax. Its first rule must be `start`."""
     return json.dumps({"lark": text}, ensure_ascii=False)
 
 
@@ -109,7 +109,7 @@ def from_tool_calls(
     names = [tool.name for tool in tools]
     if not names or len(set(names)) < len(names) or max_calls < 1 or not re.search("NAME|BOTH", call):
         raise GrammarError(
-            "a grammar of tool calls cannot be made",
+            "no grammar can be made of these tool calls",
             f"tools {names[:8]}, max_calls {max_calls}, call {call[:80]!r}",
             hint="give tools of different names, max_calls of at least 1, and a call with NAME or BOTH",
         )
@@ -143,7 +143,7 @@ def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
     start, _, rest = text.partition("\n") if kind == "lark" else ("", "", "")
     if not start.startswith("start:") or schema is False:
         facts = "no JSON is valid under the schema" if schema is False else calls[:80]
-        raise GrammarError("no grammar of calls or an answer can be made", facts, hint=_HINT_GRAMMAR)
+        raise GrammarError("tool calls and a JSON answer cannot be joined to one grammar", facts, hint=_HINT_GRAMMAR)
     answer = _json({} if schema is True else schema)
     lines = ["start: called | answer", start.replace("start:", "called:", 1), f"answer: {answer}"]
     return from_lark("\n".join([*lines, *filter(None, [rest])]))
@@ -158,7 +158,7 @@ def to_lark(grammar: str, stop_token_ids: Sequence[int]) -> str:
     start: sentence (<[5]> | <[7]>)
     sentence: /a+/
 
-    Raises `GrammarError` for a text that is no grammar, and for a schema that allows no JSON."""
+    Raises `GrammarError` for a text that is not a grammar, and for a schema that allows no JSON."""
     kind, value = kind_of(grammar)
     if value is False:
         raise _invalid("no JSON is valid under this schema")
@@ -217,7 +217,7 @@ def kind_of(grammar: str) -> tuple[str, Any]:
     Raises `GrammarError` for any other text, and for one larger than `MAX_BYTES`."""
     size = len(grammar.encode(errors="replace"))
     if size > MAX_BYTES:
-        raise GrammarError("the grammar is too large", f"{size} bytes, at most {MAX_BYTES}", hint=_HINT)
+        raise GrammarError("the grammar is too large", f"{size} bytes, the limit is {MAX_BYTES}", hint=_HINT)
     try:
         [(kind, value)] = json.loads(grammar).items()
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which servers refuse, is an error
@@ -231,7 +231,7 @@ def kind_of(grammar: str) -> tuple[str, Any]:
 
 
 def check(grammar: str, tokenizer: Path | None = None) -> None:
-    """Check that a grammar is valid and matches some text. Raises `GrammarError`.
+    """Check that a grammar is valid and matches some text. Raises `GrammarError` if not.
 
     `tokenizer`: a tokenizer.json, whose tokens the grammar is checked against. It takes about a second to load for a
     vocabulary of 150,000: make a `Compiler` to check many grammars. Without it, token ids are not checked.
@@ -287,14 +287,14 @@ class Compiler:
 
 
 class Matcher:
-    """A compiled grammar with the tokens that were matched so far. `Compiler.compile` makes one."""
+    """The state of matching one text against a compiled grammar, token by token. `Compiler.compile` makes one."""
 
     def __init__(self, native: Any, end: int, vocab_size: int) -> None:
         """`native`: llguidance's matcher. `end`: the id of the token that stands for the end of a sentence."""
         self._native, self._end, self._vocab_size = native, end, vocab_size
 
     def copy(self) -> Matcher:
-        """Return a matcher in the same state, which changes independently."""
+        """Return an independent matcher in the same state."""
         return Matcher(self._native.deep_copy(), self._end, self._vocab_size)
 
     def mask(self) -> tuple[npt.NDArray[np.bool_], bool]:
@@ -336,9 +336,9 @@ def _hide_special_tokens(tokenizer: str) -> str:
 
 
 _JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE, "lenient": False}
-_HINT = f"make it with a function of etude.grammars; at most {MAX_BYTES} bytes"
+_HINT = f"make it with a function of etude.grammars, of at most {MAX_BYTES} bytes"
 _HINT_GRAMMAR = "simplify the grammar or the schema; docs/guides/sampling.md says which keywords are supported"
-_HINT_TOKENIZER = "the checkpoint's folder needs the tokenizer.json that it was trained with"
+_HINT_TOKENIZER = "put the tokenizer.json of the model into the checkpoint's folder"
 
 
 def _llguidance() -> Any:

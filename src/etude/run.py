@@ -51,7 +51,9 @@ class RunFolder:
         the user set; all others are defaults."""
         if path.exists() and any(path.iterdir()):
             raise NoRun(
-                f"{path} exists", "a run is never overwritten", hint="resume it with --resume, or choose another name"
+                f"{path} exists already",
+                "a run is never overwritten",
+                hint="resume the run with --resume, or choose another name",
             )
         path.mkdir(parents=True, exist_ok=True)
         write_durably(path / "config.toml", config_toml.encode())
@@ -86,8 +88,8 @@ class RunFolder:
             raise RunError(f"{path}/run.json is damaged", str(error), hint=HINT_COPY) from None
         if identity.get("format") != FORMAT:
             raise RunRefused(
-                f"{path} has format {identity.get('format')!r}",
-                f"this etude reads {FORMAT}",
+                f"{path} has format version {identity.get('format')!r}",
+                f"this version of etude reads format version {FORMAT}",
                 hint=f"open it with etude {identity.get('etude', 'that wrote it')}",
             )
         return run
@@ -106,7 +108,7 @@ class RunFolder:
 
     @property
     def has_sums(self) -> bool:
-        """Whether the run writes checksums. Runs of early etude versions do not. Raises what `identity` raises."""
+        """Whether the run writes checksums. Runs of early etude versions do not. Raises the errors of `identity`."""
         return "sums" in self.identity()
 
     def setting(self, name: str) -> str:
@@ -124,12 +126,15 @@ class RunFolder:
         return str(found)
 
     def lock(self) -> None:
-        """Lock the run for this process until it ends or calls `unlock`. Raises `RunRefused` when another process has
-        it."""
+        """Lock the run for this process until it ends or calls `unlock`.
+
+        Raises `RunRefused` when another process has the lock."""
         fd, holder = take_lock(self.path / "lock")
         if fd is None:
             raise RunRefused(
-                f"{self.path} is in use", f"process {holder} holds it", hint=f"wait for it, or: etude stop {self.path}"
+                f"{self.path} is in use",
+                f"process {holder} runs it",
+                hint=f"wait until that process ends, or stop it: etude stop {self.path}",
             )
         self._lock = fd
 
@@ -176,7 +181,7 @@ class RunFolder:
         return self._plugin_records()[-1]["plugins"] if (self.path / "plugins.json").exists() else []
 
     def record_plugins(self, plugins: list[dict[str, str]]) -> None:
-        """Append a durable record of the code of the run's plug-ins, used from now on. Earlier records are kept."""
+        """Record which code of the plug-ins the run uses from now on. Earlier records are kept."""
         records = self._plugin_records() if (self.path / "plugins.json").exists() else []
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         records.append({"since": since, "plugins": plugins})
@@ -243,7 +248,7 @@ def _try_lock(fd: int) -> bool:
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace the content of a file atomically and sync it to disk: after a crash the file has the old or new content.
 
-    `mode` is the permissions of a new file. Raises `RunError`."""
+    `mode` is the permissions of a new file. Raises `RunError` if the file cannot be written."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -254,7 +259,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise RunError(
-            f"cannot write {path}", os.strerror(error.errno or 0), hint="free some space, then resume: nothing is lost"
+            f"cannot write {path}", os.strerror(error.errno or 0), hint="free disk space, then resume the run"
         ) from error
     folder = os.open(path.parent, os.O_RDONLY)
     try:

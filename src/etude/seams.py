@@ -79,8 +79,9 @@ class Machine(Protocol):
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """Return the content of a regular file. Symbolic links are not followed.
 
-        Raises `FileNotFoundError`; `IsADirectoryError`; `ValueError` for a link, for anything else that is not a
-        regular file, for a file of more than `max_bytes`, and for a path outside the working directory."""
+        Raises `FileNotFoundError` for a missing file, `IsADirectoryError` for a folder, and `ValueError` for a link,
+        for anything else that is not a regular file, for a file of more than `max_bytes`, and for a path outside the
+        working directory."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
@@ -171,8 +172,9 @@ class Portable(Protocol):
         ...
 
     async def unpack(self, packed: bytes) -> str:
-        """Load a snapshot from the bytes of `pack`, and return its id in this runtime. Raises `ValueError` for other
-        bytes."""
+        """Load a snapshot from bytes that `pack` returned, and return its id in this runtime.
+
+        Raises `ValueError` for other bytes."""
         ...
 
 
@@ -228,16 +230,17 @@ class RewardTerm(Protocol):
 class GroupRewardTerm(Protocol):
     """Measures one part of the rewards of all rollouts of a group at once, such as their ranking.
 
-    A plug-in of kind "reward" may be one instead of a `RewardTerm`. `version`: as there."""
+    A plug-in of kind "reward" may be one instead of a `RewardTerm`. `version` is stored with every value; change it
+    when the meaning of the value changes."""
 
     version: str
 
     async def score_group(self, rollouts: Sequence[Rollout], graded: Sequence[Graded]) -> Sequence[Score]:
         """Measure the graded rollouts of one group, and return one `Score` for each, in the same order.
 
-        `rollouts` has at least one element: the valid siblings in order of their ids, without those whose gate
-        (`when`) is closed. A rollout's value must not depend on the order of its siblings. Otherwise as
-        `RewardTerm.score`."""
+        `rollouts` has at least one element: the valid rollouts of the group in order of their ids, without those whose
+        gate (`when`) is closed. A rollout's value must not depend on the order of the others. Values, unknown values
+        and errors are as for `RewardTerm.score`."""
         ...
 
 
@@ -334,8 +337,8 @@ class Ending(Protocol):
     async def end(self, request_id: str) -> None:
         """End a request that is being streamed. Its completion has the tokens sampled so far, as if that was its limit.
 
-        A request that is not known, or has ended, is ignored. Where the engine does not answer, it is sampled to its
-        end."""
+        A request that is not known, or has ended, is ignored. If the engine does not respond, the request is sampled to
+        its end."""
         ...
 
 
@@ -457,14 +460,17 @@ class Engine(Protocol):
         ...
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """Return the current state and load, without waiting for running requests. Raises `EngineError`."""
+        """Return the current state and load, without waiting for running requests.
+
+        Raises `EngineError` when the engine does not answer within `deadline_s` seconds."""
         ...
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
         """Compute the log-probabilities of a text at temperature 1, and return them with the version of the weights.
 
         There is one number for each token but the first: len(token_ids) - 1. A new version of the weights counts as
-        loaded correctly only when these numbers agree with the learner's. Raises `EngineError`."""
+        loaded correctly only when these numbers agree with the learner's. Raises `EngineError` when the engine cannot
+        compute them."""
         ...
 
 
@@ -480,27 +486,29 @@ class Learner(Protocol):
         ...
 
     def optim_step(self) -> Mapping[str, float]:
-        """Apply and clear the accumulated gradient, and increase the step by one. Raises `NotFinite`.
+        """Apply and clear the accumulated gradient, and increase the step by one.
 
-        Returns the metrics "grad_norm" (before clipping) and "lr"."""
+        Returns the metrics "grad_norm" (before clipping) and "lr". Raises `NotFinite` for NaN or Inf."""
         ...
 
     def save(self, path: str) -> None:
-        """Write a checkpoint directory that `load` and Hugging Face transformers can read. Raises `CheckpointError`.
+        """Write a checkpoint directory that `load` and Hugging Face transformers can read.
 
-        The directory appears complete or not at all."""
+        The directory appears complete or not at all. Raises `CheckpointError` when it cannot be written."""
         ...
 
     def load(self, path: str) -> None:
-        """Continue from a directory of `save`, or start at step 0 from any Hugging Face directory. Raises
-        `CheckpointError`."""
+        """Continue from a directory that `save` wrote, or start at step 0 from any other Hugging Face directory.
+
+        Raises `CheckpointError` for a directory that cannot be used."""
         ...
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
         """Publish the weights as a new version for the engines. `rollout_ids`: the rollouts that they were trained on.
 
         The bytes are written first, then a manifest with the rollouts, then the pointer to the newest version moves:
-        from then on the version is published. Raises `WeightsError` and `StoreError`."""
+        from then on the version is published. Raises `WeightsError` when another writer published first, and
+        `StoreError` when the store cannot be written."""
         ...
 
 
@@ -515,8 +523,9 @@ class ExperienceStore(Protocol):
         ...
 
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store data of a rollout under a name; it is durable when this returns. Call it before the `move` that needs
-        the data."""
+        """Store data of a rollout under a name. It is durable when this returns.
+
+        Call it before the `move` to a state that needs the data."""
         ...
 
     def get(self, rollout_id: str, name: str) -> bytes | None:

@@ -106,7 +106,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("experience.credit=grop", "did you mean 'grpo'"),
         ("harness.tools=['edti']", "did you mean 'edit'"),
         ("harness.tools=['ls']", "do not submit have reward 0"),
-        ("harness.context_tokens=4096", "does not fit"),
+        ("harness.context_tokens=4096", "is larger than"),
         ("engine.context_tokens=512", "positions for 128"),
         ("learner.expert_parallel=2", "is not a multiple of expert_parallel"),
         ("learner.context_parallel=3", "is not a multiple of context_parallel"),
@@ -196,7 +196,7 @@ def test_a_run_in_use_of_another_config_or_absent_is_not_resumed(
     text = to_toml(load(game.config, RunConfig))
     run = RunFolder.create(tmp_path / "runs" / "held", config_toml=text, seed=3)
     run.lock()
-    assert f"process {os.getpid()} holds it" in refuse(3, "run", game.config, "--resume", "held")
+    assert f"process {os.getpid()} runs it" in refuse(3, "run", game.config, "--resume", "held")
     said = refuse(3, "run", game.config, "--resume", "held", "--set", "rl.steps=5")
     assert "rl.steps is 5, the run has 4" in said
     assert "etude run --resume runs/held" in said

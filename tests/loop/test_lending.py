@@ -95,7 +95,7 @@ def test_evaluations_on_a_runs_engines_change_no_bit_of_its_training_and_always_
 
     late = cli(*play, "--seconds", "1", "--tries", "64")
     assert late.returncode != 0
-    assert "the run took its engines back: the time of the lease is over" in late.stderr
+    assert "the run took its engines back before the evaluation ended: the time of the lease is over" in late.stderr
 
     killed = cli.start(*play, "--tries", "64")
     wait_for(run, process, "fleet.lease", count=3, state="lent")

@@ -127,10 +127,10 @@ def test_an_adapter_merged_by_numpy_is_the_model_that_transformers_computes(tmp_
         ({"learner": {"lora_rank": -1}}, "learner.lora_rank"),
         ({"learner": {"lora_rank": 4, "lora_alpha": 0.0}}, "learner.lora_alpha"),
         ({"learner": {"lora_rank": 4, "lora_on": "router"}}, "lora_on"),
-        ({"learner": {"lora_rank": 4, "balance_bias": 1e-3}}, "with LoRA routers do not change"),
+        ({"learner": {"lora_rank": 4, "balance_bias": 1e-3}}, "LoRA does not change routers"),
         (
             {"learner": {"lora_rank": 4}, "numerics": {"quantise": "mxfp8"}},
-            "adapters are merged into unrounded weights",
+            "adapters are merged into weights that are not quantised",
         ),
     ],
 )

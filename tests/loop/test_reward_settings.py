@@ -169,7 +169,7 @@ def test_settings_of_steps_that_were_formed_are_refused_and_unknown_terms_are_na
     assert "the run has 2 steps, and batches are formed up to step 2" in refused
     assert "step 3 cannot" in say(capsys, "set", run.folder.path, "rank.weight=1.0", code=2), "nor the one after it"
     assert "there is no reward term 'rnak'" in say(capsys, "set", run.folder.path, "rnak.weight=1.0", code=2)
-    assert "nothing would change" in say(capsys, "set", run.folder.path, "rank.weight=0.5", code=2)
+    assert "the change has no effect" in say(capsys, "set", run.folder.path, "rank.weight=0.5", code=2)
     assert "cannot be recomputed" in say(capsys, "recompute", run.folder.path, "--set", "rnak.weight=1", code=2)
 
 

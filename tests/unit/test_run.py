@@ -42,7 +42,7 @@ def test_a_held_run_names_its_holder_and_is_free_when_the_holder_dies(tmp_path):
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert run.holder() == holder.pid
-        with pytest.raises(RunError, match=f"process {holder.pid} holds it"):
+        with pytest.raises(RunError, match=f"process {holder.pid} runs it"):
             run.lock()
         holder.kill()
     assert run.holder() is None

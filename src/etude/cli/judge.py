@@ -40,7 +40,9 @@ from etude.rewards.judges.verdicts import Form
 
 
 def calibrate_judge(args: argparse.Namespace) -> int:
-    """Ask a judge of a config about labelled works, and print how it agrees with people. Returns 0."""
+    """Ask a judge of a config to score labelled texts or rollouts, and print how well it agrees with the labels.
+
+    Returns 0. Raises `InputError` for an unknown judge, and for a label of a rollout that is not stored."""
     rewards = build_config(read(args.config, args.set)).rewards
     term = _judge(rewards, args.term)
     auditor = _judge(rewards, args.auditor) if args.auditor else None
@@ -83,7 +85,9 @@ def _judge(rewards: RewardsConfig, name: str) -> JudgeTerm | GroupJudgeTerm:
     found = make(Kind.REWARD, terms[name].kind, where=f"rewards.terms: {name}")
     if not isinstance(found, JudgeTerm | GroupJudgeTerm):
         raise InputError(
-            f"the reward term {name!r} is no judge", f"its kind is {terms[name].kind}", hint="name a judge"
+            f"the reward term {name!r} is not a judge",
+            f"its kind is {terms[name].kind}",
+            hint="give the name of a term whose kind is a judge",
         )
     return found
 
@@ -93,7 +97,8 @@ def _evidence_of(path: Path | None, term: JudgeTerm | GroupJudgeTerm) -> Callabl
 
     def evidence(rollout_id: str) -> Evidence:
         if path is None:
-            raise InputError(f"a label names rollout {rollout_id}", "no run is given", hint="add --run RUN")
+            facts = "no run is given from which it could be read"
+            raise InputError(f"a label refers to rollout {rollout_id}", facts, hint="add --run RUN")
         run = open_run(path)
         ledger = open_ledger(run)
         try:
@@ -101,10 +106,11 @@ def _evidence_of(path: Path | None, term: JudgeTerm | GroupJudgeTerm) -> Callabl
         finally:
             ledger.close()
         if found is None or found.summary is None or found.summary.stored is None:
-            hint = "label rollouts of the last steps, or write their work into the labels"
+            hint = "label rollouts of the last steps, or write the text of the rollout into its label"
             raise InputError(f"rollout {rollout_id} is not stored in {run.path}", hint=hint)
         if not isinstance(found.outcome, Graded):
-            raise InputError(f"rollout {rollout_id} was not graded", hint="label graded rollouts")
+            facts = f"it is invalid: {found.outcome.reason}"
+            raise InputError(f"rollout {rollout_id} was not graded", facts, hint="remove its label")
         term.readable = ChatFormat.load(run / "tokenizer").readable
         return term.evidence(rollout_files(run).read(found.summary), found.outcome)
 
@@ -112,14 +118,16 @@ def _evidence_of(path: Path | None, term: JudgeTerm | GroupJudgeTerm) -> Callabl
 
 
 def write_labels(args: argparse.Namespace) -> int:
-    """Write the stored rollouts of a run as labels: the work as the judge sees it, and the grade. Returns 0.
+    """Write a file of labels from the graded rollouts of a run. The grade of each rollout is its label.
 
-    Raises `InputError` for a rubric with several aspects, and for a run without stored, graded rollouts."""
+    Each line also has the text that the judge reads of the rollout. Returns 0. Raises `InputError` for a rubric with
+    several aspects, and for a run without stored, graded rollouts."""
     term = _judge(build_config(read(args.config, args.set)).rewards, args.term)
     check_sections(term.sections)
     if len(term.judge.rubric.aspects) > 1:
         facts = f"the rubric has {len(term.judge.rubric.aspects)} aspects, and a rollout has only one grade"
-        raise InputError("labels from grades need a rubric with one aspect", facts, hint="use such a rubric")
+        hint = "give the name of a judge whose rubric has one aspect"
+        raise InputError("labels from grades need a rubric with one aspect", facts, hint=hint)
     [aspect] = term.judge.rubric.aspects
     run = open_run(args.run)
     ledger, files = open_ledger(run), rollout_files(run)
@@ -146,9 +154,10 @@ def write_labels(args: argparse.Namespace) -> int:
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Train a checkpoint to answer with the scores of labels, on their half for tuning. Returns 0.
+    """Train a checkpoint as a judge: to answer the questions of a rubric with the scores of labelled examples.
 
-    Raises `InputError` for a judge that is not tuned, a score of several tokens, or a folder without a checkpoint."""
+    It trains on the half of the labels that is for tuning. Returns 0. Raises `InputError` for a judge whose settings
+    are not form = 'token' and tuned = true, for a score of several tokens, or for a folder without a checkpoint."""
     from etude.loop.corpus import encoded
     from etude.models.config import ModelConfig
     from etude.training import mid_train, write_corpus
@@ -167,8 +176,9 @@ def tune(args: argparse.Namespace) -> int:
     for aspect in judge.rubric.aspects:
         for score in map(str, range(aspect.lowest, aspect.highest + 1)):
             if len(chat.encode(score)) != 1:
-                facts = f"{score!r} has {len(chat.encode(score))} tokens in the tokeniser of {args.start}"
-                raise InputError("a score must be one token", facts, hint="use another scale, or another checkpoint")
+                facts = f"it has {len(chat.encode(score))} tokens in the tokeniser of {args.start}"
+                hint = "use a scale in the rubric whose scores are one token each, or another checkpoint"
+                raise InputError(f"score {score!r} of aspect {aspect.name!r} is not one token", facts, hint=hint)
     most = config.mid_training.longest(model.context_tokens)
     texts = exchanges(judge.rubric, own, max_chars=judge.limits.max_chars, seed=config.seed, hide=judge.hide)
     documents = [encoded(chat, text, most=most) for text in texts]
@@ -209,9 +219,11 @@ def _shown(one: Estimate | None) -> str:
 
 
 def accounts(args: argparse.Namespace) -> int:
-    """Print what the judges that used a cache have done and spent. Returns 0."""
+    """Print for each judge in a cache file its model, its number of calls, and their cost in dollars. Returns 0.
+
+    Raises `InputError` if the file does not exist."""
     if not args.cache.is_file():
-        raise InputError(f"{args.cache} does not exist", hint="give the file that `cache` of the judge names")
+        raise InputError(f"{args.cache} does not exist", hint="give the path in the judge's setting `cache`")
     store = JudgeStore(args.cache)
     table = Table("judge", "model", "asked", "cached", "unknown", "dollars", "without price", "last unknown")
     for one in store.accounts():

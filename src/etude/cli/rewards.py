@@ -106,7 +106,9 @@ def _waiting(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def set_terms(args: argparse.Namespace) -> int:
-    """Record other reward settings for the later steps of a run, running or stopped. Returns 0."""
+    """Change the reward settings of a run, running or stopped, for its later steps. Returns 0.
+
+    Raises `InputError` if the run has these settings already, or for a term that does not exist."""
     run = open_run(args.run)
     with changing(run):
         return _set_terms(run, args)
@@ -127,7 +129,7 @@ def _set_terms(run: RunFolder, args: argparse.Namespace) -> int:
     rewards = changed_rewards(before, args.change)
     if rewards == before:
         hint = f"see: etude rewards list {run.path}"
-        raise InputError("nothing would change", "these are the settings of the run", hint=hint)
+        raise InputError("the change has no effect", "the run already has these reward settings", hint=hint)
     change = record_change(run, rewards, from_step=args.from_step, last_step=last_step, num_steps=config.rl.steps)
     print(f"from step {change.from_step} on:")
     for term in rewards.terms:
@@ -138,13 +140,15 @@ def _set_terms(run: RunFolder, args: argparse.Namespace) -> int:
 
 
 def changed_rewards(rewards: RewardsConfig, changes: Sequence[str]) -> RewardsConfig:
-    """Return reward settings with changes such as "brief.weight=0.5" applied. A new name with a kind is a new term.
+    """Return reward settings with changes such as "brief.weight=0.5" applied.
 
-    Raises `ConfigError` for values that are not valid."""
+    A change with a new name and a `kind` adds a term. Raises `InputError` for an unknown term without a `kind`, and
+    `ConfigError` for an invalid value."""
     plain = {one["name"]: one for one in to_plain(rewards)["terms"]}
     for name, new in overridden(changes, plain).items():
         if not isinstance(new, Mapping):
-            raise InputError(f"{name}={new!r} is no setting of a term", hint=f"write e.g. {name}.weight=0.5")
+            facts = "it names no setting of the term"
+            raise InputError(f"{name}={new!r} is invalid", facts, hint=f"write e.g. {name}.weight=0.5")
         if name not in plain and "kind" not in new:
             hint = f"{nearest(name, plain)}; a new term needs its class: {name}.kind=my_package.module:Name"
             raise InputError(f"there is no reward term {name!r}", hint=hint)
@@ -161,10 +165,10 @@ def _steps(run: RunFolder) -> list[int]:
 
 
 def recompute_run(args: argparse.Namespace) -> int:
-    """Compute rewards, credit and batches of a run again from its stored terms. Returns exit code 1 if they differ.
+    """Compute rewards, advantages and batches of a run again from its stored terms, and compare them.
 
-    With `--set` the settings are other ones: then the differences are what they would have changed, and the exit code
-    is 0."""
+    Returns exit code 1 if they differ from the recorded ones. With `--set` it computes with changed settings, prints
+    what they would have changed, and returns 0. Raises `RunError` if the run has no recorded step."""
     run = open_run(args.run)
     config, folder = read_config(run), traces_folder(run)
     settings, experience = RewardSettings(run, config), config.experience
@@ -224,7 +228,9 @@ def _changed(
         else:
             hint = f"{nearest(name, [*known, *own, 'credit'])}; write e.g. --set NAME.weight=0.5, --set NAME.when=tests"
             raise InputError(
-                f"--set {name}: {value!r} cannot be recomputed", "the stored terms do not have it", hint=hint
+                f"--set {name}: {value!r} cannot be recomputed",
+                f"{name!r} is neither a stored term nor a setting that can be changed afterwards",
+                hint=hint,
             )
     when = {name: gate for name, gate in when.items() if gate}
     weights = {name: weight for name, weight in weights.items() if weight}
@@ -235,7 +241,8 @@ def _changed(
 def _number(name: str, key: str, value: object) -> float:
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
-    raise InputError(f"--set {name}.{key} = {value!r} is no finite number", hint=f"write e.g. --set {name}.{key}=0.5")
+    hint = f"write e.g. --set {name}.{key}=0.5"
+    raise InputError(f"--set {name}.{key} = {value!r} is not a finite number", hint=hint)
 
 
 def _plain(one: RecomputedStep) -> dict[str, Any]:
@@ -289,7 +296,9 @@ def _print_recomputed(done: Sequence[RecomputedStep], *, others: bool) -> None:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Print how the reward and the advantage of a rollout come to be: each term, gate and weight. Returns 0."""
+    """Print how the reward and the advantage of a rollout were computed: each term, gate and weight. Returns 0.
+
+    Raises `InputError` for a rollout that was not graded."""
     run = open_run(args.run)
     config, ledger = read_config(run), open_ledger(run)
     try:
@@ -301,7 +310,7 @@ def explain(args: argparse.Namespace) -> int:
     outcome = next((one.outcome for one in siblings if one.rollout_id == args.rollout_id), None)
     if not isinstance(outcome, Graded):
         facts = f"it is {row.state}" + (f": {outcome.reason}" if outcome else "")
-        raise InputError(f"rollout {args.rollout_id} has no reward", facts, hint="only a graded rollout has one")
+        raise InputError(f"rollout {args.rollout_id} has no reward", facts, hint="give the id of a graded rollout")
     judged = [(one, one.outcome) for one in siblings if isinstance(one.outcome, Graded)]
     scheme = _scheme(config)
     rewards = dict(

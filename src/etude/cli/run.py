@@ -119,10 +119,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def changed_rewards(folder: RunFolder, config: RunConfig, given: Mapping[str, Any]) -> list[RewardChange]:
-    """Return the change of rewards that the settings `given` to a run to resume make; empty if they make none.
+    """Return the change of reward settings when a run is resumed with the settings `given`; empty if there is none.
 
     There is no change if the settings are those that were recorded last. There is none either if they are those of the
-    run's config: the file with which a run began does not undo later changes. The function prints this."""
+    run's first config, since that file must not undo later changes; the function then prints a note."""
     rewards, next_step = build(RunConfig, given).rewards, 1
     with contextlib.suppress(NoLedger), contextlib.closing(read_ledger(folder)) as ledger:
         next_step += max(ledger.steps(), default=0)
@@ -283,14 +283,15 @@ def stop(args: argparse.Namespace) -> int:
     folder = open_run(args.run)
     holder = folder.holder()
     if holder is None:
-        raise RunError(f"{folder.path} is not running", hint="etude status shows the newest run")
+        hint = "give a run that is running; etude status shows the newest run"
+        raise RunError(f"{folder.path} is not running", hint=hint)
     os.kill(holder, signal.SIGTERM)
     end = time.monotonic() + args.deadline
     while folder.holder() is not None:
         if time.monotonic() > end:
             raise DeadlineExceeded(
-                f"process {holder} has not stopped {folder.path}",
-                f"waited {args.deadline:g} s",
+                f"{folder.path} has not stopped",
+                f"its process {holder} still runs after {args.deadline:g} s",
                 hint="look at its logs; kill -9 is safe: the run can be resumed",
             )
         time.sleep(0.05)

@@ -28,9 +28,10 @@ _COLOURS = 5  # classes c1 to c5 of the stylesheet
 def write_leaderboard(
     path: Path, records: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsRecord] = ()
 ) -> Path:
-    """Write the page of results, each with the path that it was read from, and return its path. Raises `StoreError`.
+    """Write the leaderboard as an HTML page to `path`, and return `path`.
 
-    `seeds`: results of recipes over training seeds."""
+    `records`: (result, path that it was read from). `seeds`: results of recipes over training seeds. Raises
+    `StoreError` if the page cannot be written."""
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ def write_leaderboard(
 
 
 def page(records: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsRecord] = ()) -> str:
-    """Render the HTML of the leaderboard."""
+    """Return the HTML of the leaderboard. The parameters are those of `write_leaderboard`."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_resource("leaderboard.html.jinja"))
     suites: dict[tuple[str, str], list[tuple[EvalRecord, Path]]] = {}

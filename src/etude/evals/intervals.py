@@ -6,8 +6,9 @@ interval is empty or leaves [0, 1]; solve rates before training are near 0.
 
 Tasks that are variants of one problem are correlated. Intervals over them use the effective number of tasks: the number
 of independent tasks with the same variance. It is the smaller of two estimates, from the variance of a ratio over
-clusters (to which a bootstrap over problems converges) and from Kish's design effect. Few problems use Student's t. A
-percentile bootstrap has too low coverage near 0 and 1 (docs/decisions/0047-intervals-count-problems.md).
+clusters (to which a bootstrap over problems converges) and from Kish's design effect. With few problems the quantile is
+that of Student's t. A percentile bootstrap has too low coverage near 0 and 1
+(docs/decisions/0047-intervals-count-problems.md).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def wilson(solved: float, n: float, z: float = Z95) -> Interval:
     Interval(value=0.0, low=0.0, high=1.0)
     """
     if not 0 <= solved <= n:
-        raise ValueError(f"{solved} solved of {n}")
+        raise ValueError(f"solved = {solved} is not from 0 to n = {n}")
     if n == 0:
         return Interval(0.0, 0.0, 1.0)
     rate = solved / n
@@ -94,8 +95,9 @@ def difference(a: Interval, b: Interval) -> Interval:
 def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]) -> Interval:
     """Compute the mean of per-task differences in [-1, 1] and its interval by Bonett and Price.
 
-    They add one pseudo-task in each direction, here of the size of those differences that are not 0. The interval uses
-    the effective number of independent tasks, where `problems[i]` is the problem of task i.
+    The method adds two pseudo-tasks, one with a positive and one with a negative difference. Their size is the root
+    mean square of the differences that are not 0. The interval uses the effective number of independent tasks;
+    `problems[i]` is the problem of task i.
 
     >>> paired_difference([], [])
     Interval(value=0.0, low=-1.0, high=1.0)
@@ -123,7 +125,7 @@ def mean_over_seeds(values: Sequence[float]) -> Interval:
     """
     n = len(values)
     if n < 2:
-        raise ValueError(f"the variance of {n} seed cannot be estimated")
+        raise ValueError(f"the variance between seeds needs at least 2 values, got {n}")
     mean = math.fsum(values) / n
     half = _t95(n - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
     return Interval(mean, mean - half, mean + half)
@@ -146,8 +148,8 @@ def crossed_rate(solved: Sequence[Sequence[float]], problems: Sequence[Hashable]
     """Compute the solve rate of a training recipe and its interval, from the same tasks solved by several seeds.
 
     `solved[s][i]` in [0, 1] is the result of training seed s on task i, and `problems[i]` the problem of task i. The
-    interval is for new seeds and new problems. Its variance is the variance between problems plus what seeds add to
-    it. Each of the two parts has the Student's t quantile of its own degrees of freedom (Zou and Donner 2008,
+    interval is for new seeds and new problems. Its variance is the variance between problems plus the variance that
+    seeds add. Each of the two parts has the Student's t quantile of its own degrees of freedom (Zou and Donner 2008,
     "Construction of confidence limits about effect measures"). Raises `ValueError` for fewer than two seeds or without
     tasks.
 
@@ -171,10 +173,10 @@ def crossed_difference(differences: Sequence[Sequence[float]], problems: Sequenc
 
     `differences[s][i]` in [-1, 1] is the difference on task i in pair s. A pair is two models of one training seed,
     such as the trained and the untrained one. The interval is for new pairs and new problems. It is computed as in
-    `crossed_rate`, with one change. The variance between pairs and the variance between problems overlap, and the
-    overlap is counted once: there with the problems, here with the pairs. In a difference pairs vary more than
-    problems, since most of what the models have in common on a problem cancels out. Raises `ValueError` for fewer than
-    two pairs or without tasks.
+    `crossed_rate`, with one change. The variance between pairs and the variance between problems overlap. The overlap
+    must be counted once: `crossed_rate` counts it with the problems, this function with the pairs. For a difference
+    pairs vary more than problems, since most of what the models have in common on a problem cancels out. Raises
+    `ValueError` for fewer than two pairs or without tasks.
 
     >>> crossed_difference([[1, 0, 1, 0], [1, 0, 0, 1]], ["a", "b", "c", "d"]).value
     0.5
@@ -202,7 +204,7 @@ class _Crossed(NamedTuple):
 def _crossed(values: Sequence[Sequence[float]], problems: Sequence[Hashable]) -> _Crossed:
     num_seeds, tasks = len(values), len(problems)
     if num_seeds < 2 or not tasks:
-        raise ValueError(f"the variance of {num_seeds} seeds on {tasks} tasks cannot be estimated")
+        raise ValueError(f"the variance needs at least 2 seeds and 1 task, got {num_seeds} seeds and {tasks} tasks")
     n = num_seeds * tasks
     mean = math.fsum(math.fsum(row) for row in values) / n
     order = {problem: i for i, problem in enumerate(dict.fromkeys(problems))}

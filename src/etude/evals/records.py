@@ -1,4 +1,4 @@
-"""Results of suites as files: one JSON file for each suite and model, beside its rollouts (docs/formats/suites.md).
+"""Reads and writes results of suites: one JSON file for each suite and model (docs/formats/suites.md).
 
 ``FOLDER/SUITE/LABEL.json`` and ``FOLDER/SUITE/LABEL.parquet``, and ``FOLDER/SUITE/seeds/LABEL.json`` for several
 training seeds of a recipe. The leaderboard reads them."""
@@ -23,11 +23,13 @@ from etude.run import write_durably
 
 FORMAT = 1
 SEEDS = "seeds"
-"""Subfolder of a suite's results, for results over training seeds."""
+"""Name of the subfolder of a suite's results that has the results over training seeds."""
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gate found. `value`: of its metric; None: unknown. `failure`: why it is not passed; "": it is."""
+    """The result of checking one gate.
+
+    `value`: the value of the gate's metric; None if unknown. `failure`: why the value does not pass; "" if it does."""
 
     gate: Gate
     value: float | None
@@ -40,8 +42,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     - `suite`, `purpose`, `suite_digest`: what was measured. Results can be compared if their digests are equal.
     - `label`: the model's name in tables. `model`: its checkpoint, or its name at `url`; "": no URL. `version`: of the
       weights; None: unknown. `prompted`: whether it got the suite's prompt.
-    - `price_name`: its name in the table of prices.
-    - `result`: the numbers.
+    - `price_name`: the model's name in the table of prices.
+    - `result`: solve rate, intervals, costs and other numbers.
     - `general_bits_per_byte`: the loss on the general text; None: not measured. `general_digest`: 16 hex digits of that
       text; "": not measured.
     - `gates`: one report for each gate. `date`: of the end, in ISO 8601."""
@@ -66,9 +68,11 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SeedsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a suite on several models that one recipe trained with different seeds.
 
-    The fields mean the same as in `EvalRecord`, but `label` is the name of the recipe. The labels of the models are in
-    `result.by_seed`, and each model also has a record of its own. Gates on `rate`, `low` and `high` use `result`; gates
-    on other numbers use the mean over the models."""
+    - `suite`, `purpose`, `suite_digest`: what was measured. Results can be compared if their digests are equal.
+    - `label`: the name of the recipe. The labels of the models are in `result.by_seed`, and each model also has an
+      `EvalRecord` of its own.
+    - `gates`: one report for each gate. Gates on `rate`, `low` and `high` use `result`; gates on other numbers use the
+      mean over the models. `date`: of the end, in ISO 8601."""
 
     suite: str
     purpose: Purpose
@@ -98,7 +102,7 @@ def seeds_path(folder: Path, suite: str, label: str) -> Path:
 
 
 def write_record(folder: Path, record: EvalRecord | SeedsRecord) -> Path:
-    """Write a result, and return its path. Raises `StoreError`."""
+    """Write a result to its file below `folder`, and return the path. Raises `StoreError` if it cannot be written."""
     place = seeds_path if isinstance(record, SeedsRecord) else record_path
     path = place(folder, record.suite, record.label)
     try:
@@ -112,7 +116,7 @@ def write_record(folder: Path, record: EvalRecord | SeedsRecord) -> Path:
 
 
 def read_record(path: Path) -> EvalRecord:
-    """Read a result. Raises `StoreError` for a missing or damaged file, and for one of another format."""
+    """Read a result. Raises `StoreError` for a missing or damaged file, and for a file of another format version."""
     return _read(path, EvalRecord)
 
 
@@ -133,13 +137,17 @@ def _read(path: Path, kind: type[T]) -> T:
         raise StoreError(f"{path} is not a result of an evaluation", str(error), hint=hint) from None
     if found.format != FORMAT:
         raise StoreError(
-            f"{path} has format {found.format}", f"this etude reads {FORMAT}", hint="evaluate again: etude eval SUITE"
+            f"{path} has format version {found.format}",
+            f"this version of etude reads format version {FORMAT}",
+            hint="evaluate again: etude eval SUITE",
         )
     return found
 
 
 def read_records(folder: Path) -> list[tuple[EvalRecord, Path]]:
-    """Read all results of a folder with their paths, sorted by suite and label. Raises `StoreError`."""
+    """Read all results below a folder with their paths, sorted by suite and label.
+
+    Raises `StoreError` if there is none, or if a file cannot be read."""
     found = [(read_record(path), path) for path in sorted(folder.glob("*/*.json"))]
     if not found:
         raise StoreError(f"{folder} has no result", hint="evaluate first: etude eval SUITE --out FOLDER")
@@ -147,7 +155,7 @@ def read_records(folder: Path) -> list[tuple[EvalRecord, Path]]:
 
 
 def read_seeds(folder: Path) -> list[SeedsRecord]:
-    """Read all results over training seeds that a folder has, sorted by suite and label.
+    """Read all results over training seeds below a folder, sorted by suite and label.
 
     Raises `StoreError` for a file that cannot be read."""
     found = [_read(path, SeedsRecord) for path in folder.glob(f"*/{SEEDS}/*.json")]
@@ -155,12 +163,14 @@ def read_seeds(folder: Path) -> list[SeedsRecord]:
 
 
 def rows_beside(path: Path) -> list[EvalRow]:
-    """Read the rollouts of the result at `path`. Raises `StoreError`."""
+    """Read the rollouts of the result at `path`, from the file beside it with the suffix ".parquet".
+
+    Raises `StoreError` if the file cannot be read."""
     return read_rows(path.with_suffix(".parquet"))
 
 
 def gate_reports(suite: Suite, values: Mapping[str, float | None]) -> tuple[GateReport, ...]:
-    """Compare the gates of a suite with the values of their metrics."""
+    """Check the gates of a suite, and return a report for each. `values`: metric → value; None: unknown."""
     return tuple(
         GateReport(gate=gate, value=values[gate.metric], failure=gate.failure(values[gate.metric]))
         for gate in suite.gates
@@ -168,6 +178,6 @@ def gate_reports(suite: Suite, values: Mapping[str, float | None]) -> tuple[Gate
 
 
 def plain(record: EvalRecord | SeedsRecord) -> dict[str, Any]:
-    """Return a result as plain data, for JSON."""
+    """Return a result as dicts, lists and scalars, for JSON."""
     found: dict[str, Any] = msgspec.to_builtins(record, str_keys=True)
     return found

@@ -46,9 +46,10 @@ text in bits per byte, and this loss minus that of the untrained model (`general
 
 @dataclass(frozen=True)
 class Gate:
-    """A bound that a number of an evaluation must keep. Raises `ValueError` for an unknown number, or without a bound.
+    """A bound on one metric of an evaluation, which fails if the metric is out of bounds.
 
-    `metric` is one of `METRICS`. `at_least`, `at_most`: the bounds, both included; None: none."""
+    `metric` is one of `METRICS`. `at_least`, `at_most`: the bounds, both included; None: none. Raises `ValueError` for
+    an unknown metric, or if both bounds are None."""
 
     metric: str
     at_least: float | None = None
@@ -58,7 +59,7 @@ class Gate:
         if self.metric not in METRICS:
             raise ValueError(f"metric = {self.metric!r} is unknown: {nearest(self.metric, METRICS)}")
         if self.at_least is None and self.at_most is None:
-            raise ValueError(f"the gate of {self.metric} has neither at_least nor at_most")
+            raise ValueError(f"the gate of {self.metric} has neither at_least nor at_most: set one of them")
 
     def failure(self, value: float | None) -> str:
         """Return why the gate is not passed with this value of its metric; "" if it is. An unknown value does not
@@ -105,14 +106,14 @@ class Suite:
 
     def __post_init__(self) -> None:
         if not self.splits or len(set(self.splits)) < len(self.splits):
-            raise ValueError("splits must name at least one split, and none twice")
+            raise ValueError(f"splits = {list(map(str, self.splits))}: name at least one split, and none twice")
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name = {self.name!r} is not a plain name: results are stored in a folder of this name")
+            raise ValueError(f"name = {self.name!r} cannot be the name of a folder, in which results are stored")
 
     def digest(self, tasks: Sequence[Task]) -> str:
         """Return 16 hex digits that identify what is measured: the settings, and the content of the tasks.
 
-        Gates, and the path of the general text, have no part in it."""
+        Gates and the path of the general text do not change it."""
         plain = config.to_plain(self)
         for key in ("gates", "general_text", "name"):
             plain.pop(key, None)
@@ -123,7 +124,7 @@ class Suite:
 def read_suite(name: str, overrides: Sequence[str] = ()) -> Suite:
     """Read a suite: a TOML file, or the name of a built-in one. `overrides` are settings such as "num_tasks=8".
 
-    Raises `InputError` if there is none, and `ConfigError` for an invalid file.
+    Raises `InputError` if there is no such file or built-in suite, and `ConfigError` for an invalid file.
 
     >>> read_suite("repair", ["samples=4"]).samples
     4

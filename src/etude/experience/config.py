@@ -50,7 +50,7 @@ class ExperienceConfig:
         if self.min_group_size == 1 or self.min_group_size > self.group_size:
             raise ValueError(
                 f"min_group_size = {self.min_group_size} is neither 0 nor from 2 to group_size = {self.group_size}: "
-                "the others of a group run if the rewards of the first ones differ, so it takes two"
+                "whether the other rollouts run depends on the first rewards, and it takes two rewards to differ"
             )
         if self.signal_groups > self.groups_per_step:
             raise ValueError(

@@ -3,7 +3,7 @@
 A scheme gets the rewards of the *valid* siblings of a group. Without a signal, that is with fewer than two siblings or
 equal rewards, all advantages are 0. A scheme that divides by a standard deviation uses that of the rewards before the
 KL penalty (`Reward.raw`), so that differences in the penalty alone are not magnified. A scheme may give each turn its
-own advantage (`TurnCreditScheme`). This module knows nothing of tokens.
+own advantage (`TurnCreditScheme`). This module does not use tokens.
 
 A group may have two stages: further siblings run only if the rewards of the first ones differ
 (`ExperienceConfig.min_group_size`). The rewards of the first siblings thus decide how many siblings there are. If the
@@ -29,8 +29,8 @@ from etude.seams import CreditScheme, PairCreditScheme, TurnCreditScheme
 
 GRPO_EPSILON = 1e-6
 FORK_PRIOR = 4
-"""The baseline of the turn before counts like so many siblings (`Fork`). With 1 the mean squared advantage in recorded
-runs was up to 4 % above RLOO's, with 4 up to 7 % below and never above."""
+"""In `Fork`, the baseline of the previous turn weighs as much as this number of siblings. In recorded runs the mean
+squared advantage was up to 4 % above RLOO's with 1; with 4 it was up to 7 % below and never above."""
 
 
 class DrGrpo:
@@ -287,7 +287,9 @@ def better_than(rewards: Sequence[Reward], ids: Sequence[str], scheme: CreditSch
 
 
 def paired(preferred: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Return the ids of the rollouts in a pair, better or worse. `preferred`: by rollout id, its `better_than`."""
+    """Return the ids of all rollouts that are in a preference pair, as the better or the worse one.
+
+    `preferred`: rollout id → ids of the siblings that it is preferred to, as `better_than` returns them."""
     return frozenset(one for better, worse in preferred.items() if worse for one in (better, *worse))
 
 

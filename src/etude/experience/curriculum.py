@@ -15,7 +15,7 @@ tasks a large weight again. Of groups with two stages only the first stage count
 on the rewards of the first, and with a mean over all siblings such groups would look more certain than they are.
 
 Evaluations use the source's own mix; only training tasks are chosen. The counts change with the batches in order of
-admission, so synchronous RL is reproducible. This module knows nothing of task sources and of the ledger."""
+admission, so synchronous RL is reproducible. This module does not depend on task sources or the ledger."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class Signals:
 
     @property
     def state(self) -> State:
-        """The counts by family and by task. Can be stored as JSON and given to `Signals` again."""
+        """The `Counts` of each family and of each task, as data for JSON. `Signals(state)` continues from it."""
         return {"families": dict(self._families), "tasks": dict(self._tasks)}
 
     def add(self, family: str, *, strength: float, tokens: float, task: str = "") -> None:
-        """Count an ended group.
+        """Add an ended group to the counts of its family and task.
 
         `strength`: mean squared advantage of its rollouts. `tokens`: mean number of tokens that a rollout sampled."""
         self._families[family] = self._families.get(family, Counts()).after(strength, tokens)
@@ -102,7 +102,7 @@ class Signals:
         self._update()
 
     def count(self, plan: BatchPlan, known: Container[str]) -> None:
-        """Count the groups of a planned step.
+        """Add the groups of a step's batch to the counts.
 
         Groups without a valid member are skipped, and so are the group ids in `known`: they were counted before a
         restart went back to an earlier step."""

@@ -1,4 +1,4 @@
-"""Plain data of the ledger: rows, finished rollouts, and the groups they belong to. Knows nothing of storage."""
+"""Data records of the ledger: rows, finished rollouts, and groups of rollouts. It does not access the database."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from etude.records.summary import RolloutSummary
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout and its outcome. The ledger makes one.
+    """A finished rollout and its outcome, as the ledger stores it.
 
-    `summary` is None if the process that ran the rollout died and stored nothing."""
+    `summary` is None if the process that ran the rollout died before it stored one."""
 
     rollout_id: str
     outcome: Graded | Invalid
@@ -28,7 +28,7 @@ class Group:
     """The sibling rollouts of one task, from which advantages are computed.
 
     `rollout_ids`: all members, sorted. `finished`: the ended members, sorted by id, without those that were cancelled
-    or quarantined. `lost`: members with tokens that were sampled by weights which a restart abandoned."""
+    or quarantined. `lost`: ids of the members that have tokens of weights which a restart abandoned."""
 
     group_id: str
     rollout_ids: tuple[str, ...]

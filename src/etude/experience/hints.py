@@ -1,4 +1,4 @@
-"""Inserts hints, as tokens, into the contexts of the turns that they are for.
+"""Inserts hints (texts that tell the model what a turn did wrong) as tokens into the contexts of their turns.
 
 A hint is appended to the message before the turn, which is one of the user or of a tool. A separate message would
 follow another message of the same role, which many chat templates refuse. Of the chat format this module needs only the
@@ -31,10 +31,10 @@ class HintFormat:
     context_tokens: int
 
     def place(self, hint: Hint, path: Path, trace: Trace, chain: Sequence[int]) -> PlacedHint | None:
-        """Return the tokens of a hint and their position in a path. `chain`: indices of the path's turns.
+        """Return the tokens of a hint and their position in a path. `chain`: indices in `trace.turns` of its turns.
 
-        Returns None if the turn is not in the path or has no token with loss there, if the context with the hint is too
-        long, or if the prompt of the turn ends with none of `message_ends`."""
+        Returns None if the hint's turn is not in the path or has no token with loss in it, if the context with the hint
+        is too long, or if the prompt of the turn ends with none of `message_ends`."""
         if hint.turn not in chain:
             return None
         before = [trace.turns[at] for at in chain[: chain.index(hint.turn)]]

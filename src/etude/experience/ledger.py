@@ -67,7 +67,8 @@ class Reconciled:
     """The numbers of rollouts that `Ledger.reconcile` has corrected after a restart, by kind of correction.
 
     - `trained`: they were in a batch, and a step of the current weights had consumed them.
-    - `freed`: they were in a batch or trained, but in no step of the current weights. They are graded again.
+    - `freed`: they were in a batch or trained, but in no step of the current weights. Their state is *graded* again, so
+      a later batch can take them.
     - `requeued`: they were running, and will be run again.
     - `gone`: they would be freed, but no record of them is stored, so they are never trained on again."""
 
@@ -156,14 +157,14 @@ class Ledger(LedgerQueries):
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         """Move a rollout to the state `to`, with a reason and further facts for its history.
 
-        Raises `LedgerError` when the table of transitions forbids it, or no slot is free."""
+        Raises `LedgerError` when `transitions.MOVES` does not allow the move, or no slot is free."""
         self._move([_Move(row := self.row(rollout_id), State(to), reason, facts)])
         if to in ENDED:
             self._release_held({row.group_id})
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Store bytes under a rollout and a name, in place of earlier ones. They are as durable as the transaction."""
+        """Store bytes under a rollout and a name, in place of earlier ones, as part of the current transaction."""
         self.row(rollout_id)
         self._put(name, [(rollout_id, data)])
 
@@ -171,7 +172,7 @@ class Ledger(LedgerQueries):
     def transaction(self, work: Callable[[], None]) -> None:
         """Run `work` as one transaction, which may be nested.
 
-        When a server is unreachable meanwhile, `work` is called again, so it must change nothing but the ledger."""
+        If the connection to a server fails, `work` is called again, so it must change nothing but the ledger."""
         work()
 
     # States of a rollout
@@ -180,15 +181,15 @@ class Ledger(LedgerQueries):
     def admit(self, *specs: RolloutSpec, held: Collection[str] = ()) -> None:
         """Admit new rollouts, all or none. Each takes one of the `capacity` slots.
 
-        Its place in the order of admission is final. `held`: ids of rollouts that wait until the others of their group
-        have ended. If the rewards of the others differ, they run; if not, they are cancelled. Raises `LedgerError`
-        for a rollout that was admitted before, or when too few slots are free."""
+        The order of admission never changes. `held`: ids of rollouts that wait until the others of their group have
+        ended. If the rewards of the others differ, they run; if not, they are cancelled. Raises `LedgerError` for a
+        rollout that was admitted before, or when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
         sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
         there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
         again = [i for i, count in Counter([*ids, *{i for i, _ in there}.intersection(ids)]).items() if count > 1]
         if again:
-            raise LedgerError(f"rollout {again[0]} was admitted before", hint="never reuse the id of a group")
+            raise LedgerError(f"rollout {again[0]} was admitted before", hint="give each group a new id")
         self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
         state = {i: (State.HELD if i in held else State.ADMITTED).value for i in ids}
         born = [(spec.rollout_id, spec.group_id, state[spec.rollout_id], spec.attempt) for spec in specs]
@@ -201,15 +202,14 @@ class Ledger(LedgerQueries):
     def start(
         self, limit: int, *, published: int | None = None, required_step: Callable[[int], int] | None = None
     ) -> list[RolloutSpec]:
-        """Move the first waiting rollouts, at most `limit`, to running, and return their specs.
+        """Move the first waiting rollouts, at most `limit`, to the state running, and return their specs.
 
-        It stops at the first rollout that requires a later version step than `published`, the step of the newest
-        weights (None: no such check). Later rollouts do not overtake it.
-
-        `required_step`: returns the version step that the open group at a place, counted from 0, requires now
-        (`Window.required_step`). The lower one of this step and the step with which the group was admitted applies.
-        After a restart from an earlier checkpoint the latter may be too high: the steps before it may need this very
-        group."""
+        - `published`: the step of the newest weights. Only rollouts before the first one that requires weights of a
+          later step are started. None: no such check.
+        - `required_step`: returns the step of the weights that an open group requires now, by the group's position
+          (from 0) among the open groups. If a group was admitted with a lower step, the lower step is used. The step
+          with which a group was admitted may be too high after a restart from an earlier checkpoint, since these
+          weights may not exist before the group is trained on."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
@@ -247,10 +247,10 @@ class Ledger(LedgerQueries):
         return counts
 
     def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
-        """Record that a rollout has a sign of cheating, and the grade that it would have had.
+        """Record that a rollout has a sign of cheating.
 
-        It stays in its group, so that its siblings learn that cheating earns nothing. `reason`: the sign, as "rule:
-        finding (where)". `graded`: the grade."""
+        It stays in its group with reward 0, so that the policy learns that cheating earns nothing. `reason`: the sign,
+        as "rule: finding (where)". `graded`: the grade that the rollout got from the grader."""
         self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
@@ -291,15 +291,17 @@ class Ledger(LedgerQueries):
 
     @_atomic
     def add_terms(self, changed: Mapping[str, tuple[Graded, float]]) -> None:
-        """Replace the outcomes of graded rollouts by ones with further terms: rollout id → (outcome, reward).
+        """Replace the outcomes of graded rollouts by outcomes with further reward terms.
 
-        The reward is that of the rollout by itself. Raises `LedgerError` for a rollout that is not graded."""
+        `changed`: rollout id → (outcome, reward of this rollout as if it were alone in its group). Raises `LedgerError`
+        for a rollout that is not graded."""
         rows = self.require_rows(changed)
         ended = [(row, self.finished(row.rollout_id)) for row in rows]
         for row, had in ended:
             if row.state is not State.GRADED or had is None:
-                hint = "terms are measured before a batch takes the rollout"
-                raise LedgerError(f"rollout {row.rollout_id} gets no further terms", f"it is {row.state}", hint=hint)
+                hint = "measure terms after grading, and before a batch takes the rollout"
+                what = f"rollout {row.rollout_id} cannot get further terms"
+                raise LedgerError(what, f"its state is {row.state}, not graded", hint=hint)
         self._put(
             FINISHED,
             [
@@ -313,10 +315,10 @@ class Ledger(LedgerQueries):
     # Groups and batches
 
     def batch(self, batch: Batch | BatchRef) -> None:
-        """Assign the groups of a batch to it: graded members become batched.
+        """Record that a batch consumes the rollouts of its groups. Graded rollouts get the state batched.
 
-        It is synced to disk when this returns, so that after a power failure the ledger knows all rollouts that a
-        version's manifest lists. Raises `LedgerError` when a member has not ended or is in another batch."""
+        The record is synced to disk when this returns, so that after a power failure the ledger knows all rollouts that
+        a version's manifest lists. Raises `LedgerError` when a member has not ended or is in another batch."""
 
         def take() -> None:
             rows = self.require_rows(batch.rollout_ids)
@@ -354,12 +356,13 @@ class Ledger(LedgerQueries):
     ) -> Reconciled:
         """Correct the states after a restart, and return how many rollouts were corrected.
 
-        Rollouts that were trained only outside the lineage are free again; running ones are requeued.
+        Running rollouts are requeued. Rollouts that no step of the current weights has trained on can be trained on
+        again. `Reconciled` lists all corrections.
 
-        - `lineage`: the rollout ids that the manifests list for each step that the learner continues from. It is read
-          again when a server was unreachable.
-        - `believed`: called after the lineage was read. It returns the step up to which the ledger itself is trusted
-          instead of manifests.
+        - `lineage`: for each step of the current weights, the ids of the rollouts that its manifest lists. It is read
+          again if the connection to a server failed.
+        - `believed`: returns a step; up to it the ledger's own records are used instead of manifests. Called after
+          `lineage` was read.
         - `head`: the version that the learner published when it started."""
         if head is not None:
             self._published(head)
@@ -507,9 +510,9 @@ class Ledger(LedgerQueries):
         holding, held, count = self._db.rows(_SLOTS)[0]
         if held != holding or count != max(self._capacity, held):
             raise LedgerError(
-                "the ledger's slots do not add up",
+                "the slots in the ledger are inconsistent",
                 f"{holding} rollouts need a slot, {held} of {count} slots are in use, capacity {self._capacity}",
-                hint="this is a defect: keep the run folder and report it with etude ledger audit",
+                hint="this is a bug in etude: keep the run folder, and report it with the output of etude ledger audit",
             )
 
 
@@ -518,12 +521,12 @@ def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
     if row.batch_id is not None:
         raise LedgerError(
             f"rollout {row.rollout_id} is in batch {row.batch_id}",
-            f"{batch.batch_id} also needs it",
-            hint="a rollout is trained once: form batches from open_groups()",
+            f"batch {batch.batch_id} contains it too",
+            hint="a rollout is trained on once: form batches from open_groups()",
         )
     if row.state not in ENDED:
         raise LedgerError(
-            f"batch {batch.batch_id} needs rollout {row.rollout_id}",
-            f"the rollout is still {row.state}",
+            f"batch {batch.batch_id} contains rollout {row.rollout_id}, which has not ended",
+            f"its state is {row.state}",
             hint="wait until its group is ready",
         )

@@ -1,7 +1,7 @@
-"""What can be asked of a ledger: rollouts by id, state, step and group, with their stored records.
+"""Queries of a ledger: rollouts by id, state, step and group, with their stored records.
 
-Queries made by a live run read open work only, through an index, however long the run is; the few that read all
-rollouts say so."""
+The queries that a live run makes use an index and read only rollouts that are not yet trained, so their cost does not
+grow with the run. Each query that reads all rollouts says so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerQueries:
-    """The queries of a `Ledger`."""
+    """The read methods of a `Ledger`."""
 
     _db: Database
 
@@ -80,7 +80,7 @@ class LedgerQueries:
         return [as_row(row) for row in reversed(found)]
 
     def find_rows(self, rollout_ids: Collection[str]) -> list[Row]:
-        """Return the rows of those rollouts that exist, in no particular order."""
+        """Return the rows of these rollouts, in no particular order. Ids that do not exist are left out."""
         sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
         return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
 
@@ -90,12 +90,12 @@ class LedgerQueries:
         return [as_row(values) for values in self._db.rows(sql, group_id)]
 
     def quarantined(self) -> dict[str, Quarantined]:
-        """Return all rollouts with a sign of cheating, by id. Reads all stored records of this kind."""
+        """Return for each rollout with a sign of cheating, by id, the sign and the grade."""
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
         return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
 
     def count(self, *, after: int | None = None) -> int:
-        """Return the number of rollouts ever admitted (reads all of them).
+        """Return the number of rollouts ever admitted. Reads all rollouts.
 
         With `after`, count only those in no batch and those in batches of later steps."""
         if after is None:
@@ -104,7 +104,7 @@ class LedgerQueries:
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """Return those of the rollouts that were in more than one batch, also counting batches that a restart undid."""
+        """Return the ids of those rollouts that were in more than one batch, counting batches that a restart undid."""
         sql = "SELECT rollout_id FROM transitions WHERE rollout_id IN (*) AND state = ? GROUP BY rollout_id"
         return self._among(rollout_ids, f"{sql} HAVING count(*) > 1", State.BATCHED)
 
@@ -113,7 +113,7 @@ class LedgerQueries:
         return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
 
     def steps(self, after: int = 0) -> list[int]:
-        """Return the version steps after `after` whose batches took rollouts, ascending."""
+        """Return the version steps above `after` that have a batch with rollouts, ascending."""
         sql = "SELECT step FROM rollouts WHERE step > ? GROUP BY step ORDER BY step"
         return [int(step) for (step,) in self._db.rows(sql, after)]
 
@@ -127,7 +127,9 @@ class LedgerQueries:
         return self.specs([self.row(rollout_id)])[0]
 
     def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
-        """Return the specs of rollouts whose rows were just read, in the same order."""
+        """Return the specs (descriptions from which a worker runs a rollout) of these rows, in the same order.
+
+        Raises `LedgerError` for a spec that `prune` deleted."""
         sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
         stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
         return [_spec(row, stored.get(row.rollout_id)) for row in rows]
@@ -160,29 +162,32 @@ class LedgerQueries:
         return [group_id for (group_id,) in self._db.rows(sql)]
 
     def num_groups(self) -> int:
-        """Return the number of groups ever admitted, which is the index of the next one."""
+        """Return the number of groups ever admitted."""
         counted = self.recall("groups")  # None in ledgers of earlier versions: then all rollouts are read
         return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
 
     def ready_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return those of the groups in which all members have ended."""
+        """Return the ids of those groups in which all members have ended."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(ENDED)}) THEN 1 ELSE 0 END)"
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN (*) GROUP BY group_id HAVING {settled}"
         return self._among(group_ids, sql, *ENDED)
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return those of the groups that were ever in a batch, also counting batches that a restart undid."""
+        """Return the ids of those groups that were ever in a batch, counting batches that a restart undid."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"
         return self._among(group_ids, f"{sql} AND transitions.state = ?", State.BATCHED)
 
     def group(self, group_id: str) -> Group:
         """Return a group with its stored records. Raises `LedgerError` for a record that cannot be read.
 
-        The steps of its versions are seen from the current weights (`lineage.with_apparent_steps`)."""
+        The steps of versions that a restart abandoned are corrected (`lineage.with_apparent_steps`), so that lags are
+        counted to the current weights."""
         return self.groups([group_id])[0]
 
     def groups(self, group_ids: Sequence[str]) -> list[Group]:
-        """Return several groups like `group`, in the given order."""
+        """Return several groups with their stored records, in the given order.
+
+        Raises `LedgerError` for a record that cannot be read."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
         sql = f"SELECT r.group_id, r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id IN"
         stored: dict[str, dict[str, bytes | None]] = {group_id: {} for group_id in group_ids}
@@ -198,11 +203,11 @@ class LedgerQueries:
         return groups
 
     def versions(self) -> list[Version]:
-        """Return the latest published versions in order of publishing, also those that a restart abandoned."""
+        """Return the latest published versions in order of publishing, with those that a restart abandoned."""
         return [Version(*facts) for facts in self.recall("versions") or []]
 
     def wanted_files(self) -> set[tuple[str, int]]:
-        """Return (rollout id, attempt) of every rollout whose file a batch or a grade may still need."""
+        """Return (rollout id, attempt) of every rollout whose file may still be graded or read for a batch."""
         stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
@@ -266,8 +271,8 @@ class LedgerQueries:
 def _spec(row: Row, data: bytes | None) -> RolloutSpec:
     if data is None:
         raise LedgerError(
-            f"rollout {row.rollout_id} has no spec",
-            "the run has deleted this description of it, since no restart needs its step",
+            f"the spec of rollout {row.rollout_id} is no longer stored",
+            "the run deleted it, since no restart can go back to its step",
             hint="skip this rollout: it has ended",
         )
     return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)

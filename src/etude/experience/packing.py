@@ -2,8 +2,8 @@
 
 `plan_batch` composes rewards and computes advantages. It needs only terms and counts, so that the conductor reads no
 tokens. `make_batch` reads the planned rollouts and makes the samples that have a gradient. Both are deterministic: the
-same groups give the same batch. The learner splits a batch to fit its memory. This module knows nothing of the ledger,
-of the window, or of torch."""
+same groups give the same batch. The learner splits a batch to fit its memory. This module does not depend on the
+ledger, the window or torch."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ def paths(trace: Trace) -> Iterator[Path]:
 def trained(turn: Turn) -> bool:
     """Return whether the sampled tokens of a turn can be in the loss.
 
-    They cannot in a side call (such as a request for a title), since the reward says nothing about it, nor in a turn
-    whose sampling is not `Sampling.plain`, since the learner computes its probabilities by another formula."""
+    They cannot be in the loss if the turn is a side call (such as a request for a title), since the reward says nothing
+    about it. Nor can they if it was sampled with penalties, truncation or a grammar (not `Sampling.plain`), since the
+    learner does not compute these probabilities."""
     return turn.sampling.plain and turn.kind is not TurnKind.SIDE
 
 
 def num_not_plain(trace: Trace) -> int:
-    """Return the number of sampled tokens of the turns for which `trained` is False."""
+    """Return the number of sampled tokens that can never be in the loss (`trained` is False for their turn)."""
     return sum(len(turn.completion.token_ids) for turn in trace.turns if not trained(turn))
 
 
@@ -96,8 +97,8 @@ def plan_batch(
     rollout sampled counts in the divisor of the loss. So a batch with little signal has a small gradient, but not a
     small step, since the optimiser divides by the gradient's recent size. A batch without samples changes no weight.
 
-    - `max_lag`: the largest allowed age of a token in steps. Under either `straggler` older tokens are masked if they
-      were sampled before a restart took steps back, since no window can prevent that.
+    - `max_lag`: the largest allowed age of a token in steps. `straggler`: MASK masks older tokens; with WAIT they are
+      an error. Older tokens that were sampled before a restart went back to an earlier step are masked in any case.
     - `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token. It becomes a term of the
       rollout with weight `composition.kl`. None: no KL penalty.
     - `full_groups`: if not 0, the step's learning rate is scaled by the number of groups with a sample over this
@@ -172,12 +173,11 @@ def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | 
 def make_batch(
     plan: BatchPlan, read: Read, *, temperature: float = 1.0, hint_format: HintFormat | None = None
 ) -> Batch:
-    """Make the planned batch: read its rollouts, and make the samples of members with credit (`Member.credited`).
+    """Make the batch of a plan: read its rollouts, and make the samples of those that have credit.
 
-    They are in order of rollout id.
-
-    `read`: returns the full rollout of a summary. `temperature`: the sampling temperature of the run. `hint_format`:
-    needed if the plan has hints."""
+    A rollout has credit if it has an advantage that is not 0, a hint, or a preference pair (`Member.credited`). The
+    samples are in order of rollout id. `read`: returns the full rollout of a summary. `temperature`: the sampling
+    temperature of the run. `hint_format`: needed if the plan has hints."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.credited:
@@ -209,7 +209,7 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 def samples_of(
     plan: BatchPlan, member: Member, trace: Trace, *, temperature: float, hint_format: HintFormat | None = None
 ) -> list[tuple[int, Sample]]:
-    """Make the samples of one member of a plan from its rollout's trace: pairs (index of the path's last turn, sample).
+    """Make the samples of one rollout of a plan from its trace. Returns pairs (index of the path's last turn, sample).
 
     A rollout that was summarised has a sample for each of its conversations; each sampled token is in one of them, with
     the advantage of its rollout or turn. Tokens that are too old are masked, and so are refused summaries if the
@@ -242,7 +242,7 @@ def _placed(
     if not member.hints:
         return ()
     if hint_format is None:
-        raise ValueError(f"rollout {member.rollout_id} has hints: the argument hint_format is missing")
+        raise ValueError(f"rollout {member.rollout_id} has hints, so the argument hint_format is required")
     placed = (hint_format.place(hint, path, trace, chain) for hint in member.hints)
     return tuple(one for one in placed if one is not None)
 
@@ -256,7 +256,7 @@ def has_fresh_signal(
     scheme: CreditScheme = DR_GRPO,
     min_group_size: int = 0,
 ) -> bool:
-    """Return whether a rollout of the group has credit (`Member.credited`) and sampled a token within the lag bound.
+    """Return whether a rollout of the group has credit (an advantage, a hint or a pair) and a token within `max_lag`.
 
     Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. The KL penalty
     is not part of these advantages, since it is measured later."""
@@ -281,14 +281,14 @@ def reference_samples(rollouts: Iterable[Rollout], *, temperature: float = 1.0) 
 
 
 def step_metrics(plan: BatchPlan, batch: BatchRef) -> dict[str, Any]:
-    """Return the metrics of an `rl.step` event that come from the plan, as `docs/formats/run.md` describes them.
+    """Return the metrics of a step that come from its plan, for the event `rl.step` (`docs/formats/run.md`).
 
     They are reward_mean, best_of_k, num_groups, no_signal_share (share of the groups without credit), lag, token_lag,
     invalid, turns_mean, sampled_mean, masked_share, not_plain_share, and, where the rewards have hints, hints and
-    unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). The shares of tokens are shares of the
-    tokens with an advantage: those that were masked because they are too old, and those that were masked because they
-    were not sampled plainly (`Sampling.plain`). Rewards are those before the KL penalty. Lags cover all valid rollouts
-    as they were sampled. Means are 0.0 if there is no valid rollout."""
+    unplaced_hints (`BatchRef.num_hints`, `num_unplaced_hints`). Of the tokens with an advantage, masked_share is the
+    share without loss because they are too old, and not_plain_share the share without loss because of how they were
+    sampled (`Sampling.plain`). Rewards are those before the KL penalty. Lags cover all valid rollouts, as they were
+    sampled. Means are 0.0 if there is no valid rollout."""
     groups = plan.judged
     valid = [rollout for judged in groups.values() for rollout, _ in judged]
     rewards = [[reward.raw for _, reward in judged] for judged in groups.values()]

@@ -1,7 +1,7 @@
-"""Computes the rewards, the credit and the batch of a recorded step again, by the same settings or by others.
+"""Computes the rewards, the advantages and the batch of a recorded step again, with the same settings or with others.
 
-Everything needed is in the trace of the step: raw terms, turns, and the settings that were used. By these settings the
-result must be equal bit for bit. By others it says what the step would have been."""
+Everything needed is in the trace of the step: raw terms, turns, and the settings that were used. With these settings
+the result must be equal bit for bit. With others it shows what the step would have been."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from etude.seams import CreditScheme
 
 @dataclass(frozen=True)
 class RecomputedRollout:
-    """One graded rollout of a recorded step. `recorded`: the reward in the trace.
+    """The recomputed reward and advantage of one rollout of a recorded step.
 
-    `trained_with`: the advantages of its tokens in the batch, lowest and highest; None if it has no sample."""
+    `recorded`: the reward in the trace. `trained_with`: (lowest, highest) advantage of its tokens in the recorded
+    batch; None if it has no sample."""
 
     rollout_id: str
     group_id: str
@@ -37,7 +38,7 @@ class RecomputedRollout:
 
 @dataclass(frozen=True)
 class RecomputedStep:
-    """A step computed again. `digest`: the `batch_digest` of its batch; `recorded_digest`: that in the trace."""
+    """The result of `recompute`. `digest`: of the recomputed batch; `recorded_digest`: of the batch in the trace."""
 
     step: int
     rollouts: tuple[RecomputedRollout, ...]
@@ -46,17 +47,19 @@ class RecomputedStep:
 
     @property
     def different(self) -> tuple[RecomputedRollout, ...]:
-        """The rollouts with another reward than recorded."""
+        """The rollouts whose recomputed reward differs from the recorded one."""
         return tuple(one for one in self.rollouts if one.recorded != one.reward.value)
 
     @property
     def equal(self) -> bool:
-        """Whether all rewards and everything in the batch are equal bit for bit."""
+        """Whether all rewards and the batch are bit for bit equal to the recorded ones."""
         return self.digest == self.recorded_digest and not self.different
 
 
 def recorded_composition(rewards: Mapping[str, Any], default: Composition) -> Composition:
-    """Return the composition that a trace recorded; `default` for a trace of an earlier version, which has none."""
+    """Return the settings that a step's trace recorded for composing rewards from terms.
+
+    `rewards` is that record. Traces of earlier versions have none; for them `default` is returned."""
     names = {field.name for field in fields(Composition)} & rewards.keys()
     return Composition(**{name: rewards[name] for name in names}) if names else default
 
@@ -70,11 +73,11 @@ def recompute(
     full_groups: int = 0,
     hint_format: HintFormat | None = None,
 ) -> RecomputedStep:
-    """Compute the rewards, advantages, hints and the batch of a recorded step.
+    """Compute the rewards, advantages, hints and the batch of a recorded step again.
 
-    `max_lag`, `full_groups`: of the run, as in `plan_batch`. `hint_format`: of the run, needed if the composition has
-    hints. `min_group_size` is taken from the record. Raises `EtudeError` when a reward or an advantage is
-    not finite."""
+    `composition`, `scheme`: how rewards and advantages are computed. `max_lag`: the largest allowed age of a token in
+    steps. `full_groups`: with fewer groups with a sample the learning rate is scaled down; 0: never. `hint_format`: of
+    the run, needed if the composition has hints. Raises `EtudeError` when a reward or an advantage is not finite."""
     groups: dict[str, list[int]] = {}
     for i, tree in enumerate(recorded.trees):
         if isinstance(tree.rollout.outcome, Graded):

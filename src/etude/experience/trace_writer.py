@@ -1,6 +1,6 @@
 """Makes the batch of a step from its rollout files, and writes the step's trace (`traces`) while it reads them.
 
-So besides the samples only a bounded part of the step is in memory."""
+So at any time only the samples and a bounded part of the rollouts are in memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from etude.records.summary import BatchPlan, BatchRef, Member, with_versions_of
 from etude.records.wire import I32, to_json
 
 ROW_GROUP_BYTES = 64 << 20
-"""Rows are written when they reach this size, so that memory is bounded."""
+"""Rows are written to the file when they reach this size in bytes, so that memory is bounded."""
 MAX_COMPARED = 64
 """A turn is compared with at most this many earlier turns to find a common prefix."""
 
@@ -290,7 +290,7 @@ def _write(path: TraceFile, rows: Iterator[dict[str, Any]], facts: Callable[[], 
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise StoreError(
-            f"{path} cannot be written", str(error), hint="free disk space, then etude run --resume"
+            f"{path} cannot be written", str(error), hint="free disk space, then resume: etude run --resume"
         ) from error
     except EtudeError:
         temporary.unlink(missing_ok=True)

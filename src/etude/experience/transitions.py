@@ -1,7 +1,7 @@
 """The states of a rollout, and the table of allowed transitions between them.
 
-A state in `HOLDING` occupies one of the run's slots; every terminal state frees the slot and has a reason. This module
-knows nothing of databases."""
+A rollout in a state of `HOLDING` occupies one of the run's slots. Every terminal state frees the slot and needs a
+reason. This module does not access the database."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TERMINAL = frozenset({State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARA
 """The states that end a rollout: no slot, and always a reason. Only a lost lineage can reopen the first two."""
 
 ENDED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED})
-"""The states in which a group no longer waits for a member."""
+"""The states of a group's member for which the group no longer waits."""
 
 
 class Move(NamedTuple):
@@ -88,7 +88,8 @@ _ALLOWED = {(move.origin, move.to) for move in MOVES}
 def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
     """Check that a rollout may go from the state `origin` to the state `to`.
 
-    Raises `LedgerError` when the table forbids it, or a terminal state has no reason.
+    Raises `LedgerError` when `MOVES` does not have this transition, or when `to` is a terminal state and `reason` is
+    "".
 
     >>> check("g000001.0", State.RUNNING, State.GRADED, "")
     >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")
@@ -103,5 +104,7 @@ def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
         )
     if to in TERMINAL and not reason:
         raise LedgerError(
-            f"rollout {rollout_id} would end as {to}", "no reason given", hint="give a reason in one line"
+            f"rollout {rollout_id} cannot end as {to}",
+            "a terminal state needs a reason",
+            hint="give a reason in one line",
         )

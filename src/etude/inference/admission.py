@@ -1,4 +1,4 @@
-"""Checks of requests before they start, and a record of the sessions that delay a change of the weights.
+"""Checks requests before an engine runs them, and records the sessions that delay a replacement of the weights.
 
 All kinds of engines use this. Imports no torch."""
 
@@ -17,7 +17,8 @@ from etude.records.completion import CompletionRequest, Version
 
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API and vLLM's default
 _SAMPLING_HINT = (
-    "top_p is above 0 and at most 1, top_k not negative, min_p in [0, 1], frequency and presence penalties in [-2, 2], "
+    "allowed: top_p above 0 and at most 1, top_k not negative, min_p in [0, 1], frequency and presence penalties in "
+    "[-2, 2], "
     "repetition_penalty in [0.01, 100], logit_bias in [-100, 100] for different ids in [0, {vocab_size}), min_tokens "
     f"at most max_tokens, top_logprobs at most {MAX_TOP_LOGPROBS}"
 )
@@ -29,8 +30,8 @@ class RequestChecks:
 
     >>> RequestChecks("engine-0", vocab_size=8, context_tokens=4).text([1, 9])
     Traceback (most recent call last):
-    etude.errors.MalformedRequest: the token ids are invalid: int64 [2]
-      hint: send 2 to 4 ids in [0, 8), one row
+    etude.errors.MalformedRequest: the token ids are invalid: they have dtype int64 and shape [2]
+      hint: send one row of 2 to 4 integers from 0 to 7
     """
 
     name: str
@@ -45,7 +46,7 @@ class RequestChecks:
             raise MalformedRequest(
                 f"request {request.request_id} has invalid sampling parameters",
                 f"max_tokens {sampling.max_tokens}, temperature {sampling.temperature}, seed {sampling.seed}",
-                hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
+                hint="set max_tokens to at least 1, temperature to at least 0, and seed from 0 to 2**63 - 1",
             )
         if not sampling.plain or sampling.top_logprobs:
             self._sampling(request)
@@ -53,12 +54,13 @@ class RequestChecks:
             raise MalformedRequest(
                 f"request {request.request_id} has an invalid routes_from or deadline_s",
                 f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
-                hint="routes_from lies within the prompt; deadline_s is positive",
+                hint="set routes_from to a position in the prompt, and deadline_s above 0",
             )
         if num_prompt + sampling.max_tokens > self.context_tokens:
             raise ContextFull(
                 f"request {request.request_id} needs {num_prompt + sampling.max_tokens} tokens of context",
-                f"{num_prompt} of prompt and {sampling.max_tokens} to sample; {self.name} has {self.context_tokens}",
+                f"{num_prompt} of the prompt and {sampling.max_tokens} to sample; the context of {self.name} has "
+                f"{self.context_tokens}",
                 hint="shorten the prompt, lower max_tokens, or raise the engine's context_tokens",
             )
 
@@ -93,13 +95,14 @@ class RequestChecks:
         if not any(0 <= token < self.vocab_size for token in sampling.stop_token_ids):
             raise InvalidGrammar(
                 f"request {request.request_id} has a grammar but no stop token",
-                "the model could not end its text",
-                hint="give stop_token_ids of the vocabulary",
+                "without one the model cannot end a text that the grammar limits",
+                hint="give stop_token_ids, ids of the vocabulary",
             )
 
     def text(self, token_ids: Sequence[int]) -> list[int]:
-        """Check the token ids of a text to score, and return them as a list. Raises `MalformedRequest` for invalid
-        ones."""
+        """Check the token ids of a text to score, and return them as a list.
+
+        Raises `MalformedRequest` for invalid ids, or too many for the engine's context."""
         ids = [t if 0 <= t < self.vocab_size else -1 for t in map(int, token_ids)]  # an invalid id may not fit an int64
         self.ids(np.array(ids, np.int64), min_tokens=2, max_tokens=self.context_tokens)
         return ids
@@ -117,24 +120,25 @@ class RequestChecks:
         ):
             raise MalformedRequest(
                 "the token ids are invalid",
-                f"{ids.dtype} {list(ids.shape)}",
-                hint=f"send {min_tokens} to {max_tokens or self.context_tokens} ids in [0, {self.vocab_size}), one row",
+                f"they have dtype {ids.dtype} and shape {list(ids.shape)}",
+                hint=f"send one row of {min_tokens} to {max_tokens or self.context_tokens} integers from 0 to "
+                f"{self.vocab_size - 1}",
             )
 
     def version(self, request: CompletionRequest, held: Version) -> None:
         """Raise `EngineBehind` when the loaded version `held` does not satisfy the request.
 
-        A request can demand a version (`min_step`, `pin_step`)."""
+        A request demands at least version step `min_step`, or exactly `pin_step`."""
         if held.step < request.min_step or (request.pin_step is not None and held.step != request.pin_step):
             raise behind(request, self.name, held)
 
 
 def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehind:
-    """Return the error of a request that the loaded version `held` does not satisfy. `engine` is the engine's name."""
+    """Return the error for a request whose version is not the loaded version `held`. `engine` is the engine's name."""
     demanded = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} or later"
     return EngineBehind(
         f"request {request.request_id} needs weights of {demanded}",
-        f"{engine} has {held}",
+        f"{engine} has version {held}",
         hint="load that version first, or send the request to an engine that has it",
     )
 
@@ -176,7 +180,7 @@ class VersionPins:
             self._leases.pop(session_id, None)
 
     def hold(self, *, until: float) -> None:
-        """Pin the loaded version until the monotonic time `until`, in seconds. It replaces that of the last call."""
+        """Pin the loaded version until the monotonic time `until`, in seconds. Replaces the time of the last call."""
         self._held_until = until
 
     def held(self, *, now: float) -> bool:

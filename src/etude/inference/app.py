@@ -84,7 +84,9 @@ class ServedEngine(Engine, Streaming, Ending, Protocol):
 
 
 class Operators(Protocol):
-    """The type of `ReferenceEngine.operators`, which returns the results of all operators of the model for a text."""
+    """The type of a function that computes a text and returns the results of all operators of the model.
+
+    An operator is for example a norm or a matrix product. `ReferenceEngine.operators` is one."""
 
     async def __call__(self, token_ids: list[int], *, prompt_tokens: int) -> list[OperatorResult]: ...
 
@@ -195,7 +197,7 @@ class _Endpoints:
         if self._operators is None:
             raise MalformedRequest(
                 f"{self.engine.name} does not return the results of its operators",
-                hint="start it with --show-operators",
+                hint="start the engine with --show-operators",
             )
         shown = await self._operators(body.token_ids, prompt_tokens=body.prompt_tokens)
         return _reply(request, OperatorResults(results=shown))
@@ -220,7 +222,8 @@ class _Endpoints:
             return
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-            raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN to the engine's token")
+            hint = "set the environment variable ETUDE_TOKEN to the engine's token"
+            raise Unauthorised("the bearer token is missing or wrong", hint=hint)
 
     async def _read(self, request: Request, kind: type[T]) -> T:
         """Decode the record in the body. Raises `MalformedRequest`, also for a body that is too large."""
@@ -228,12 +231,15 @@ class _Endpoints:
         async for part in request.stream():
             body += part
             if len(body) > self._max_body:
-                raise MalformedRequest("the body is too large", f"over {self._max_body} bytes", hint="send fewer ids")
+                facts = f"it has more than {self._max_body} bytes"
+                raise MalformedRequest("the request's body is too large", facts, hint="send fewer token ids")
         try:
             return from_json(bytes(body), kind) if _wants_json(request, "content-type") else unpack(bytes(body), kind)
         except (ValueError, NotImplementedError, RecursionError) as error:
             raise MalformedRequest(
-                f"the body is not a {kind.__name__}", str(error), hint=f"send it as {MSGPACK} or {JSON}"
+                f"the request's body is not a valid {kind.__name__}",
+                str(error),
+                hint=f"correct the field that is named, and send the body as {MSGPACK} or {JSON}",
             ) from None
 
 

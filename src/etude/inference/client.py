@@ -1,4 +1,4 @@
-"""HTTP client of an engine: implements `seams.Engine` for a URL. Imports no torch."""
+"""HTTP client of an engine server, with the interface `seams.Engine`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class HttpEngine:
             await session.close()
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Sample a completion, as `seams.Engine.generate` does.
+        """Sample a completion for the request, under the contract of `seams.Engine.generate`.
 
-        The engine enforces `deadline_s`, since it sees its own progress. While the engine does not respond, this client
-        checks that it is alive. Also raises `EngineGone` when no server responds, and `EngineLate` for one that
-        hangs."""
+        The engine enforces the request's `deadline_s`, since it sees its own progress. While it does not respond, this
+        client checks that it is alive. Raises the errors of `seams.Engine.generate`, `EngineGone` when no server
+        responds, and `EngineLate` for a server that hangs."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
         try:
@@ -90,7 +90,7 @@ class HttpEngine:
             raise self._late(what, deadline_s, error.what) from None
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """Sample a completion and yield its parts, as `seams.Streaming.stream` does.
+        """Sample a completion and yield lists of token ids as they are sampled, at the end the `Completion`.
 
         Closing the generator early closes the connection, and the engine drops the request."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
@@ -116,7 +116,8 @@ class HttpEngine:
     async def hold(self, seconds: float) -> Version:
         """Make the engine keep its version for the next `seconds` (0 to 60), and return the version.
 
-        Each call replaces the last one; 0 ends it. Raises `EngineError`."""
+        Each call replaces the last one; 0 ends it. Raises `EngineError` for an engine that cannot, or does not
+        respond."""
         return await self._post("/hold", HoldRequest(seconds=seconds), Version, what="hold", deadline_s=HOLD_DEADLINE_S)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
@@ -188,12 +189,13 @@ class HttpEngine:
         return EngineLate(
             f"{self.url} did not answer {what} within {deadline_s:g} s",
             facts,
-            hint="it hangs or is overloaded: see its /health and its log",
+            hint="the engine hangs or is overloaded: look at its log, and at GET /health",
         )
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
         facts = f"{type(error).__name__}: {error}; the request was {what}"
-        return EngineGone(f"no engine answers at {self.url}", facts, hint="check whether its process runs")
+        hint = "check the URL, and that the engine's process runs"
+        return EngineGone(f"no engine answers at {self.url}", facts, hint=hint)
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:

@@ -1,4 +1,4 @@
-"""The reference engine: a model that one thread steps (`step_thread`), behind the asyncio interface `seams.Engine`.
+"""The reference engine: one thread (`step_thread`) computes the model, behind the asyncio interface `seams.Engine`.
 
 Only this thread uses the scheduler, the KV cache and the weights. So pauses, swaps of weights and cancellations happen
 between two tokens. A swap waits until no session pins the current version (`admission.VersionPins`).
@@ -80,9 +80,9 @@ class ReferenceEngine:
         self.name, self.version, self.config = name, version, config or EngineConfig()
         if self.config.context_tokens > model.config.context_tokens:
             raise EngineError(
-                f"the engine's context is set to {self.config.context_tokens} tokens",
-                f"the model has positions for {model.config.context_tokens}",
-                hint="lower context_tokens (by hand: --context-tokens N), or use a model with a longer context",
+                f"context_tokens = {self.config.context_tokens} of the engine is too large",
+                f"the model has positions for {model.config.context_tokens} tokens",
+                hint="lower context_tokens (option --context-tokens N), or use a model with a longer context",
             )
         self.counters = Counters()
         self.trouble = ""  # why the latest adoption failed; "" when it did not fail
@@ -137,13 +137,13 @@ class ReferenceEngine:
         return self._thread.stalled_s
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Sample a completion, as `seams.Engine.generate` does.
+        """Sample a completion for the request, under the contract of `seams.Engine.generate`.
 
-        Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
+        Also raises `MalformedRequest` for an invalid request, and `EngineBusy` when the queue is full."""
         return await self._serve(await self._running(request))
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """Sample a completion and yield its parts, as `seams.Streaming.stream` does.
+        """Sample a completion and yield lists of token ids as they are sampled, at the end the `Completion`.
 
         Closing the generator early cancels the request."""
         running, new_tokens = await self._running(request), asyncio.Event()
@@ -200,9 +200,10 @@ class ReferenceEngine:
         await self._thread.call(lambda: setattr(self, "_paused", False), "resume")
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until the engine has a version of at least `min_step`, as `seams.Engine.adopt` does.
+        """Wait until the engine has a version of at least step `min_step`, and return its version.
 
-        A `weight_sync.WeightSync` fetches the versions and swaps them in."""
+        A `weight_sync.WeightSync` fetches the versions and swaps them in. Raises `EngineError` after `deadline_s`
+        seconds."""
         future: Future[Version] = Future()
         self._thread.post(lambda: self._await_step(min_step, future), future)
         try:
@@ -211,7 +212,7 @@ class ReferenceEngine:
             held = "; a newer one waits for sessions that pin it" if self._swaps else ""
             raise EngineError(
                 f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
-                f"it holds {self.version}{held}{'; ' + self.trouble if self.trouble else ''}",
+                f"its version is {self.version}{held}{'; ' + self.trouble if self.trouble else ''}",
                 hint="check that the learner published this step; if it did, see the engine's log",
             ) from None
 
@@ -244,8 +245,9 @@ class ReferenceEngine:
         return await self._thread.call(work, "hold")
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """Compute the log-probabilities of a text, as `seams.Engine.verify` describes. Also raises
-        `MalformedRequest`."""
+        """Return the version, and its log-probability of each token of a text but the first.
+
+        Raises `MalformedRequest` for invalid token ids."""
         ids = self._checks.text(token_ids)
         return await self._thread.call(lambda: (self.version, self._runner.score(ids)), "verify")
 
@@ -253,7 +255,7 @@ class ReferenceEngine:
         """Compute a text and return the results of every operator of the model.
 
         An operator is for example a norm or a matrix product. The first `prompt_tokens` of `token_ids` are computed as
-        a prompt, the others one by one. Requests wait meanwhile. Raises `MalformedRequest`."""
+        a prompt, the others one by one. Requests wait meanwhile. Raises `MalformedRequest` for invalid arguments."""
         self._checks.ids(np.array(token_ids), min_tokens=2, max_tokens=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
@@ -271,8 +273,8 @@ class ReferenceEngine:
 
         May be called from any thread.
 
-        A write that fails is undone: the future gets the error, and the engine serves the old version. If undoing fails
-        too, the engine ends, since its weights are then of no version."""
+        If a write fails, it is undone: the future gets the error, and the engine serves the old version. If undoing
+        fails too, the engine stops, since its weights are then a mix of two versions."""
         future: Future[SwapResult] = Future()
         self._thread.post(lambda: self._swaps.append((swap, future)), future)
         return future

@@ -1,4 +1,4 @@
-"""Paths, messages and stream frames that an engine's server and its client share. Imports no torch."""
+"""The HTTP paths, messages and stream frames between an engine's server and its clients. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.deadline_s < 1e6:
-            raise ValueError(f"deadline_s is {self.deadline_s}")
+            raise ValueError(f"deadline_s = {self.deadline_s} is not above 0 and below 1,000,000")
 
 
 class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.seconds <= 60.0:
-            raise ValueError(f"seconds is {self.seconds}")
+            raise ValueError(f"seconds = {self.seconds} is not from 0 to 60")
 
 
 class EndRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +129,7 @@ async def read_frames(
         while True:
             kind, size = _HEAD.unpack(await read_exactly(_HEAD.size))
             if size > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes")
+                raise ValueError(f"a frame has {size} bytes, the limit is {MAX_FRAME_BYTES}")
             payload = await read_exactly(size)
             if kind == b"t":
                 yield np.frombuffer(payload, "<i4").tolist()
@@ -139,7 +139,7 @@ async def read_frames(
             elif kind == b"e":
                 raise from_http(_STATUS.unpack_from(payload)[0], payload[_STATUS.size :], engine=engine)
             else:
-                raise ValueError(f"a frame of kind {kind!r}")
+                raise ValueError(f"a frame has the unknown kind {kind!r}")
     except (ValueError, struct.error, asyncio.IncompleteReadError) as error:
         raise EngineError(
             f"the stream of {engine} is invalid or ended early",

@@ -1,4 +1,4 @@
-"""The conductor: runs the training loop of a run. The loop itself is `_train`, which fits on one screen.
+"""The conductor: runs the training loop of a run. The loop itself is `_train`.
 
 `_train` takes batches in order of admission, trains the learner on them, and publishes each new version of the weights
 to the engines. Beside it run `_admit` (tasks → admitted groups), `RolloutScheduler.run` (admitted → graded rollouts),
@@ -86,7 +86,7 @@ RECOVERABLE = (ProcessLost, Unreachable)
 
 
 class Conductor:
-    """Runs reinforcement learning, with the processes of a run, its database of rollouts, and a task source."""
+    """Runs reinforcement learning with the processes of a run, its ledger (database of rollouts), and a task source."""
 
     def __init__(
         self,
@@ -139,8 +139,9 @@ class Conductor:
         self.ledger.close()
 
     async def reinforce(self) -> None:
-        """Train until the last step, and save the result as ``checkpoints/final``. Raises the error that ended
-        training."""
+        """Train until the last step, and save the result as ``checkpoints/final``.
+
+        Raises the error that ended training."""
         await self._with_learner(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._with_learner(lambda: self._call("save", type(None), result))
@@ -173,7 +174,7 @@ class Conductor:
             fruitless = 0 if self.step > first else fruitless + 1
             if fruitless > MAX_FRUITLESS:
                 facts = f"{fruitless} times in a row; the last time: {error.what}: {error.facts}"
-                raise EtudeError(f"training cannot get past step {self.step}", facts, hint=error.hint) from None
+                raise EtudeError(f"training failed repeatedly after step {self.step}", facts, hint=error.hint) from None
 
     async def _begin(self) -> None:
         """Start a new lineage on a learner that is up: load, publish, reconcile, probe."""
@@ -478,7 +479,7 @@ class Conductor:
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
         """Evaluate the published weights with `tries` rollouts on each of the first `num_tasks` tasks of a split.
 
-        `name` names the result, such as "before". No version is published meanwhile."""
+        `name`: of the result, such as "before". No version is published meanwhile."""
         return await evaluate(
             self.processes,
             tasks_of(self.source, [split], num_tasks),

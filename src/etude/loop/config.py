@@ -47,7 +47,7 @@ class EvalsConfig:
     Evaluations during RL use validation tasks, one every `every` steps (0: none); held-out tasks are used before and
     after RL. `heldout_tries` is the number of rollouts per held-out task. `transfer_tasks` are tasks of families that
     are never trained on. `baseline_tasks` are held-out tasks for the scripted agents "oracle" and "random".
-    `prices` is a table of prices (`etude.prices`), by which evaluations tell dollars per solved task."""
+    `prices` is the path of a table of prices (`etude.prices`); with it evaluations report dollars per solved task."""
 
     heldout_tasks: int = ranged(512, low=1)
     heldout_tries: int = ranged(1, low=1, high=64)  # rollouts per task; best-of-k is reported for k = tries
@@ -94,7 +94,8 @@ class FleetConfig:
         if self.listen and not (host and "/" not in host and port.isdigit() and int(port) < 65_536):
             raise ValueError(f"listen = {self.listen!r} is not HOST:PORT, such as '0.0.0.0:8790'")
         if bool(self.ranks_away) != bool(self.ranks_at):
-            raise ValueError(f"ranks_away = {self.ranks_away} and ranks_at = {self.ranks_at!r}: each needs the other")
+            given = f"ranks_away = {self.ranks_away} and ranks_at = {self.ranks_at!r}"
+            raise ValueError(f"{given}: set both, or neither")
         least = 0 if self.listen else 1  # with a registry all engines may be remote
         if not least <= len(self.engines) <= MAX_ENGINES:
             why = (
@@ -102,7 +103,7 @@ class FleetConfig:
                 if self.engines or self.listen
                 else "; it may have none if remote engines can join: listen = 'HOST:PORT'"
             )
-            raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}{why}")
+            raise ValueError(f"engines has {len(self.engines)} entries: a run has 1 to {MAX_ENGINES} engines{why}")
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ class StoresConfig:
 class RetentionConfig:
     """The `[retention]` section: the disk space in GB for checkpoints and traces (the recorded batches of steps).
 
-    When they exceed it the oldest are deleted, except the last two checkpoints. Steps can be replayed only from those
-    left."""
+    When they exceed it the oldest are deleted, except the last two checkpoints. A step can be replayed only if its
+    trace and an earlier checkpoint are still there."""
 
     disk_gb: float = ranged(100.0, low=0.0)  # checkpoints and traces; above it the oldest are deleted, not the last two
 
@@ -178,13 +179,14 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
             raise ValueError(
-                f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
-                f"agree to the bit, which numerics.mode = 'exact' requires and 'native' does not"
+                f"engine.dtype = {str(self.engine.dtype)!r} differs from learner.dtype = {str(self.learner.dtype)!r}: "
+                f"numerics.mode = 'exact' needs the same dtype in both; set one of them, or numerics.mode = 'native'"
             )
         if self.learner.lora_rank and self.numerics.quantise is not Quantise.NONE:
             raise ValueError(
                 f"learner.lora_rank = {self.learner.lora_rank} and numerics.quantise = "
-                f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
+                f"{str(self.numerics.quantise)!r} cannot be combined: adapters are merged into weights that are not "
+                f"quantised; set lora_rank = 0 or quantise = 'none'"
             )
         self._check_engine_numerics()
         self._check_engine_dtype()
@@ -192,13 +194,13 @@ class RunConfig:
         self._check_pairs()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
-                f"harness.context_tokens = {self.harness.context_tokens} does not fit "
-                f"engine.context_tokens = {self.engine.context_tokens}"
+                f"harness.context_tokens = {self.harness.context_tokens} is larger than "
+                f"engine.context_tokens = {self.engine.context_tokens}: set it to at most that"
             )
         if self.start is None and self.engine.context_tokens > self.model.context_tokens:
             raise ValueError(
-                f"engine.context_tokens = {self.engine.context_tokens} is past "
-                f"model.context_tokens = {self.model.context_tokens}"
+                f"engine.context_tokens = {self.engine.context_tokens} is larger than "
+                f"model.context_tokens = {self.model.context_tokens}: set it to at most that"
             )
 
     def _check_engine_numerics(self) -> None:
@@ -208,8 +210,8 @@ class RunConfig:
             foreign, make = self.foreign(kind), SERVER_KINDS[kind].name
             if not foreign.max_contexts(self.engine):
                 raise ValueError(
-                    f"{kind}.kv_tokens = {foreign.kv_tokens} cannot hold one full context: "
-                    f"engine.context_tokens = {self.engine.context_tokens}"
+                    f"{kind}.kv_tokens = {foreign.kv_tokens} is too small for one full context of "
+                    f"engine.context_tokens = {self.engine.context_tokens} tokens"
                 )
             if self.numerics.mode is Mode.EXACT:
                 raise ConfigError(
@@ -226,7 +228,7 @@ class RunConfig:
             if kind is EngineKind.SGLANG and self.learner.lora_rank:
                 raise ConfigError(
                     what,
-                    f"SGLang loads no adapters, which learner.lora_rank = {self.learner.lora_rank} publishes",
+                    f"SGLang cannot load the adapters that learner.lora_rank = {self.learner.lora_rank} publishes",
                     hint="set learner.lora_rank = 0, or use vLLM or reference engines",
                 )
 
@@ -241,24 +243,25 @@ class RunConfig:
         if self.engine.dtype not in held:
             raise ValueError(
                 f"learner.weights = {str(self.learner.weights)!r} cannot be represented exactly in engine.dtype = "
-                f"{str(self.engine.dtype)!r}: set it to {' or '.join(held)}"
+                f"{str(self.engine.dtype)!r}: set engine.dtype to {' or '.join(held)}"
             )
 
     def _check_ranks(self) -> None:
         learner, experts = self.learner, self.model.num_experts
         if self.fleet.ranks_away >= learner.ranks:
             raise ValueError(
-                f"fleet.ranks_away = {self.fleet.ranks_away} of learner.ranks = {learner.ranks}: "
-                f"rank 0 must run on the run's own machine"
+                f"fleet.ranks_away = {self.fleet.ranks_away} is not below learner.ranks = {learner.ranks}: "
+                f"at least rank 0 must run on the run's own machine"
             )
         if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
             raise ValueError(
-                f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: the format "
-                f"packs full matrices, and a rank has only some of their rows"
+                f"learner.ranks = {learner.ranks} cannot be combined with numerics.quantise = "
+                f"{str(self.numerics.quantise)!r}: quantisation needs whole matrices, and a rank has only some rows; "
+                f"set learner.ranks = 1 or numerics.quantise = 'none'"
             )
         if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
             raise ValueError(
-                f"learner.expert_parallel = {learner.expert_parallel} does not divide model.num_experts = {experts}"
+                f"learner.expert_parallel = {learner.expert_parallel} is not a divisor of model.num_experts = {experts}"
             )
 
     def _check_pairs(self) -> None:
@@ -276,7 +279,7 @@ class RunConfig:
             facts = "with experience.min_group_size the first rewards decide which siblings run: pairs would be biased"
             raise ConfigError(what, facts, hint="set experience.min_group_size = 0")
         if hinted := [term.name for term in self.rewards.terms if term.hints]:
-            facts = f"the term {hinted[0]!r} has hints: their credit is added to advantages, and this loss uses none"
+            facts = f"the term {hinted[0]!r} has hints, which change advantages; this loss does not use advantages"
             raise ConfigError(what, facts, hint="set hints = 0.0 in the term, or use another loss")
 
     def with_parity_budget(self) -> RunConfig:
@@ -298,7 +301,9 @@ class RunConfig:
 
     @property
     def composition(self) -> Composition:
-        """How a reward is composed, but for the run's own terms: `RewardSettings.composition` adds those of a step."""
+        """How rewards are composed, without the terms of `[rewards]`, which may change in a run.
+
+        `RewardSettings.composition` adds the terms of a step."""
         experience = self.experience
         return Composition(
             require_submit=self.harness.require_submit, quarantine=experience.quarantine, kl=experience.kl
@@ -351,9 +356,9 @@ def rollouts_on(num_contexts: int) -> int:
 
 
 def read_config(run: RunFolder) -> RunConfig:
-    """Read the effective config of a run.
+    """Read the config of a run, with all defaults, from its config.toml.
 
-    Raises `RunError` when config.toml is missing or damaged, and `RunRefused` when this etude version cannot read it.
+    Raises `RunError` when config.toml is missing or damaged, and `RunRefused` when another version of etude wrote it.
     """
     path = run / "config.toml"
     if not path.is_file():
@@ -404,9 +409,9 @@ def _overlap(name: str, other: str) -> bool:
 
 
 def check_same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool) -> None:
-    """Check that the plug-ins of a run to resume have the code that its steps so far used. Raises `RunRefused`.
+    """Check that the plug-ins of a run to resume have the code that its steps so far used.
 
-    `now` identifies their code as installed. With `accept` the user accepts other code."""
+    `now` identifies their code as installed now. Raises `RunRefused` if the code differs, unless `accept` is True."""
     then = {one["path"]: one for one in run.plugins()}
     other = [one for one in now if one.path in then and msgspec.to_builtins(one) != then[one.path]]
     if other and not accept:
@@ -417,13 +422,13 @@ def check_same_plugins(run: RunFolder, now: Sequence[Identity], *, accept: bool)
 
 
 def check_config_unchanged(run: RunFolder) -> None:
-    """Check that a run's config.toml is unchanged since the run was created. Raises `RunRefused`."""
+    """Check that a run's config.toml is unchanged since the run was created. Raises `RunRefused` if it is not."""
     digest = run.identity().get("config_digest")
     if digest not in (None, hashlib.sha256((run / "config.toml").read_bytes()).hexdigest()):
         raise RunRefused(
             f"{run.path}/config.toml was changed since the run was made",
             "the steps so far were trained with other settings",
-            hint=f"put it back as it was; or start a new run: etude run {run.path}/config.toml --name NAME",
+            hint=f"undo the change; or start a new run: etude run {run.path}/config.toml --name NAME",
         )
 
 
@@ -432,9 +437,9 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 
 
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
-    """Open the run's task source, with the images that `preflight` has built. Raises `TaskError`.
+    """Open the run's task source, with the images that `preflight` has built. Raises `TaskError` if it is damaged.
 
-    With `canaries` it also has the config's canary tasks, which show whether the agent cheats."""
+    With `canaries` the source also has the config's canary tasks, which show whether the agent cheats."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
     if isinstance(source, HarborSource) and config.machines.images:

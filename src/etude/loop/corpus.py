@@ -1,9 +1,9 @@
 """Builds the mid-training corpus from the task source: demonstrations, code documents, standard-library text.
 
-It is a program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. Demonstrations are
-played on all cores, the tokeniser is trained on a sample, and everything is encoded once. The corpus has no held-out or
-validation function: this is asserted by hash on the finished texts, including demonstrations. Files of a killed run are
-written again."""
+It is a program of its own (``python -m etude.loop.corpus --run DIR``), since it uses only the CPU. It plays
+demonstrations on all cores, trains the tokeniser on a sample, and encodes every document once. The corpus has no
+function of a held-out or validation task: the program compares the hashes of all functions in the finished texts,
+including demonstrations. If the program was killed, it writes all files again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CODE_PER_DOCUMENT = 4
 
 
 def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
-    """Write ``tokenizer/`` and ``corpus/`` of a run."""
+    """Train the tokeniser of a run and encode its corpus: write the run's folders ``tokenizer`` and ``corpus``."""
     source = _demonstrated_source(config)
     corpus = config.corpus
     code = list(code_documents(count=corpus.num_code_documents, seed=config.seed))
@@ -90,16 +90,16 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
 
 
 def encoded(chat: ChatFormat, document: str | Exchange, *, most: int) -> I32 | Answered:
-    """Encode a document of a corpus source as tokens: a text as [T] int32, an exchange with the length of its context.
+    """Encode a document of the corpus as token ids, int32 [T]. For an exchange also return the length of its context.
 
-    Raises `TaskError` for an exchange of more than `most` tokens: if it were split, its answer would lose the context.
-    Longer texts are split later."""
+    An exchange is messages with an answer, and only the answer is trained on. Raises `TaskError` for an exchange of
+    more than `most` tokens, since a part of it would lack its context. Longer texts are split later."""
     if isinstance(document, str):
         return chat.document(document)
     prompt = chat.encode_prompt(document.messages)
     answer = [*chat.encode(document.answer).tolist(), chat.stop_token_ids[0]]
     if len(prompt) + len(answer) > most:
-        facts = f"it has {len(prompt) + len(answer)} tokens, and at most {most} fit: {document.user[-60:]!r}"
+        facts = f"it has {len(prompt) + len(answer)} tokens, the limit is {most}; it ends with {document.user[-60:]!r}"
         hint = "shorten it, or raise mid_training.document_tokens and batch_tokens, and model.context_tokens"
         raise TaskError("an exchange of the corpus is too long", facts, hint=hint)
     return Answered(np.concatenate([prompt, np.array(answer, np.int32)]), len(prompt))

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of an evaluation: which share of the engines it wants, and for how many seconds. `id` is random."""
+    """An evaluation's request to borrow a share (0 to 1) of a run's engines for some seconds. `id` is random."""
 
     id: str
     share: float
@@ -65,7 +65,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLeases:
-    """The conductor's side: lends engines of `processes` to one evaluation at a time."""
+    """Lends engines of a running run to one evaluation at a time: the conductor's part of a lease."""
 
     def __init__(self, run: RunFolder, processes: RunProcesses, telemetry: Telemetry) -> None:
         self._folder, self._processes, self._telemetry = run / FOLDER, processes, telemetry
@@ -74,7 +74,7 @@ class EngineLeases:
         self._seen = ""  # id of the last request that was answered
 
     async def watch(self) -> None:
-        """Lend engines and take them back, until cancelled. Then an active lease is marked as ended."""
+        """Answer requests for leases and end leases whose time is over, until cancelled. Then end an active lease."""
         self._folder.mkdir(exist_ok=True)
         try:
             while True:
@@ -174,7 +174,7 @@ class EngineLeases:
 
 
 class Lease:
-    """Engines of a run that this process has borrowed: their URLs by name, and the version that they keep."""
+    """The engines of a run that this process has borrowed: their URLs by name, and the version that they keep."""
 
     def __init__(self, engines: dict[str, str], version: Version, ended: Callable[[], str]) -> None:
         self.engines, self.version, self._ended = engines, version, ended
@@ -187,7 +187,8 @@ class Lease:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 hint = "give more --seconds or fewer --tasks, or evaluate the newest checkpoint, which needs no lease"
-                raise DeadlineExceeded("the run took its engines back", watch.result(), hint=hint)
+                what = "the run took its engines back before the evaluation ended"
+                raise DeadlineExceeded(what, watch.result(), hint=hint)
             return task.result()
         finally:
             for one in both:

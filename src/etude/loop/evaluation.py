@@ -75,8 +75,8 @@ async def evaluate(
 
     With `script` a scripted agent plays instead. Returns the solve rate and related numbers, and writes them as an
     `eval.result` event. Every rollout is written with its turns as text to the Parquet file `out`, which a repeated
-    evaluation replaces. A rollout with signs of cheating counts as not solved. `price` is what the rollouts cost.
-    `each` is called after every rollout."""
+    evaluation replaces. A rollout with signs of cheating counts as not solved. `price`: prices of tokens and machines,
+    from which the costs are computed. `each` is called after every rollout."""
     began = time.perf_counter()
 
     async def one(spec: RolloutSpec) -> Done:
@@ -93,10 +93,11 @@ async def evaluate(
 
 
 def run_price(config: RunConfig) -> Price:
-    """Return what the rollouts of a run's evaluations cost, by the table `evals.prices`; unknown without one.
+    """Return the prices of the rollouts of a run's evaluations, from the table `evals.prices`.
 
-    The tokens are those of the model "policy" in the table. If it has no such model, engines are paid by the hour: the
-    GPUs of the table's only kind. Raises `ConfigError` for an unreadable table."""
+    Without a table the price is unknown. Tokens cost what the table says for the model "policy". If it does not have
+    this model, the cost is that of the engines' GPUs by the hour; the table must have one kind of GPU. Raises
+    `ConfigError` for an unreadable table."""
     if config.evals.prices is None:
         return NO_PRICE
     prices = read_prices(config.evals.prices)
@@ -188,15 +189,15 @@ def _specs(
 
 
 def without_remote_engines(config: RunConfig) -> RunConfig:
-    """Return the config without remote engines, which follow the weights of a run and cannot serve a checkpoint."""
+    """Return the config without remote engines, since these load the weights of a run and cannot serve a checkpoint."""
     engines = config.fleet.engines or (EngineKind.REFERENCE,)
     return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, engines=engines, listen=""))
 
 
 class RunEngines(NamedTuple):
-    """The newest weights of a running run, evaluated on borrowed engines of this run.
+    """The newest weights of a running run, to be evaluated on some of its own engines, which the run lends.
 
-    `share`: the largest share of its engines. `seconds`: the longest time (`borrowed_engines`)."""
+    `share`: the largest share of its engines to borrow, 0 to 1. `seconds`: the longest time."""
 
     run: RunFolder
     share: float
@@ -206,8 +207,8 @@ class RunEngines(NamedTuple):
 class Evaluated(NamedTuple):
     """The result of `evaluate_model`.
 
-    `general`: the loss on each window of the general text; empty: not measured. `version`: of the weights; None: it is
-    unknown, or there is none."""
+    `general`: the loss on each window of the general text; empty: not measured. `version`: of the weights; None if it
+    is unknown, or if the model has no weights."""
 
     result: EvalResult
     general: list[WindowLoss]
@@ -234,9 +235,10 @@ async def evaluate_model(
 ) -> Evaluated:
     """Evaluate a model on tasks of the config's source, without a run and its learner.
 
-    There are `tries` rollouts per task. `general_text`: the text on which the loss of a checkpoint is measured; "": not
-    measured. The other arguments are those of `evaluate`. Raises `EngineError`, `CheckpointError` and `MachineError`,
-    and the errors of `borrowed_engines`."""
+    There are `tries` rollouts per task. `out`: the Parquet file for the rollouts. `price`: prices of tokens and
+    machines. `each` is called after every rollout. `general_text`: the text on which the loss of a checkpoint is
+    measured; "": not measured. Raises `EngineError`, `CheckpointError`, `MachineError`, and `RunRefused` for a run that
+    lends no engines."""
     version = checkpoint_version(model) if isinstance(model, Path) else None
     config = without_remote_engines(config)
     with ScratchDirectory("eval") as scratch:
@@ -303,7 +305,7 @@ def bits_per_byte(windows: Sequence[WindowLoss]) -> float | None:
 
 
 async def general_loss(processes: RunProcesses, chat: ChatFormat, text: str) -> list[WindowLoss]:
-    """Measure the loss of the run's weights on a text. Raises `EngineError`.
+    """Measure the loss of the engines' weights on a text. Raises `EngineError` if an engine fails.
 
     The text is split into windows as long as the engines' context. Losses in bits per byte can be compared between
     models with different tokenisers, but only roughly between models with different context lengths."""

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 ROLLOUTS = "rollouts"
 _PLAIN = {"lock", "rewards.lock", "logs", "trackers", "lease"}
-"""Parts of a run folder that are never read back: the locks, the logs of its processes, the files of trackers, and
-the files of leases of engines."""
+"""Parts of a run folder that a resumed run does not read: locks, logs of processes, files of trackers, and files of
+leases of engines. They have no checksums."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
 _WRITTEN_IN_PLACE = {"tokenizer": "corpus", "corpus": "corpus", "checkpoints/mid": "mid-training"}
 """Directories whose checksums are written last, and the phase after which they are complete."""
@@ -80,7 +80,7 @@ class Finding:
 
 @dataclass
 class FsckReport:
-    """The result of comparing the files of a run with their checksums, which checks fill in.
+    """The result of comparing the files of a run with their checksums. Each check adds to it.
 
     The run is undamaged if `problems` is empty. `notices` are files without a checksum and files of killed processes.
     `plain` names files that no program reads. `num_files` and `num_bytes` count what was verified."""
@@ -97,12 +97,11 @@ class FsckReport:
         self.num_bytes += path.stat().st_size
 
     def add(self, place: str, what: str, hint: str = "") -> None:
-        """Add a problem: the file at `place` is damaged as `what` says. Without `hint` it gets the hint of
-        `hint_for`."""
+        """Add a problem: the file at `place` is damaged; `what` says how. Default of `hint`: `hint_for(place)`."""
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:
-        """Add a notice: the file at `place` cannot be verified, but that is no problem."""
+        """Add a notice: the file at `place` cannot be verified, which does not make the run damaged."""
         self.notices.append(Finding(place, what, hint))
 
 
@@ -253,7 +252,7 @@ class _RunChecker:
             case ".html":
                 found = verify_page(path.read_bytes())
                 if found is False:
-                    raise ValueError("its digest is wrong")
+                    raise ValueError("its checksum does not match its content")
                 return bool(found)
         return None
 

@@ -1,8 +1,8 @@
 """Measures the reward terms of each group when all its rollouts have ended. Then the group is ready for a batch.
 
-All siblings are measured by the same version of a term. A value that is unknown, because a service is away, is
-measured again with back-off until the term's deadline (`retry_s`). Then the group goes without the term, or waits for
-it (`missing`). Nothing of a group is stored before all of it is measured.
+All siblings are measured by the same version of a term. A value that is unknown, because a service is unreachable, is
+measured again with back-off until the term's deadline (`retry_s`). Then the group is used without the term, or waits
+for it (setting `missing`). The terms of a group are stored together, when all are measured.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -29,13 +29,14 @@ from etude.rewards.config import Missing, TermConfig
 from etude.telemetry import Telemetry
 
 FIRST_S, MOST_S = 1.0, 60.0
-"""An unknown term is measured again after so many seconds: at first, and at most. The wait doubles each time."""
+"""Seconds after which an unknown term is measured again: the first wait and the longest. The wait doubles each time."""
 WAIT_S = 86_400.0
-"""A group waits so many seconds for an unknown term (`Missing.WAIT`); then the run ends with an error."""
+"""The longest time in seconds that a group waits for an unknown term (`Missing.WAIT`). Then the run ends with an
+error."""
 
 
 class GroupScorer:
-    """Measures the terms of groups in the graders, and stores them in the ledger."""
+    """Has grader processes measure the reward terms of groups, and stores the values in the ledger."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class GroupScorer:
         self._more.clear()
 
     def begin(self, step: int) -> None:
-        """Begin a lineage, whose first batch is that of `step`: score all groups that have ended again."""
+        """Begin again with the batch of `step`, after a start or a restart: every ended group is scored once more."""
         self.next_step = step
         self.scored.clear()
         self._begun.clear()
@@ -88,9 +89,9 @@ class GroupScorer:
         self._more.set()
 
     async def complete(self, group_ids: Sequence[str], step: int) -> None:
-        """Measure what scored groups lack of the terms of `step`, which will train on them.
+        """Measure the reward terms of `step` that scored groups do not have yet, before `step` trains on the groups.
 
-        They lack terms if the settings changed after they were scored. Raises `PluginError`."""
+        Terms are missing if the settings changed after a group was scored. Raises `PluginError` if a term fails."""
         self.settings.refresh()
         if (now := self.settings.changes) is not self._reported:
             self.telemetry.event("rewards.changed", step=step, from_steps=[one.from_step for one in now])
@@ -100,7 +101,9 @@ class GroupScorer:
         await asyncio.gather(*(self.measure(group_id, terms) for group_id in lacking))
 
     async def measure(self, group_id: str, terms: tuple[TermConfig, ...]) -> None:
-        """Measure what the rollouts of a group lack of these terms, and store it. Raises `PluginError`."""
+        """Measure those of these terms that the rollouts of a group do not have yet, and store them.
+
+        Raises `PluginError` if a term fails, and `DeadlineExceeded` if it stays unknown for too long."""
         try:
             if terms:
                 await self._measure(group_id, terms)
@@ -152,7 +155,7 @@ class GroupScorer:
             raise DeadlineExceeded(
                 f"reward term {name!r} of group {group_id} is unknown",
                 f"waited {waited_s:.0f} s: {retried[name].evidence}",
-                hint=f"mend it and resume; or go without it: etude rewards set RUN {name}.missing=without",
+                hint=f"repair the term and resume; or train without it: etude rewards set RUN {name}.missing=without",
             )
         return [one for one in waits if _patient(one) or waited_s < one.retry_s]
 

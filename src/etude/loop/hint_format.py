@@ -1,4 +1,4 @@
-"""Makes the `HintFormat` of a run from its chat format and the context of its engines. Imports no torch."""
+"""Derives from a run's chat format how hints are inserted into contexts as tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALLED: Message = {"role": "assistant", "content": "0", "tool_calls": [_CALL]}
 
 
 def hint_format(run: RunFolder, config: RunConfig) -> HintFormat:
-    """Return the format of hints in a run. Raises `ChatError` when the run's chat format cannot be loaded."""
+    """Return how a run writes hints as tokens. Raises `ChatError` when the run's chat format cannot be loaded."""
     chat = ChatFormat.load(run / "tokenizer")
     return HintFormat(chat.encode, message_ends(chat), config.engine.context_tokens)
 

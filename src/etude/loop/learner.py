@@ -70,8 +70,8 @@ def make_learner(
     """Create the learner of a config, or one rank of it (`group`).
 
     `channel`: where it publishes weights; None: nowhere. `reference`: the reference policy of the KL term and of the
-    DPO loss; None: without both. With `refuse_mismatch` it raises when its probabilities differ from the engines'
-    beyond the parity budget, if the config stops a run in that case."""
+    DPO loss; None: neither is used. `refuse_mismatch`: False ignores the setting that stops a run when the
+    probabilities of learner and engines differ beyond the parity budget."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -129,19 +129,19 @@ class LearnerProcess:
 
     @property
     def learner(self) -> TorchLearner:
-        """The torch learner. Raises `RuntimeError` before `begin`."""
+        """The learner that `begin` created. Raises `RuntimeError` before that."""
         if self._learner is None:
-            raise RuntimeError("begin comes first")
+            raise RuntimeError("the learner has no weights yet: call begin first")
         return self._learner
 
     @functools.cached_property
     def reference(self) -> Reference:
-        """The reference policy, loaded when first used."""
+        """The reference policy of the KL term and of the DPO loss, loaded when first used."""
         return reference_policy(self.run, self.config, self.group or SINGLE_PROCESS)
 
     @functools.cached_property
     def hint_format(self) -> HintFormat:
-        """The format of hints in this run."""
+        """How this run writes hints as tokens."""
         return hint_format(self.run, self.config)
 
     def begin(self, checkpoint: str) -> int:
@@ -169,13 +169,12 @@ class LearnerProcess:
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """Return how the next step is computed: (facts of `computed_by`, learner settings that differ from the
-        config)."""
+        """Return (facts of software and hardware as in `computed_by`, learner settings that differ from the config)."""
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
         return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def record(self, plan: BatchPlan) -> BatchRef:
-        """Read the rollouts of a planned step, make its batch, and write the batch as the step's trace.
+        """Make the batch of a planned step from the stored rollouts, and write it to the step's trace file.
 
         A step can be replayed from its trace. Call `forward_backward` next."""
         by, settings = self.computed()
@@ -195,9 +194,10 @@ class LearnerProcess:
         return ref
 
     def forward_backward(self, step: int, digest: str) -> StepReport:
-        """Accumulate the gradient on the recorded batch of `step`. `digest` is the digest of the batch, to check it.
+        """Accumulate the gradient on the recorded batch of `step`, and return the step's metrics.
 
-        The rank that recorded the batch has it in memory; the others read the trace."""
+        The rank that recorded the batch has it in memory; the others read it from the trace and compare it with
+        `digest`. Raises `LedgerError` or `StoreError` (`RankLost` with several ranks) if that fails."""
         held, batch = self._batch
         self._batch = "", None
         if batch is None or held != digest:
@@ -210,8 +210,9 @@ class LearnerProcess:
         try:
             recorded = read_trace(trace_path(traces_folder(self.run), step))
             if recorded.digest != digest:
-                facts = f"its digest is {recorded.digest[:12]}, expected was {digest[:12]}"
-                raise LedgerError(f"the trace of step {step} has another batch", facts, hint=TRACES_HINT)
+                facts = f"its digest is {recorded.digest[:12]}, expected {digest[:12]}"
+                what = f"the trace of step {step} has another batch than was recorded"
+                raise LedgerError(what, facts, hint=TRACES_HINT)
         except (LedgerError, StoreError) as error:
             if self.group is None:
                 raise
@@ -230,7 +231,9 @@ class LearnerProcess:
         self.learner.offer(rollout_ids)
 
     def published(self) -> Published:
-        """Wait until the weights offered last are published, and return their version. Runs in its own thread."""
+        """Wait until the weights given to the last `offer` are published, and return their version.
+
+        Runs in its own thread, so training may continue meanwhile."""
         channel, offered_at = self._channel, self._offered_at
         published = self.learner.published()
         wall_s = round(time.perf_counter() - offered_at, 4)
@@ -247,13 +250,13 @@ class LearnerProcess:
         return self._learner is not None and not self._learner.is_publishing
 
     def finish_publish(self) -> None:
-        """Wait for the end of this rank's part of the last publish. Its failure is reported by rank 0, not here."""
+        """Wait until this rank has done its part of the last publish. If that failed, rank 0 raises the error."""
         with contextlib.suppress(EtudeError):
             if self.learner.is_publishing:
                 self.learner.published()
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Compute the log-probabilities of a text under the learner's weights: len(token_ids) - 1 numbers."""
+        """Return the log-probability of each token of a text but the first, under the learner's weights."""
         return self.learner.probe(token_ids)
 
     def parity(self) -> str:
@@ -261,16 +264,16 @@ class LearnerProcess:
         return self.learner.parity
 
     def defend(self, defence: str) -> None:
-        """Set what the learner does, from the next step on, about probabilities that differ from the engines'.
+        """Set how the learner corrects, from the next step on, for probabilities that differ from the engines'.
 
-        `defence` is a value of `parity.Defence`."""
+        `defence` is a value of the enumeration `parity.Defence`."""
         self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
 
     def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
-        """Compute the log-ratio of policy and starting checkpoint for each rollout: Σ log π − log π_ref over its
-        sampled tokens.
+        """Compute for each rollout, by id, the log-ratio of policy and starting checkpoint.
 
-        The result is by rollout id. Rollouts are read in pieces of `K1_TOKENS` tokens."""
+        It is Σ log π − log π_ref over the rollout's sampled tokens. Rollouts are read in pieces of `K1_TOKENS`
+        tokens."""
         files, found = rollout_files(self.run), dict[str, float]()
         for some in group_by_budget([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
             read = map(files.read, rollouts[some])
@@ -279,7 +282,7 @@ class LearnerProcess:
         return found
 
     def save(self, path: str) -> None:
-        """Save a checkpoint with weights and optimiser state."""
+        """Save a checkpoint with weights and optimiser state to the directory `path`."""
         self.learner.save(path)
 
 

@@ -112,7 +112,7 @@ def preflight(
 def check_ranks_at(address: str) -> None:
     """Check that this machine can listen at an address to which learner ranks on other machines connect.
 
-    Raises `ConfigError`."""
+    Raises `ConfigError` if it cannot."""
     try:
         bind(address, 0).close()
     except ConfigError as error:
@@ -123,14 +123,15 @@ def check_ranks_at(address: str) -> None:
 def validate_tasks(config: RunConfig) -> None:
     """Validate the first tasks on machines created here: the reference solution must score 1, the untouched state 0.
 
-    Raises `TaskError`, `MachineError`."""
+    Raises `TaskError` for a task that is not valid, and `MachineError` if machines cannot be created."""
     asyncio.run(_validate(check_tasks(config, used_splits(config)), config))
 
 
 def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     """Check that a config's vLLM or SGLang engines are installed in a tested version and can run this model.
 
-    With `adopted` the model was checked before. Raises `EngineError`, `ConfigError`."""
+    With `adopted` the model was checked before. Raises `EngineError` for a missing or untested installation, and
+    `ConfigError` for a model that these engines cannot serve."""
     kinds = sorted({*config.fleet.engines} - {EngineKind.REFERENCE})
     for kind in kinds:
         check_foreign_device(config, kind)
@@ -146,7 +147,9 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
 
 
 def check_machines(config: RunConfig) -> None:
-    """Check that machines with the limits of this config can be created here. Raises `MachineError`, `InputError`."""
+    """Check that machines with the limits of this config can be created here.
+
+    Raises `MachineError` or `InputError` if they cannot."""
 
     async def opened() -> None:
         await runtime_from_config(config.machines).close()
@@ -172,7 +175,7 @@ async def build_images(config: RunConfig, log: Callable[[str], None]) -> None:
 def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
     """Open the config's task source, check that each of these splits has a task, and return the source.
 
-    Raises `ConfigError`, `TaskError`."""
+    Raises `TaskError` for a split without tasks or a damaged source, and `ConfigError` for invalid settings."""
     source = open_tasks(config, canaries=False)
     for split in splits:
         if source.size(split) == 0:
@@ -212,7 +215,7 @@ def check_ledger(run: RunFolder) -> None:
     except NoLedger as error:
         raise RunError(
             f"{run.path} has published weights and no {_name(run)}",
-            f"so it is unknown which rollouts they were trained on; {error.what}: {error.facts}",
+            f"without it nothing says which rollouts these weights were trained on; {error.what}: {error.facts}",
             hint=f"restore it; or start a new run from a checkpoint: --set start={run.path}/checkpoints/mid",
         ) from None
     try:
@@ -236,10 +239,10 @@ def check_start(
 ) -> ModelConfig:
     """Check a Hugging Face directory as a run's starting checkpoint, and return its model config.
 
-    It checks that etude supports the architecture; that every weight exists, by the headers of the files; that the
-    layer sizes fit the quantisation and the degree of `numerics` and are larger than `lora_rank`; that the model has
-    `context_tokens` positions; and that there is a tokeniser with a chat format. `log` is called with a line on layers
-    that are left out. Raises `CheckpointError` or `ConfigError`."""
+    It checks that etude supports the architecture; that every weight exists (from the headers of the files); that the
+    layer sizes fit `numerics` (format of quantisation, tensor-parallel degree) and are larger than `lora_rank`; that
+    the model has `context_tokens` positions; and that there is a tokeniser with a chat format. `log` is called with a
+    line on layers that are left out. Raises `CheckpointError` or `ConfigError`."""
     numerics = numerics or NumericsConfig()
     model = start_model_config(checkpoint)
     check_weights(checkpoint, model)
@@ -271,7 +274,7 @@ def log_unused_model_settings(
 
 
 def check_experts(model: ModelConfig, expert_parallel: int) -> None:
-    """Check that a model's experts can be divided evenly among this many ranks. Raises `ConfigError`."""
+    """Check that a model's experts can be divided evenly among `expert_parallel` ranks. Raises `ConfigError` if not."""
     if model.num_experts % expert_parallel or (expert_parallel > 1 and not model.num_experts):
         raise ConfigError(
             f"learner.expert_parallel = {expert_parallel} is not possible",
@@ -313,7 +316,7 @@ WIDE_ROUTES = 255  # with more experts a route takes two bytes
 
 @dataclass(frozen=True)
 class StepSize:
-    """The size of the largest possible training step: `rollouts`, their `tokens`, and the bytes of the batch.
+    """The size of the largest possible training step: numbers of rollouts and tokens, and bytes of the batch.
 
     In such a step each rollout fills the context, and as many groups as allowed are tried to find some with signal."""
 
@@ -340,7 +343,7 @@ def check_step(
     disk_bytes: int | None = None,
     max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> None:
-    """Compare a config's largest step with this machine. Raises `ConfigError` when its plan exceeds one RPC message.
+    """Check that a config's largest step fits this machine. Raises `ConfigError` if its plan exceeds an RPC message.
 
     `log` is called with a warning when the step does not fit into `memory_bytes`, or the rollouts kept at once do not
     fit into `disk_bytes` (None: this machine's memory; the free disk of the working directory). This is not an error,
@@ -350,7 +353,7 @@ def check_step(
     shown += f"harness.context_tokens = {config.harness.context_tokens}"
     if size.rollouts * PLANNED_BYTES > max_frame_bytes:
         raise ConfigError(
-            f"a step takes up to {config.experience.window.max_groups} groups of {config.experience.group_size}: "
+            f"a step may have {config.experience.window.max_groups} groups of {config.experience.group_size}: "
             f"{size.rollouts} rollouts",
             f"their plan takes about {size.rollouts * PLANNED_BYTES} bytes, without tokens; the limit of a message is "
             f"{max_frame_bytes}",

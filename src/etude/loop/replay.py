@@ -96,8 +96,8 @@ def replay_step(
 
     `start` is the checkpoint to begin from; None: the nearest before the step. `on_step` is called after each step with
     its result and the total number of steps. `history` is the run's history, if it was read already. Raises
-    `InputError` for a step that does not exist, `LedgerError` for a damaged or missing record, `CheckpointError`,
-    `WeightsError`, `RunError`."""
+    `InputError` for a step that does not exist, `LedgerError` for a damaged or missing record, `RunError` for a deleted
+    one, and `CheckpointError` or `WeightsError` for a checkpoint or version that cannot be used."""
     check_config_unchanged(run)
     config, history = read_config(run), history or History.read(run)
     history.require(step)
@@ -154,7 +154,7 @@ def _load_start(learner: TorchLearner, history: History, step: int, start: Path)
     if published is not None and published.digest != found:
         raise CheckpointError(
             f"{start} does not have the weights that step {learner.step} published",
-            f"their digest is {found[:12]}, published was {published.digest[:12]}",
+            f"their digest is {found[:12]}, the published one is {published.digest[:12]}",
             hint=others,
         )
     learner.version = published or Version(learner.step, "0" * 8, found)  # used to recognise fresh samples

@@ -1,8 +1,9 @@
-"""The reward settings of a run by step: those of its config, then the changes that were recorded for later steps.
+"""Reads and changes the reward settings of a run, which may differ between steps.
 
-A change has all reward terms as they are from a step on. It is recorded in rewards.json by `etude rewards set`, also
-while the run is running, or when a run is resumed with other `[rewards]` settings. Steps before keep theirs, so a
-recorded step can be composed and replayed again. The format is in `docs/formats/run.md`."""
+The first settings are those of the config. A change has all reward terms as they are from a step on. It is recorded in
+rewards.json by `etude rewards set`, also while the run is running, or when a run is resumed with other `[rewards]`
+settings. Earlier steps keep their settings, so a recorded step can be computed again. The format is in
+`docs/formats/run.md`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ TUNED = "reward_weights"  # in the ledger: version step → term → `Tuned`
 
 @dataclass(frozen=True)
 class RewardChange:
-    """The reward settings of a run from a step on, and when they were recorded (ISO 8601, UTC)."""
+    """The reward settings of a run from step `from_step` on. `since`: when they were recorded (ISO 8601, UTC)."""
 
     from_step: int
     rewards: RewardsConfig
@@ -53,7 +54,9 @@ class RewardSettings:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read rewards.json again if it was replaced, and return whether it was. Raises `RunError`."""
+        """Read rewards.json again if it was replaced, and return whether it was.
+
+        Raises `RunError` for a damaged file."""
         try:
             found = os.stat(self._run / FILE)
             seen = found.st_ino, found.st_mtime_ns
@@ -65,11 +68,13 @@ class RewardSettings:
         return True
 
     def at(self, step: int) -> RewardsConfig:
-        """Return the settings of version step `step`: of several changes before it, those that were recorded last."""
+        """Return the settings of version step `step`: the change recorded last whose `from_step` is at most `step`."""
         return next(one.rewards for one in reversed(self.changes) if one.from_step <= step)
 
     def measured(self, step: int) -> tuple[TermConfig, ...]:
-        """Return the terms to measure for a group that `step` or a later step will train on, as they are set last."""
+        """Return the terms to measure for a group that `step` or a later step will train on.
+
+        They are the terms of `step` and of all later changes. A term in several of them is as in the last one."""
         first = next(i for i in range(len(self.changes) - 1, -1, -1) if self.changes[i].from_step <= step)
         return tuple({term.name: term for one in self.changes[first:] for term in one.rewards.terms}.values())
 
@@ -81,13 +86,13 @@ class RewardSettings:
         return replace(self._config.composition, weights=weights, when=rewards.gates, hints=hints)
 
     def recall(self, ledger: Ledger, step: int) -> None:
-        """Set `tuned` to what the ledger has for version step `step`."""
+        """Load the state of self-tuned weights for version step `step` from the ledger into `tuned`."""
         self.tuned = _tuned(ledger, step)
 
     def remember(self, ledger: Ledger, plan: BatchPlan) -> dict[str, Tuned]:
-        """Compute and store the state of self-tuned weights after the step of a plan, and return it.
+        """Compute the state of self-tuned weights after the step of a plan, store it in the ledger, and return it.
 
-        Call it in a transaction. States of steps that no restart can go back to are dropped."""
+        Call it in a transaction of the ledger. It deletes the states of steps that no restart can go back to."""
         solved = [
             member.summary.num_sampled
             for member in plan.members
@@ -131,12 +136,15 @@ def read_changes(run: RunFolder) -> list[RewardChange]:
 
 @contextlib.contextmanager
 def changing(run: RunFolder) -> Iterator[None]:
-    """Lock the reward settings of a run for a block that reads them and records a change: what another process records
-    meanwhile would be lost. Raises `RunRefused`."""
+    """Lock the reward settings of a run for a `with` block that reads and changes them.
+
+    Without the lock a change that another process makes meanwhile would be lost. Raises `RunRefused` if another process
+    has the lock."""
     fd, holder = take_lock(run / LOCK)
     if fd is None:
-        facts = f"process {holder} records other settings"
-        raise RunRefused(f"the rewards of {run.path} are being changed", facts, hint="give the command again")
+        facts = f"process {holder} holds their lock"
+        hint = "wait until that process has ended, then give the command again"
+        raise RunRefused(f"the reward settings of {run.path} are being changed", facts, hint=hint)
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Runs admitted rollouts, has them graded, and stores the results in the ledger.
 
-Rollouts start in order of admission, as many at a time as the engines can decode. None starts before the version of the
-weights that it requires is published, which may be several steps away after a restart from a checkpoint. A group of one
-of the next steps requires at most the version that this step needs, even if it was admitted with a later one.
+Rollouts start in order of admission, as many at a time as the engines can decode. A rollout starts when the weights
+that it requires are published. After a restart from a checkpoint this may take several steps. A group then requires at
+most the version that the step training on it needs, even if the group was admitted with a later one.
 
 A rollout whose worker dies is requeued. A grade whose grader dies is repeated. After `max_attempts` the rollout is
 invalid. A rollout that no engine could serve because all had older weights is requeued without a limit, since it has
@@ -87,10 +87,11 @@ def siblings(
 
 
 async def grade_rollout(processes: RunProcesses, rollout: RolloutResult) -> Outcome:
-    """Have a grader process grade a finished rollout, and return the outcome with the terms that the host measures.
+    """Have a grader process grade a finished rollout, and return the outcome.
 
-    A grade is repeated when its grader dies. The outcome is invalid when graders cannot read the rollout's file or too
-    many graders die."""
+    The outcome also has the terms that need no grader: whether the agent submitted, and the number of signs of
+    cheating. A grade is repeated when its grader dies. The outcome is invalid when graders cannot read the rollout's
+    file or too many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None
@@ -125,7 +126,7 @@ async def run_once(processes: RunProcesses, spec: RolloutSpec) -> tuple[RolloutR
 
 
 async def grade_and_drop(processes: RunProcesses, rollout: RolloutResult) -> Outcome:
-    """Have a rollout graded, delete its file, and return the outcome."""
+    """Have a grader process grade a rollout, delete the rollout's file, and return the outcome."""
     try:
         return await grade_rollout(processes, rollout)
     finally:
@@ -133,9 +134,10 @@ async def grade_and_drop(processes: RunProcesses, rollout: RolloutResult) -> Out
 
 
 def with_host_terms(rollout: RolloutResult, outcome: Outcome, *, signs_checked: bool) -> Outcome:
-    """Return an outcome with the reward terms that the host measures. Invalid outcomes have no terms.
+    """Return an outcome with the reward terms that are computed from the rollout without a grader.
 
-    They are whether the agent submitted and, if `signs_checked`, the number of signs of cheating."""
+    They are whether the agent submitted and, if `signs_checked`, the number of signs of cheating. An invalid outcome is
+    returned unchanged."""
     if isinstance(outcome, Invalid):
         return outcome
     terms = [submitted(rollout.summary)]

@@ -43,9 +43,9 @@ from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
-"""Deadline of one grade in seconds. Longer than a grade may take (`MachineGrader`), so that slow work still gets a
-verdict. Time in the queue does not count, since graders report the end of each grade. A grader that hangs is found by
-the supervisor."""
+"""Deadline of one grade in seconds. It is longer than a grade may take (`MachineGrader`), so that slow programs are
+still graded. Time in the queue does not count, since graders report the end of each grade. The supervisor finds graders
+that hang."""
 SCRIPT_S = 600.0
 """Seconds to create and remove the machine of a scripted rollout, in addition to its commands: its image may be
 large."""
@@ -76,7 +76,8 @@ class Pool:
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
         """Call a method on one of the processes and return its result, decoded as type `kind`.
 
-        Raises what `Caller.call` raises, and `DeadlineExceeded` when no process is up in time."""
+        Raises `ProcessLost` when the process dies, the error of the method, and `DeadlineExceeded` when no process is
+        up within `deadline_s` seconds or the call takes longer."""
         caller = await self.pick(deadline_s=deadline_s)
         self._load[caller.name] += 1
         try:
@@ -85,7 +86,9 @@ class Pool:
             self._load[caller.name] -= 1
 
     async def pick(self, *, deadline_s: float) -> Caller:
-        """Wait for a process that is up and return the one with the fewest calls. Raises `DeadlineExceeded`."""
+        """Wait until a process is up, and return the one with the fewest calls in flight.
+
+        Raises `DeadlineExceeded` when none is up within `deadline_s` seconds."""
         if (found := self._least()) is not None:
             return found  # without a timer: this runs twice per rollout
         try:
@@ -96,7 +99,9 @@ class Pool:
                 return found
         except TimeoutError:
             raise DeadlineExceeded(
-                f"no {self.role} is up", f"waited {deadline_s:g} s", hint=f"see logs/{self.role}-0.log"
+                f"no {self.role} process is up",
+                f"waited {deadline_s:g} s",
+                hint=f"see the run's logs/{self.role}-0.log",
             ) from None
 
     def _least(self) -> Caller | None:
@@ -122,24 +127,27 @@ class RunProcesses:
 
     @functools.cached_property
     def files(self) -> RolloutFiles:
-        """The files of finished rollouts, which workers write."""
+        """The files of finished rollouts, which workers write and the conductor and graders read."""
         return rollout_files(self.run)
 
     @property
     def engines(self) -> dict[str, HttpEngine]:
-        """Clients of training's engines by name: the run's own that are not lent, and remote ones that are ready."""
+        """Clients of the engines that serve training, by name.
+
+        They are the run's own engines, except those that are lent to an evaluation, and remote engines that are
+        ready."""
         return self.lendable | (self.registrar.serving() if self.registrar else {})
 
     @property
     def lendable(self) -> dict[str, HttpEngine]:
-        """Clients of the run's own engines that run and are not lent, by name."""
+        """Clients of the run's own engines that run and are not lent to an evaluation, by name."""
         return {name: engine for name, engine in self._own.items() if name not in self._lent}
 
     async def lend(self, names: Collection[str]) -> dict[str, HttpEngine]:
-        """Set which of the run's engines are lent, and return clients of those that run, by name.
+        """Set which of the run's engines are lent to an evaluation, and return clients of those that run, by name.
 
-        Lent engines get no new sessions, are not probed, and do not count in `max_running`. Engines that are not in
-        `names` are training's again."""
+        Lent engines get no new sessions of training, are not probed, and do not count in `max_running`. Engines that
+        are not in `names` serve training again."""
         if self._lent != frozenset(names):
             self._lent = frozenset(names)
             self._update_limit()
@@ -154,7 +162,7 @@ class RunProcesses:
 
     @property
     def remote(self) -> Collection[str]:
-        """Names of the remote engines."""
+        """Names of the engines on other machines that have joined the run."""
         return self.registrar.engines if self.registrar else ()
 
     def set_head(self, version: Version) -> None:
@@ -213,8 +221,8 @@ class RunProcesses:
         """Have a worker run a rollout and store it in a file.
 
         With `kept` the ledger (database of rollouts) refers to it. Otherwise the result has its turns as text, and the
-        caller must delete the file (`files.drop`). Worker and engines watch the rollout's progress and end it long
-        before the deadline of this call, which allows every turn the longest wait for an engine and for each token."""
+        caller must delete the file (`files.drop`). Worker and engines end a rollout that makes no progress long before
+        the deadline of this call. Raises `ProcessLost` when the worker dies."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
@@ -230,7 +238,9 @@ class RunProcesses:
         return reply.with_task(spec.task)
 
     async def grade(self, rollout: RolloutResult) -> Outcome:
-        """Have a grader process grade a finished rollout."""
+        """Have a grader process grade a finished rollout, and return the outcome.
+
+        Raises `ProcessLost` when the grader dies."""
         graded: Outcome = await self.graders.call(
             "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
         )
@@ -239,10 +249,11 @@ class RunProcesses:
     async def measure(
         self, terms: Sequence[TermConfig], summaries: Sequence[RolloutSummary], graded: Sequence[Graded]
     ) -> list[list[Measured]]:
-        """Have a grader process measure what the graded rollouts of a group lack of these reward terms.
+        """Have a grader process measure those of these reward terms that the rollouts of a group do not have yet.
 
-        Returns the new values of each rollout. It is repeated when the grader dies. Raises `PluginError`, `LedgerError`
-        for a rollout that cannot be read, and `EtudeError` when too many graders died."""
+        Returns the new values of each rollout. If the grader dies, another one repeats the work. Raises `PluginError`
+        for a term that fails, `LedgerError` for a rollout that cannot be read, and `EtudeError` when too many graders
+        died."""
         attempts, error = self.config.experience.max_attempts, ""
         for _ in range(attempts):
             try:

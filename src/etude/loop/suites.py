@@ -1,6 +1,6 @@
-"""Plays the suites of `etude.evals.suites` with a config: its tasks, its limits, and the models to compare.
+"""Prepares suites (`etude.evals.suites`) for evaluation: the models to compare, the config of each, and the tasks.
 
-A suite whose tasks a model was trained on is refused, by the digest of each task and by its problem."""
+A suite is refused if the model was trained on one of its tasks; these are recognised by digest and by problem."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from etude.seams import TaskSource
 from etude.tasks.corpus import unused_library
 
 URL_CONTEXT = 1 << 20
-"""The context of models at a URL, in bytes: their server says when a conversation is too long. Scripted agents
-have the same."""
+"""The context of models at a URL and of scripted agents, in bytes. The server of a model at a URL refuses a
+conversation that is too long for it."""
 URL_TURN_TOKENS = 4096
 GENERAL_CHARS = 16_384
 """Length in characters of the default general text, on which the loss of a checkpoint is measured."""
@@ -40,8 +40,8 @@ MOST_COMPARED = 20_000
 class Subject:
     """What to evaluate: a checkpoint directory, a model at a URL, a scripted agent, or the weights on a run's engines.
 
-    `label`: its name in results. `run`: the run that trained it; None: unknown. `prompted`: whether it gets the suite's
-    prompt."""
+    `label`: the model's name in results. `run`: the run that trained it; None: unknown. `prompted`: whether it gets the
+    suite's prompt."""
 
     label: str
     model: Model
@@ -50,11 +50,11 @@ class Subject:
 
 
 def subjects_of(model: Path, *, label: str, beside: bool, prompt: str) -> list[Subject]:
-    """Return the model to evaluate, and with `beside` also the untrained one: once plain, and once with `prompt`.
+    """Return the model to evaluate, and with `beside` also the untrained model: once without and once with `prompt`.
 
-    `model` is a checkpoint directory or a run, whose newest checkpoint is meant. The untrained model is the run's
-    starting checkpoint. `label`: for the results; "": made from the path. Raises `SuiteRefused` if `beside` is wanted
-    of a checkpoint that is in no run."""
+    `model` is a checkpoint directory, or a run, of which the newest checkpoint is used. The untrained model is the
+    run's starting checkpoint. `label`: the name in results; "": made from the path. Raises `SuiteRefused` with `beside`
+    for a checkpoint that is in no run."""
     run = run_of(model)
     is_run = run is not None and run.path.resolve() == model.resolve()
     checkpoint = newest_checkpoint(run) if run is not None and is_run else model
@@ -64,8 +64,8 @@ def subjects_of(model: Path, *, label: str, beside: bool, prompt: str) -> list[S
         return found
     if run is None:
         raise SuiteRefused(
-            f"{model} has no untrained model beside it",
-            "it is in no run folder",
+            f"the untrained model of {model} is unknown",
+            "this checkpoint is in no run folder",
             hint="give a run, or leave out --beside",
         )
     untrained = run / "checkpoints" / "mid"
@@ -76,7 +76,7 @@ def subjects_of(model: Path, *, label: str, beside: bool, prompt: str) -> list[S
 
 
 def run_of(model: Path) -> RunFolder | None:
-    """Return the run of a path: the path itself, or the run whose checkpoint it is; None if there is none."""
+    """Return the run at a path, or the run whose checkpoint is at this path; None if there is none."""
     for place in (model, model.resolve().parent.parent):
         if (place / "run.json").is_file():
             return RunFolder.open(place)
@@ -86,8 +86,9 @@ def run_of(model: Path) -> RunFolder | None:
 def config_for(suite: Suite, given: Mapping[str, Any], subject: Subject, *, source: str = "") -> RunConfig:
     """Return the config with which a suite is played on a model.
 
-    `given` are the settings of the run or of a config file. The suite replaces tasks and limits, and `source`, if
-    given, the suite's task source. Raises `ConfigError`, also for engines of a run that differ from the run's."""
+    `given` are the settings of the run or of a config file. The suite's tasks and limits replace them. `source`: a task
+    source to use in place of the suite's; "": none. Raises `ConfigError` for settings that do not fit together, or that
+    differ from those of the run whose engines are borrowed."""
     plain = {**given}
     harness = {**plain.get("harness", {}), **suite.harness}
     if suite.tasks:
@@ -119,16 +120,19 @@ def _check_borrowed(config: RunConfig, run: RunConfig) -> None:
     here, there = ([[*map(str, one.fleet.engines)], one.engine.context_tokens] for one in (config, run))
     if here != there:
         facts = "fleet.engines and engine.context_tokens are {} and {}, the run's {} and {}".format(*here, *there)
-        raise ConfigError("the settings are not those of the run's engines", facts, hint="leave out --config")
+        what = "the config does not describe the engines of the run"
+        raise ConfigError(what, facts, hint="leave out --config, to use the run's own settings")
 
 
 def suite_tasks(suite: Suite, config: RunConfig) -> list[Task]:
-    """Return the tasks of a suite. Raises `SuiteRefused` if there are none, and `TaskError`."""
+    """Return the tasks of a suite. Raises `SuiteRefused` if there are none, `TaskError` if the source is damaged."""
     tasks = tasks_of(open_tasks(config, canaries=False), suite.splits, suite.num_tasks)
     if not tasks:
         splits = " and ".join(suite.splits)
         raise SuiteRefused(
-            f"suite {suite.name} has no task", f"{config.tasks.source} has none in {splits}", hint="change its splits"
+            f"suite {suite.name} has no task",
+            f"{config.tasks.source} has none in {splits}",
+            hint="set other splits in the suite, or give another task source",
         )
     return tasks
 
@@ -136,9 +140,9 @@ def suite_tasks(suite: Suite, config: RunConfig) -> list[Task]:
 def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> None:
     """Check that a run has not trained on tasks of a suite. Raises `SuiteRefused` with their number and one of them.
 
-    Compared are the digests of the tasks, and their problems, with those of the training tasks: all of a source that
-    ends, else those that RL has admitted. Tasks of the training split of the run's own source count as trained on in
-    any case, since mid-training may show them."""
+    It compares digests and problems of the suite's tasks with those of the run's training tasks. These are all training
+    tasks of a source with a fixed number of tasks; of an endless source, those that RL has admitted. All tasks of the
+    training split of the run's own source count as trained on, since mid-training may use them."""
     config = read_config(run)
     own = open_tasks(config, canaries=False)
     size = own.size(Split.TRAIN)
@@ -155,7 +159,7 @@ def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> None:
         first = found[0]
         raise SuiteRefused(
             f"suite {suite.name} has {len(found)} of {len(tasks)} tasks that {run.path.name} was trained on",
-            f"such as {first.split} task {first.index} ({first.task_id})",
+            f"one of them is {first.split} task {first.index} ({first.task_id})",
             hint="evaluate on splits that are never trained on: heldout, validation or transfer",
         )
 
@@ -193,6 +197,6 @@ def general_text(suite: Suite) -> str:
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
-    """Return the settings of a run as nested dicts."""
+    """Return the settings in a run's config.toml as nested dicts. Raises `RunError` if it cannot be read."""
     plain: dict[str, Any] = to_plain(read_config(run))
     return plain

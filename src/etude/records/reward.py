@@ -21,7 +21,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one measurement of a rollout. `value` is None when it is unknown, which is neither 0 nor a failure.
 
     `evidence`: the reason for the value, or why it is unknown, in one line. `retry`: whether an unknown value may be
-    known if it is measured again later, as when a service is away. `turns`: parts of the value that single turns of
+    known later, for example when a service is unreachable now. `turns`: parts of the value that single turns of
     the rollout caused, as (index in `Trace.turns`, part); credit by turn gives each part to its turn. `hints`: texts
     that would have helped the policy in faulty turns, as (index in `Trace.turns`, text); at most one for each turn."""
 
@@ -33,7 +33,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """One raw part of a reward: a measured value, with the name and version of the reward term that measured it.
+    """One stored component of a reward: a measured value, with the name and version of the term that measured it.
 
     `value` is None when it is unknown. `version`: the version of the code that measured it; another version may give
     another value. `evidence`: the reason for the value, in one line. `turns`: the parts of the value that single turns
@@ -51,8 +51,9 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 class Hint(msgspec.Struct, frozen=True):
     """A hint for one turn of a rollout.
 
-    `turn`: index in `Trace.turns`. `weight`: factor of the credit of the turn's sampled tokens, which is the change of
-    their log-probabilities when `text` is in their context (`training.hints`)."""
+    `turn`: index in `Trace.turns`. `text`: what would have helped the policy in it. To the advantage of each
+    sampled token of the turn is added `weight` times the change of its log-probability when `text` is in its context
+    (`training.hints`)."""
 
     turn: int
     text: str
@@ -71,9 +72,9 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
 
     `value`: the input of the credit scheme, which computes advantages. `raw`: the reward before the KL penalty.
     `reason`: in one line, what removed the reward, if anything did, then the grader's reason. `gates`: names of the
-    terms that removed the reward (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group,
-    because a sibling rollout has no comparable value. `turns`: parts of the value that single turns caused, as (index
-    in `Trace.turns`, part), ascending."""
+    terms that set the reward to 0 (`SUBMITTED`, `SIGNS`). `missing`: terms that were left out for the whole group,
+    because the value of a rollout of the group is unknown or of another version. `turns`: parts of the value that
+    single turns caused, as (index in `Trace.turns`, part), ascending."""
 
     value: float
     raw: float

@@ -23,7 +23,8 @@ class PlacedHint(msgspec.Struct, frozen=True, kw_only=True):
     """A hint for one turn of a path, as the tokens to insert into the context of the turn.
 
     `token_ids`: [H] int32, to insert before position `at` of the path. `stop`: position after the turn's last token.
-    The tokens with loss in `at:stop` get the credit. `weight`: factor of the credit, as in `Hint`."""
+    `weight`: to the advantages of the tokens with loss in `at:stop` is added `weight` times the change of their
+    log-probability that the hint makes."""
 
     at: int
     stop: int
@@ -34,7 +35,7 @@ class PlacedHint(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training sample: a path of tokens, with an advantage for each of its S tokens with loss (`path.mask`).
 
-    - `advantages`: [S] float32, without the credit of `hints`: the learner computes it from its live weights.
+    - `advantages`: [S] float32. The learner adds the part that comes from `hints`, with its current weights.
     - `temperatures`: [S] float32, sampling temperature of each token with loss; None: that of the run for all.
 
     Raises `ValueError` when one of these does not have S elements, or when a hint has no token with loss."""
@@ -50,11 +51,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         num_sampled = int(self.path.mask.sum())
         for name, values in (("advantages", self.advantages), ("temperatures", self.temperatures)):
             if values is not None and values.shape != (num_sampled,):
-                facts = f"{name} of shape {values.shape} for {num_sampled} tokens with loss"
+                facts = f"{name} of shape {values.shape}, expected ({num_sampled},): one for each token with loss"
                 raise ValueError(f"the sample of rollout {self.rollout_id} has {facts}")
         for hint in self.hints:
             if not (0 < hint.at <= hint.stop and self.path.mask[hint.at : hint.stop].any()):
-                raise ValueError(f"the sample of rollout {self.rollout_id} has a hint for a turn without loss")
+                facts = f"no token with loss in positions {hint.at} to {hint.stop}"
+                raise ValueError(f"a hint of the sample of rollout {self.rollout_id} has {facts}")
 
     @staticmethod
     def uniform(rollout_id: str, path: Path, advantage: float, temperatures: F32 | None = None) -> Sample:
@@ -69,7 +71,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def single_version(self) -> bool:
-        """Whether one version read and sampled all tokens. On that version's weights all ratios must be 1."""
+        """Whether one version of the weights computed all tokens. For that version all probability ratios are 1."""
         steps = self.path.steps[self.path.mask | (self.path.steps != UNKNOWN)]
         return bool((steps == steps[0]).all()) and not self.path.kv_epochs.any()
 
@@ -80,9 +82,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     `batch_id`: such as "b000007". `step`: the step of the version that training on this batch produces. `rollout_ids`:
     every rollout that the step consumes, including those without a sample (no signal, or invalid). `num_loss_tokens`:
     the divisor of the loss: sampled tokens of all valid rollouts, also of those without signal. `lr_share`: a factor of
-    the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: preference
-    pairs (better, worse) for the DPO loss, as ids of rollouts with a sample; empty unless the credit scheme forms
-    pairs."""
+    the learning rate from 0 to 1; below 1 when few groups have a sample. `pairs`: preference pairs (better, worse) for
+    the DPO loss, as ids of rollouts with a sample; empty unless the credit scheme forms pairs."""
 
     batch_id: str
     step: int
@@ -102,7 +103,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of one `Learner.forward_backward`. r is the trainer's probability of a sampled token over the sampler's.
 
     - `num_tokens`, `num_sampled`: all tokens of paths, and those with loss.
-    - `num_forwarded`: tokens that the model computed, where paths with a common beginning may share it.
+    - `num_forwarded`: tokens that the model computed; a beginning that several paths share may be computed once.
     - `forwarded_per_unique`: `num_forwarded` over the number of tokens when each shared one counts once.
     - `entropy`: in nats, the mean over sampled tokens.
     - `clip_share`: the share of sampled tokens whose ratio was clipped.
@@ -110,7 +111,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
       r.
     - `fresh_ratio_max`: maximum of |r - 1| over samples of the learner's current version only; None without such
       samples.
-    - `flipped_share`: the share of replayed (token, layer) pairs whose own top-k differs from the recorded experts.
+    - `flipped_share`: the share of replayed (token, layer) pairs for which the learner's router would choose other
+      experts than those recorded.
     - `replayed_share`: the share of tokens whose recorded routes (chosen experts) were replayed. The routes of the
       other tokens are too old.
     - `replaced_share`: the share of recorded experts that were implausible, and were replaced by the router's own

@@ -1,4 +1,4 @@
-"""Summaries of finished rollouts without their tokens, and plans of batches made of summaries."""
+"""Records of finished rollouts and of planned batches without tokens, which the conductor and the ledger use."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class TurnPlace(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a turn in its rollout's tree, without its tokens. Credit by turn uses it.
+    """The place of a turn in its rollout's tree, without its tokens, from which credit schemes by turn find forks.
 
     `context`: a digest (16 bytes) of all tokens that the model read for the turn. Turns of any rollouts with equal
-    digests continue the same prefix. `parent`, `kind`: as in `Turn`."""
+    digests continue the same prefix. `parent`: index of the turn that this one continues; None at the root. `kind`: the
+    kind of the turn, such as a side call."""
 
     context: bytes
     parent: int | None
@@ -35,7 +36,7 @@ class TurnPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 def turn_places(trace: Trace) -> tuple[TurnPlace, ...]:
-    """Return the place of each turn of a trace, in order."""
+    """Return the `TurnPlace` of each turn of a trace, in the order of `trace.turns`."""
     read, ends = list[TurnPlace](), list[bytes]()
     for turn in trace.turns:
         before = b"" if turn.parent is None else ends[turn.parent]
@@ -63,7 +64,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     - `versions`: versions of the weights that sampled tokens, sorted. After a restart went back to a checkpoint, their
       steps are relative to the weights that continue (`experience.lineage`).
     - `sampled_by`: pairs (indices into `versions` that a token depends on, number of such tokens).
-    - `invalid`: set when the rollout failed outside the agent's reach.
+    - `invalid`: the reason, if the rollout failed outside the agent's control; None otherwise.
     - `places`: the places of its turns (`TurnPlace`); empty in summaries by earlier versions of etude."""
 
     rollout_id: str
@@ -89,7 +90,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> dict[int, int]:
-        """The number of sampled tokens by the oldest version step that they depend on, ascending by step."""
+        """Version step → number of sampled tokens whose oldest version has this step; ascending by step."""
         steps: dict[int, int] = {}
         for places, count in self.sampled_by:
             oldest = min(self.versions[place].step for place in places)
@@ -161,7 +162,7 @@ def summary_of(rollout: Rollout, stored: StoredFile | None = None) -> RolloutSum
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a planned batch: outcome, reward and advantage.
 
-    `outcome`: None if the rollout was cancelled or quarantined. `summary`: None also if the process that ran it died.
+    `outcome`, `summary`: None if the rollout was cancelled or quarantined; `summary` also if its process died.
     `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
     `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: those of its turns.
     `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise such a token is an error. `better_than`:
@@ -212,7 +213,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judged(self) -> dict[str, list[tuple[RolloutSummary, Reward]]]:
-        """The (summary, reward) pairs of each group's graded members, by group id. The list of a group may be empty."""
+        """For each group id the (summary, reward) of its graded rollouts; an empty list if none was graded."""
         found: dict[str, list[tuple[RolloutSummary, Reward]]] = {member.group_id: [] for member in self.members}
         for member in self.members:
             if member.summary is not None and member.reward is not None:

@@ -13,7 +13,7 @@ from etude.records.rollout import Graded
 
 @dataclass(frozen=True)
 class Composition:
-    """The settings for composing a reward.
+    """The settings by which rewards are computed from stored terms.
 
     The reward is the grade plus the terms weighted by `weights` (by name). A term that `when` names counts only where
     another term, its gate, is above 0. Two further terms are gates, which can remove a reward: whether the agent
@@ -35,7 +35,7 @@ class Composition:
     hints: Mapping[str, float] = field(default_factory=dict)  # name of a term → weight of the credit of its hints
 
     def of(self, graded: Graded) -> Reward:
-        """Return the reward of one graded rollout by itself. For a group of rollouts use `rewards`."""
+        """Return the reward of one graded rollout, as if it were alone in its group. For a group use `rewards`."""
         return self.rewards([graded.terms])[0]
 
     @property
@@ -83,7 +83,7 @@ class Composition:
     def counts(self, name: str, terms: Mapping[str, Term]) -> bool | None:
         """Return whether the gate of the term `name` is open for a rollout with these terms; None if it is unknown.
 
-        A gate whose own gate is closed is closed. A term without a gate always counts."""
+        A gate counts as closed if its own gate is closed. For a term without a gate the result is True."""
         gate = self.when.get(name)
         if gate is None:
             return True
@@ -127,7 +127,7 @@ class Composition:
 
 
 DEFAULT_COMPOSITION = Composition()
-"""All measured gates count; no term has a weight and there is no penalty."""
+"""The reward is the grade, or 0 if the agent did not submit or cheated. No term has a weight; no KL penalty."""
 
 
 def _sign(terms: Mapping[str, Term], *, rewarded: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""The settings of rewards: the reward terms of a run, their weights, gates, and what unknown values do."""
+"""The `[rewards]` settings: the reward terms of a run, their weights and gates, and what happens if one is unknown."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class TermConfig:
     - `name`: that of the stored term.
     - `kind`: a built-in term (`TERMS`) or "my_package.module:Name", or a table with `kind` and its settings.
     - `weight`: multiplies the term's value in the reward; with 0.0 the term is only measured and stored.
-    - `target`: if above 0, the weight tunes itself, from 0 to `weight`, so that solved rollouts take so many sampled
-      tokens on average; below 1: this share of what they took in the first step.
+    - `target`: if above 0, the weight is adjusted each step, from 0 to `weight`, so that solved rollouts take `target`
+      sampled tokens on average. A target below 1 is a share of what they took in the first step.
     - `from_step`: the first step whose rewards have the term; before, it is only measured and stored.
     - `when`: the name of another term, its gate: the term counts, and is measured, only where the gate is above 0. It
       may be "grade", a measure of the grader such as "tests", "submitted", or another of the `terms`. "": always.
     - `missing`: what a group does if the term is unknown for one of its rollouts.
     - `retry_s`: for how many seconds an unknown value is measured again, if the term says that it may be known later.
       With `missing = "wait"` it is a day instead.
-    - `hints`: weight of the credit of the term's hints, independent of `weight`. To the advantage of each token of a
-      turn with a hint is added `hints` times (log p with the hint - log p without it) (`training.hints`). 0.0: none.
+    - `hints`: weight of the term's hints, independent of `weight`. To the advantage of each sampled token of a turn
+      with a hint is added `hints` times (log p with the hint - log p without it) (`training.hints`). 0.0: no hints.
 
     Raises `ValueError` for an invalid name, for a `target` if `weight` is not above 0, and for a weight of `effort`
     above 1, with which a solved rollout could get less than one that gave up."""
@@ -73,7 +73,7 @@ class TermConfig:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"a term is called {self.name!r}: use letters, digits, '_' and '-'")
+            raise ValueError(f"the name of term {self.name!r} is not valid: use letters, digits, '_' and '-'")
         if self.target and self.weight <= 0.0:
             raise ValueError(f"{self.name!r} has a target, but its weight is {self.weight:g}: set the weight above 0")
         if self.kind.path in ("effort", TERMS["effort"]) and self.weight > 1.0:
@@ -97,9 +97,9 @@ class RewardsConfig:
         self._check_audits()
         for name, count in Counter(term.name for term in self.terms).items():
             if name in BUILT_IN:
-                raise ValueError(f"a term is called {name!r}, which is the name of a built-in term")
+                raise ValueError(f"a term has the name {name!r} of a built-in term: give it another name")
             if count > 1:
-                raise ValueError(f"{count} terms are called {name!r}: names must be unique")
+                raise ValueError(f"{count} terms have the name {name!r}: names must be unique")
         gates = {term.name: term.when for term in self.terms if term.when}
         known = {*(term.name for term in self.terms), *BUILT_IN, *MEASURES}
         for name, gate in gates.items():
@@ -111,23 +111,25 @@ class RewardsConfig:
                 passed.append(at)
                 at = gates[at]
             if at == K1:
-                raise ValueError(f"the gate of {passed[-1]!r} is {K1!r}, which is measured after all other terms")
+                raise ValueError(
+                    f"the gate of {passed[-1]!r} is {K1!r}, which is measured after all other terms: use another gate"
+                )
             if at in passed:
-                raise ValueError(f"the gates of terms form a circle: {' -> '.join([*passed, at])}")
+                raise ValueError(f"the gates of terms form a circle: {' -> '.join([*passed, at])}: remove one `when`")
 
     def _check_audits(self) -> None:
         terms = {term.name: term for term in self.terms}
         for name, count in Counter(one.name for one in self.audits).items():
             if count > 1:
-                raise ValueError(f"{count} audits are of {name}: each needs one table")
+                raise ValueError(f"{count} audits have the name {name}: keep one of them")
         for one in self.audits:
             if one.term not in terms:
                 known = nearest(one.term, terms) if terms else "there are none"
-                raise ValueError(f"an audit is of {one.term!r}, which is none of the terms: {known}")
+                raise ValueError(f"an audit names the term {one.term!r}, which does not exist: {known}")
             if one.by == GRADE:
                 continue
             if one.by not in terms:
-                facts = f"is by {one.by!r}, which is neither {GRADE!r} nor one of the terms"
+                facts = f"has by = {one.by!r}, which is neither {GRADE!r} nor one of the terms"
                 raise ValueError(f"the audit of {one.term!r} {facts}: {nearest(one.by, [GRADE, *terms])}")
             auditor, judge = terms[one.by], terms[one.term].kind
             if auditor.weight or auditor.hints:
@@ -139,17 +141,17 @@ class RewardsConfig:
                 raise ValueError(f"{one.by!r} is the same model as {one.term!r}, which it audits: use another one")
 
     def weights(self, step: int, tuned: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the weights that are not 0 of the terms that count at version step `step`, by name.
+        """Return the weight of each term in the reward of version step `step`, by name. Weights of 0 are left out.
 
-        `tuned` has those of the terms with a `target`, as they are at this step; others begin at 0."""
+        `tuned`: the current weights of the terms with a `target`, by name; a term that is not in it has weight 0."""
         now = {term.name: tuned.get(term.name, 0.0) if term.target else term.weight for term in self.terms}
         return {term.name: now[term.name] for term in self.terms if now[term.name] and term.from_step <= step}
 
     def hints(self, step: int) -> Mapping[str, float]:
-        """Return the weights of hints that count at version step `step`, by name of the term, without those of 0."""
+        """Return the weight of each term's hints at version step `step`, by name. Weights of 0 are left out."""
         return {term.name: term.hints for term in self.terms if term.hints and term.from_step <= step}
 
     @property
     def gates(self) -> Mapping[str, str]:
-        """The name of the gate of each term that has one, by name of the term."""
+        """Name of a term → name of its gate. Terms without a gate are left out."""
         return {term.name: term.when for term in self.terms if term.when}

@@ -21,10 +21,10 @@ RATE = 0.2
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """The effort of a rollout as a negative value: −grade · min(1, C(x) / C(limit)), where x is its effort in tokens.
 
-    C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)); for q = 1 it is ln(1 + kx) / k. Its slope is (1 + kx)^−q: the first tokens
-    cost most, and a long task is not charged in proportion. x sums thinking and answer tokens, and the others below,
-    each times its price. A rollout of grade 0 is not charged. With a weight of at most 1 a solved rollout never gets
-    less than one that gave up, so giving up early never pays.
+    C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)); for q = 1 it is ln(1 + kx) / k. Its slope is (1 + kx)^−q, so the first
+    tokens cost most, and a long task costs less per token. x is the sum of thinking tokens, answer tokens, tokens of
+    tool outputs, calls and turns, each times its price. The value of a rollout of grade 0 is 0. With a weight of at
+    most 1 a solved rollout never gets less than one that gave up, so giving up early never pays.
 
     - `k`: 1/k tokens is the effort from which the cost flattens. `q`: how much; 0 charges every token the same.
     - `limit`: the effort, in tokens, at and above which the value is −grade.
@@ -47,11 +47,11 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not any((self.thinking, self.answer, self.tool_output, self.call, self.turn)):
             facts = "thinking, answer, tool_output, call and turn are 0, so the term is always 0"
-            raise ConfigError("all prices of the effort term are 0", facts, hint="set one of them above 0")
+            raise ConfigError("all prices of the effort term are 0", facts, hint="set at least one of them above 0")
 
     @property
     def version(self) -> str:
-        """The version of the formula."""
+        """The version of the formula and its settings, which is stored with each value."""
         return "1"
 
     def cost(self, effort: float) -> float:
@@ -87,15 +87,16 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """The state of a self-tuned weight before a step: the weight, and the mean tokens of the first step's solved
-    rollouts (None before)."""
+    """The state, before a step, of a weight that is adjusted each step (`TermConfig.target`).
+
+    `first_tokens`: mean sampled tokens of the solved rollouts of the first step that had one; None before it."""
 
     weight: float = 0.0
     first_tokens: float | None = None
 
 
 def next_weight(state: Tuned, solved_tokens: Sequence[int], *, target: float, limit: float) -> Tuned:
-    """Return the self-tuned weight of the next step, from the sampled tokens of each rollout that this step solved.
+    """Adjust a weight for the next step, from the number of sampled tokens of each rollout that solved its task.
 
     The weight rises while solved rollouts take more tokens than `target` on average, and falls while they take fewer,
     from 0 to `limit`. A target below 1 is a share of what they took in the first step. Without a solved rollout the

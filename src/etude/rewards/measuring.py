@@ -1,4 +1,4 @@
-"""Measure the reward terms of finished rollouts, with a deadline. Errors name the term."""
+"""Measures the reward terms of finished rollouts, with a deadline. Errors name the term."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class NamedTerm:
 async def measure(
     terms: Sequence[NamedTerm], rollout: Rollout, graded: Graded, *, deadline_s: float = DEADLINE_S
 ) -> Graded:
-    """Measure all terms of one graded rollout by itself, and return `graded` with their values added.
+    """Measure all terms of one graded rollout, as a group of one, and return `graded` with their values added.
 
-    Raises what `measure_group` raises."""
+    Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns an invalid value."""
     [found] = await measure_group(terms, [rollout], [graded], deadline_s=deadline_s)
     return graded.with_terms(*(one.term for one in found))
 
@@ -59,11 +59,11 @@ async def measure_group(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> list[list[Measured]]:
-    """Measure what the rollouts of a group lack of these terms, and return the new values of each rollout.
+    """Measure those terms that the rollouts of a group do not have yet, and return the new values of each rollout.
 
-    A rollout lacks a term if its gate is open and `graded` has no known value of the same version. All terms of all
-    rollouts are measured at the same time, except that a term is measured after its gate. A group term is measured for
-    all rollouts with an open gate if one of them lacks it.
+    A term is measured for a rollout if the term's gate is open (or it has none) and `graded` has no known value of the
+    same version. All terms of all rollouts are measured at the same time, except that a term is measured after its
+    gate. If one rollout needs a group term, it is measured for all rollouts with an open gate.
 
     Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns anything but a
     `Score` whose value is a finite number or None for each rollout."""
@@ -153,7 +153,7 @@ def _checked(one: NamedTerm, rollout: Rollout, score: object) -> Measured:
         raise PluginError(f"{one} did not return a Score with a number", f"{at}: {score!r:.200}", hint=HINT)
     if score.value is not None and not math.isfinite(score.value):
         unknown = "for an unknown value return Score(value=None, evidence=...)"
-        raise PluginError(f"{one} returned {score.value}", at, hint=unknown)
+        raise PluginError(f"{one} returned {score.value}, which is not a finite number", at, hint=unknown)
     num_turns = len(rollout.trace.turns)
     try:
         turns = tuple((int(turn), float(part)) for turn, part in score.turns)

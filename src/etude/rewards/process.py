@@ -1,7 +1,9 @@
-"""The built-in process reward terms: they count faults, and assign each fault to its turn.
+"""The built-in process reward terms: they count faults of the agent, and record the turn of each fault.
 
-The value of each term is minus the number of faults. A credit scheme by turn gives each fault to its turn. Each fault
-has a hint for its turn: the setting `hint`, in which ``{fault}`` is replaced by a text about the fault; "": none."""
+The value of each term is minus the number of faults. A credit scheme by turn counts a fault for its turn only. Each
+fault has a hint for its turn: the setting `hint`, in which ``{fault}`` is replaced by a text about the fault; "": no
+hint.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,10 @@ class MalformedCalls(msgspec.Struct, frozen=True):
 
 
 class RepeatedReads(msgspec.Struct, frozen=True):
-    """Minus the number of calls that repeat an earlier call and get the same output: the agent knew it already.
+    """Minus the number of tool calls that repeat an earlier call and get the same output.
 
-    `tools`: names of the tools that count; () for all. Calls in branches count separately, since another context may
-    not have the output. ``{fault}`` is the call."""
+    `tools`: names of the tools that count; () for all. A call repeats only calls in its own context, since another
+    branch of the conversation may not have the output. ``{fault}`` is the call."""
 
     tools: tuple[str, ...] = ()
     hint: str = "You have the output of this call already, do not repeat it: {fault}"

@@ -1,8 +1,8 @@
-"""Models at a URL as policies: rollouts whose turns any OpenAI- or Anthropic-speaking server samples.
+"""Runs rollouts with a model at a URL: a server with the API of OpenAI or Anthropic samples the turns.
 
-Agent program, tools, machine and limits are those of every rollout; only the model is another one. Messages are sent as
-they are, with the tools as JSON. The recorded tokens are the bytes of the text, since the tokens of such a server are
-not known: rollouts of these policies are read and graded, and never trained on. The counts of tokens are the server's.
+Agent program, tools, machine and limits are those of every rollout. Messages are sent as text, with the tools as JSON.
+The server's tokens are not known, so the recorded tokens are the bytes of the text. Such rollouts are read and graded,
+but never trained on. Counts of tokens are those that the server reports.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from etude.records.wire import I32
 ANSWER_S = 600.0
 """The longest time of one answer in seconds."""
 PATIENCE_S = 120.0
-"""Seconds in which a request that a server refuses for now (429, 5xx) or does not take is repeated."""
+"""For so many seconds a request is repeated if the server does not respond, or refuses it for now (429, 5xx)."""
 SMALLER_TURNS = (1024, 256, 64)
-"""The most tokens of a turn that are asked for where a server refuses more for its context."""
+"""If a server refuses a request because its context is too small, these smaller limits of sampled tokens are tried."""
 MAX_ANSWER_BYTES = 16 << 20
 _TOO_LONG = (b"context", b"too long", b"too large", b"max_tokens:")
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _OPTIONAL = ("seed", "temperature", "max_completion_tokens")
-"""Parameters that some servers do not take: left out, or renamed, once a server has refused them."""
+"""Parameters that some servers refuse. After a refusal they are left out or renamed."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A model at a URL.
 
-    - `url`: with or without the path, such as "https://api.openai.com/v1".
-    - `model`: its name for the server. `dialect`: "chat" (OpenAI's chat completions) or "messages" (Anthropic's).
+    - `url`: base URL of the API, with or without the path, such as "https://api.openai.com/v1".
+    - `model`: the model's name on the server. `dialect`: "chat" (OpenAI's chat completions) or "messages"
+      (Anthropic's).
     - `key_variable`: the environment variable with the API key; "": none is sent.
     - `parallel`: how many requests run at the same time, at most."""
 
@@ -65,8 +66,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(NamedTuple):
-    """Tokens of one answer, as its server counts them: all of the prompt, those of it from a cache (None: unknown), and
-    sampled ones."""
+    """Numbers of tokens of one answer, as the server reports them.
+
+    `prompt`: all prompt tokens. `cached`: prompt tokens read from a cache; None: unknown. `sampled`: sampled tokens."""
 
     prompt: int
     cached: int | None
@@ -83,14 +85,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class TextRequest(CompletionRequest, frozen=True, kw_only=True):
-    """A request with its messages and tools in OpenAI's form, which a `UrlPolicy` sends in place of the tokens."""
+    """A request that also has the messages and tools in OpenAI's format. A `UrlPolicy` sends these, not the tokens."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
 
 
 class UrlPolicy:
-    """A `Policy` that asks a server at a URL. It takes a `TextRequest` only, as a `UrlEpisode` makes.
+    """A `Policy` that asks a server at a URL. It accepts only a `TextRequest`, which `UrlEpisode` makes.
 
     Connections belong to the event loop of the first call."""
 
@@ -133,13 +135,15 @@ class UrlPolicy:
         )
 
     def answer(self, request_id: str) -> Answer:
-        """Return the answer to a request."""
+        """Return the server's answer to an earlier request, by its id. Raises `KeyError` if there is none."""
         return self._answers[request_id]
 
     def counted(
         self, trace: Trace, summary: RolloutSummary, turns: Sequence[TurnView]
     ) -> tuple[RolloutSummary, tuple[TurnView, ...]]:
-        """Return summary and turns of a rollout with the server's counts of tokens, and forget its answers."""
+        """Return summary and turns of a rollout with the numbers of tokens that the server reported.
+
+        It also deletes the stored answers of the rollout."""
         usages = [self._answers.pop(turn.completion.request_id).usage for turn in trace.turns]
         total = sum(usage.sampled for usage in usages)
         counted = tuple(
@@ -198,20 +202,21 @@ class UrlPolicy:
             return self._wire.read(said)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             facts = f"{type(error).__name__}: {error}; it begins with {said[:80]!r}"
-            hint = "use a server that answers as the API does, with the usage in tokens"
+            hint = "use a server that follows the API, with the numbers of tokens (usage) in each answer"
             raise EngineError(f"the answer of {self.endpoint.url} cannot be read", facts, hint=hint) from None
 
     def _refusal(self, status: int, said: bytes) -> EngineError:
         text = said[:400].decode(errors="replace")
         if _says_too_long(status, said):
-            return ContextFull(f"{self.endpoint.url} refuses a conversation", text, hint="it is too long for the model")
+            what = f"{self.endpoint.url} refuses a conversation that is too long"
+            return ContextFull(what, text, hint="use a model with a longer context")
         if status == 0:
-            facts, hint = f"for {PATIENCE_S:g} s: {text}", "check the URL, and that the server is up"
+            facts, hint = f"tried for {PATIENCE_S:g} s: {text}", "check the URL, and that the server is up"
             return EngineError(f"{self.endpoint.url} does not answer", facts, hint=hint)
         if status in _AGAIN:
-            facts, hint = f"for {PATIENCE_S:g} s: {text}", "try again later, or see the server's log and rate limits"
+            facts, hint = f"tried for {PATIENCE_S:g} s: {text}", "try again later, or look at the server's rate limits"
             return EngineError(f"{self.endpoint.url} still answers with status {status}", facts, hint=hint)
-        hint = "see what the server says"
+        hint = "correct what the server's message names"
         if status in (401, 403):
             variable = self.endpoint.key_variable
             hint = (
@@ -228,7 +233,9 @@ def _says_too_long(status: int, said: bytes) -> bool:
 
 
 class UrlEpisode(Episode):
-    """An `Episode` whose turns a `UrlPolicy` samples. Calls are taken from the server's answer, not from a text."""
+    """An `Episode` (one rollout's loop of turns) whose turns a `UrlPolicy` samples.
+
+    Tool calls are taken from the server's answer, not parsed from text."""
 
     async def _complete(
         self,
@@ -423,7 +430,7 @@ def _count(value: Any, *, maybe: bool = False) -> Any:
     if value is None and maybe:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
-        raise ValueError(f"{value!r} is no count of tokens")
+        raise ValueError(f"{value!r} is not a number of tokens")
     return value
 
 
@@ -431,7 +438,7 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"the content is {type(value).__name__}, expected a text")
+        raise ValueError(f"the content is of type {type(value).__name__}, expected a text")
     return value.encode(errors="replace").decode()
 
 

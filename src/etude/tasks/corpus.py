@@ -1,4 +1,4 @@
-"""Documents for mid-training: generated functions, the Python standard library, and plug-ins.
+"""Yields documents for mid-training: generated functions, the Python standard library, and those of plug-ins.
 
 Two thirds of the generated documents use functions from a wide distribution (`wide_function`), one third uses the
 distribution of the "repair" repositories. Held-out functions are never used; `assert_no_heldout` checks that in the
@@ -21,7 +21,7 @@ from etude.records.task import Split
 from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_function, split_of_key, wide_function
 
 DOCUMENT_S, MAX_DOCUMENT_CHARS, MAX_CHARS = 600.0, 4_000_000, 1_000_000_000
-"""Limits for a plug-in: deadline of one document, and characters of one document and of all."""
+"""Limits for a plug-in: seconds for one document, characters of one document, and characters of all documents."""
 PIECE_CHARS, USED_PIECES = 1_200, 10
 """Characters per piece of a module of the standard library, and how many pieces of a module are trained on at most."""
 
@@ -159,8 +159,8 @@ def assert_no_heldout(texts: Iterable[str]) -> int:
             checked += 1
             if (split := split_of_key(key)) is not Split.TRAIN:
                 raise TaskError(
-                    f"a {split} function, which is never trained on, is in the corpus",
+                    f"the corpus has a {split} function, which must not be trained on",
                     key,
-                    hint="draw the corpus from training functions",
+                    hint="use only functions of the training split in the corpus",
                 )
     return checked

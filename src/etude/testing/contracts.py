@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from etude.training.losses import PolicyLoss, SampledTokens
 
 TEST_S = 60.0
-"""Deadline of one test."""
+"""Deadline of one test, in seconds."""
 
 
 class Contract:
@@ -60,7 +60,7 @@ class Contract:
 
     @property
     def name(self) -> Plugin:
-        """The plug-in as errors name it."""
+        """The plug-in's name for errors."""
         made = type(self.make())
         return Plugin(f"{made.__module__}:{made.__qualname__}")
 
@@ -72,7 +72,8 @@ def results(suite: type[Contract], make: Callable[[], Any], *, deadline_s: float
     main thread, because a signal ends a test that hangs."""
 
     def late(_: int, __: FrameType | None) -> None:
-        raise DeadlineExceeded("the test did not end", f"within {deadline_s:g} s", hint="check what it waits for")
+        hint = "check what the plug-in waits for"
+        raise DeadlineExceeded("the test did not end", f"it took more than {deadline_s:g} s", hint=hint)
 
     for name in (name for name in dir(suite) if name.startswith("test_")):
         contract = suite()
@@ -95,7 +96,9 @@ def results(suite: type[Contract], make: Callable[[], Any], *, deadline_s: float
 
 
 class PolicyLossContract(Contract):
-    """Tests what the learner relies on in a policy loss (`etude.training.losses.PolicyLossFunction`)."""
+    """Contract suite for policy losses: tests what the learner needs of one.
+
+    The interface is `etude.training.losses.PolicyLossFunction`."""
 
     def loss(self, tokens: SampledTokens) -> PolicyLoss:
         from etude.training.learner_plugins import call_loss
@@ -159,7 +162,9 @@ class PolicyLossContract(Contract):
 
 
 class CorrectionContract(Contract):
-    """Tests what the learner relies on in a correction (`etude.training.corrections.Correction`)."""
+    """Contract suite for corrections of importance ratios: tests what the learner needs of one.
+
+    The interface is `etude.training.corrections.Correction`."""
 
     def weights(self, tokens: SampledTokens) -> Corrected:
         from etude.training.learner_plugins import call_correction
@@ -239,7 +244,7 @@ def _sequence(tokens: SampledTokens, sequence: int) -> SampledTokens:
 
 
 class TrackerContract(Contract):
-    """Tests what the conductor relies on in a tracker (`etude.seams.Tracker`)."""
+    """Contract suite for trackers: tests what a run needs of an `etude.seams.Tracker`."""
 
     @contextlib.contextmanager
     def started(self, **changes: Any) -> Iterator[Any]:
@@ -290,7 +295,7 @@ class TrackerContract(Contract):
 
 
 class CorpusSourceContract(Contract):
-    """Tests what mid-training relies on in a corpus source (`etude.tasks.corpus.CorpusSource`)."""
+    """Contract suite for corpus sources: tests what mid-training needs of an `etude.tasks.corpus.CorpusSource`."""
 
     FIRST = 50
 
@@ -310,7 +315,7 @@ class CorpusSourceContract(Contract):
             try:
                 text_of(document).encode()
             except UnicodeEncodeError as error:
-                raise AssertionError(f"document {number}: {error}") from None
+                raise AssertionError(f"document {number} cannot be encoded as UTF-8: {error}") from None
 
     def test_the_same_seed_gives_the_same_documents(self) -> None:
         assert self.first(3) == self.first(3), (
@@ -319,7 +324,7 @@ class CorpusSourceContract(Contract):
 
 
 class ToolContract(Contract):
-    """Tests what the agent loop relies on in a tool (`etude.harness.tools.ToolLike`).
+    """Contract suite for tools: tests what the agent loop needs of an `etude.harness.tools.ToolLike`.
 
     `FILES` are the files of the machine on which the tool is called."""
 
@@ -363,7 +368,7 @@ class ToolContract(Contract):
 
 
 class TaskSourceContract(Contract):
-    """Tests what a run relies on in a task source (`etude.seams.TaskSource`).
+    """Contract suite for task sources: tests what a run needs of an `etude.seams.TaskSource`.
 
     `etude tasks check my_package.module:Name` checks in addition, on machines, that the tasks can be solved and are not
     solved already."""
@@ -474,7 +479,9 @@ class TaskSourceContract(Contract):
 
 
 class HarnessContract(Contract):
-    """Tests what a rollout relies on in an agent program (`etude.harness.programs.Harness`). Needs `etude[train]`.
+    """Contract suite for agent programs: tests what a rollout needs of an `etude.harness.programs.Harness`.
+
+    Needs `etude[train]`.
 
     `TASK` is the task that the program gets."""
 

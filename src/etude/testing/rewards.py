@@ -34,7 +34,7 @@ GROUPS: tuple[tuple[float, ...], ...] = (
     (1.0, 1.0, 1.0),
     (0.0,) * 8,
 )
-"""Rewards of groups, including groups without signal."""
+"""Rewards of groups, including groups without a signal (all rewards equal)."""
 CALLS: tuple[tuple[ToolCall, ...], ...] = (
     (ToolCall(name="cat", arguments={"path": "own.py"}, output="1 def double(n):\n2  return None"),),
     (
@@ -50,7 +50,7 @@ CALLS: tuple[tuple[ToolCall, ...], ...] = (
 
 
 class CreditSchemeContract(Contract):
-    """Tests what training relies on in a credit scheme (`etude.seams.CreditScheme`)."""
+    """Contract suite for credit schemes: tests what training needs of an `etude.seams.CreditScheme`."""
 
     def make(self) -> CreditScheme:
         """Return a new scheme to test."""
@@ -119,7 +119,7 @@ def _places(number: int) -> list[TurnPlace]:
 
 
 class RewardTermContract(Contract):
-    """Tests what graders rely on in a reward term (`etude.seams.RewardTerm` or `GroupRewardTerm`)."""
+    """Contract suite for reward terms: tests what a run needs of an `etude.seams.RewardTerm` or `GroupRewardTerm`."""
 
     def make(self) -> RewardTerm | GroupRewardTerm:
         """Return a new term to test."""
@@ -187,8 +187,8 @@ def finished(
 ) -> Rollout:
     """Make a finished rollout of `num_turns` turns in one context, with four sampled tokens each.
 
-    `exports` are its exported files (path → content); None: one file. `number`: its place among its siblings. `calls`:
-    the tool calls of the first turns; the others have none."""
+    `exports` are its exported files (path → content); None: one file. `number`: its index in its group, from which its
+    id is made. `calls`: the tool calls of the first turns; the others have none."""
     turns = [
         Turn(
             parent=i - 1 if i else None,

@@ -16,7 +16,7 @@ from etude.training.losses import PolicyLoss, k1, k3
 
 @dataclass
 class BatchMetrics:
-    """Metrics of one batch while they are summed over its forward passes. `report` returns the result.
+    """Sums of the metrics of one batch over its forward passes. `report` returns the result.
 
     - `num_tokens`: tokens of all paths (a path is the token sequence of one sample). `num_forwarded`: tokens that the
       model computed; a token that several paths share counts once.
@@ -54,10 +54,12 @@ class BatchMetrics:
         loss: torch.Tensor,
         fresh: float | None,
     ) -> None:
-        """Add one forward pass.
+        """Add the metrics of one forward pass with R rows (tokens with loss).
 
-        `rows`: its input. `done`: its results. `policy`, `corrected`: the loss and the importance weights. `fresh`: the
-        largest |ratio - 1| of tokens that the live weights sampled; None without such tokens."""
+        `rows`: its input. `done`: its results. `policy`, `corrected`: the loss and the importance weights.
+        `log_ratio_R`: log-probability of the learner minus that of the sampler, [R]. `entropy_R`: in nats, [R]. `loss`:
+        the scalar that was differentiated. `fresh`: the largest |ratio - 1| of tokens that the current weights sampled;
+        None without such tokens."""
         n = rows.num_tokens
         if not n:  # forwarded only because other ranks wait for this one
             return
@@ -85,8 +87,8 @@ class BatchMetrics:
     def report(self, *, cpu_s: float, num_unique: int | None = None, hint_kl: float | None = None) -> StepReport:
         """Return the metrics of the batch. A batch without samples has a loss of 0 and ratios of 1.
 
-        `cpu_s` (seconds), `hint_kl`: as in `StepReport`. `num_unique`: tokens of the batch when each shared one counts
-        once; None: all."""
+        `cpu_s`: CPU time of the batch in seconds. `num_unique`: tokens of the batch when a token that paths share
+        counts once; None: no tokens are shared. `hint_kl`: see `StepReport.hint_kl`, in nats; None without hints."""
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()
         live = torch.cat(self.live) if self.live else torch.zeros(0)
@@ -121,7 +123,7 @@ class BatchMetrics:
 
 
 def merge_metrics(tallies: Sequence[BatchMetrics]) -> BatchMetrics:
-    """Merge the metrics of several data-parallel shares, in their order."""
+    """Sum the metrics of the data-parallel parts of a batch, in the order of the parts."""
     merged = BatchMetrics()
     for one in tallies:
         for each in fields(BatchMetrics):

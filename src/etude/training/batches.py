@@ -1,8 +1,8 @@
-"""The batches of mid-training: which tokens each step sees.
+"""Plans the batches of mid-training: which tokens each step trains on.
 
-Pure and seeded: the plan is the same in every process and after every restart, and does not depend on the number of
-ranks. Each document is its own sequence; longer ones are split. A batch is a number of full documents up to a token
-budget, without padding."""
+The plan depends on the seed and the corpus only. It is the same in every process and after every restart, for any
+number of ranks. Each document is its own sequence; long documents are split. A batch is as many documents as fit into a
+token budget, without padding."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
 
 
 def targets_per_span(documents: Documents, spans: Spans) -> npt.NDArray[np.int64]:
-    """Return the number of targets of each span, [spans] int64: its tokens with loss, without the first token."""
+    """Return for each span the number of tokens to predict, int64 [spans]: its tokens with loss, without the first."""
     before = documents.num_learned_before
     return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
 

@@ -1,4 +1,4 @@
-"""The `[learner]` and `[mid_training]` sections of the config. Torch-free."""
+"""The `[learner]` and `[mid_training]` sections of the config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CorrectionKind(enum.StrEnum):
 
 
 class LoraOn(enum.StrEnum):
-    """Which matrices have LoRA adapters. The router, embedding, head and norms never have.
+    """Which matrices have LoRA adapters. The router, embedding, head and norms never have adapters.
 
     MLP: experts, shared experts, and dense layers. ALL: these and attention, since fewer matrices learn less (Thinking
     Machines, "LoRA Without Regret", 2025)."""
@@ -85,7 +85,8 @@ class LearnerConfig:
 
     The defaults are those of the laptop example, chosen on validation tasks.
 
-    - `lr`: constant, then linear decay to a tenth over the last 40 % of the steps.
+    - `lr`: constant after `warmup_steps` of linear increase, then linear decay to a tenth over the last 40 % of the
+      steps.
     - `grad_clip`: the largest norm of the full gradient.
     - `dpo_beta`: β of the DPO loss; a higher one keeps the policy closer to the reference policy, `dpo_reference`.
     - `ratio_cap`: the largest importance ratio of a token; None: 2 for cispo, 3 for others.
@@ -146,33 +147,44 @@ class LearnerConfig:
             )
         for name in ("expert_parallel", "context_parallel"):
             if self.ranks % getattr(self, name):
-                raise ValueError(f"ranks = {self.ranks} is not a multiple of {name} = {getattr(self, name)}")
+                raise ValueError(
+                    f"ranks = {self.ranks} is not a multiple of {name} = {getattr(self, name)}: change one of them"
+                )
         if self.policy_loss is PolicyLossKind.DPO:
             self._check_dpo()
         if self.kl and self.context_parallel > 1:
-            raise ValueError("kl with context_parallel is not possible: set experience.kl instead")
+            raise ValueError(
+                f"kl = {self.kl} cannot be combined with context_parallel = {self.context_parallel}: set kl = 0, and "
+                f"experience.kl for a penalty in the reward"
+            )
         if self.lora_rank and self.balance_bias:
             raise ValueError(
-                f"lora_rank = {self.lora_rank} with balance_bias = {self.balance_bias}: with LoRA routers do not change"
+                f"lora_rank = {self.lora_rank} cannot be combined with balance_bias = {self.balance_bias}: LoRA does "
+                f"not change routers; set balance_bias = 0"
             )
         if self.lora_rank and self.optimizer is OptimizerKind.MUON:
-            raise ValueError(f"lora_rank = {self.lora_rank} with optimizer = {str(self.optimizer)!r}: LoRA needs adamw")
+            raise ValueError(
+                f"lora_rank = {self.lora_rank} cannot be combined with optimizer = {str(self.optimizer)!r}: set "
+                f"optimizer = 'adamw'"
+            )
 
     def _check_dpo(self) -> None:
         start = self.dpo_reference is DpoReference.START
         if self.correction is not CorrectionKind.NONE:
             raise ValueError(
-                f"correction = {str(self.correction)!r} with policy_loss = 'dpo', which has no importance weights: "
-                "set correction = 'none'"
+                f"correction = {str(self.correction)!r} cannot be combined with policy_loss = 'dpo', which has no "
+                "importance weights: set correction = 'none'"
             )
         if self.kl and start:
             raise ValueError(
-                f"kl = {self.kl} with policy_loss = 'dpo' and dpo_reference = 'start': the loss already limits the "
-                "distance to the starting checkpoint; set kl = 0 and a higher dpo_beta, or dpo_reference = 'sampler'"
+                f"kl = {self.kl} cannot be combined with policy_loss = 'dpo' and dpo_reference = 'start': this loss "
+                "already limits the distance to the starting checkpoint; set kl = 0 and a higher dpo_beta, or "
+                "dpo_reference = 'sampler'"
             )
         if self.context_parallel > 1 and start:
             raise ValueError(
-                "dpo_reference = 'start' with context_parallel is not possible: set dpo_reference = 'sampler'"
+                f"dpo_reference = 'start' cannot be combined with context_parallel = {self.context_parallel}: set "
+                f"dpo_reference = 'sampler'"
             )
 
     @property
@@ -230,7 +242,7 @@ class MidTrainingConfig:
     - `batch_tokens`: tokens of one optimiser step, over all ranks.
     - `document_tokens`: documents longer than this or than `batch_tokens` are split.
     - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
-    - `optimizer`: "muon" learns more from a token and takes more time for a step, on every rank a share of it.
+    - `optimizer`: "muon" learns more from each token and takes more time for a step; the ranks share this extra work.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
       model families that have one.
     - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps."""

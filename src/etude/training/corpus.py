@@ -1,4 +1,4 @@
-"""Read and write a corpus on disk: token ids of all documents, and the offset of each document. Imports no torch.
+"""Reads and writes a corpus on disk: token ids of all documents, and the offset of each document. Imports no torch.
 
 All numbers are little-endian:
 
@@ -25,12 +25,14 @@ from etude.file_checksums import SUMS, verify_files, write_sums
 from etude.records.wire import I32
 
 FORMAT = 2
-_HINT = "delete the corpus directory; it is then created again"
+_HINT = "delete the corpus directory: the run then creates it again"
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A document with loss on its end only. `token_ids`: [T] int32; the first `num_context` of them have no loss."""
+    """A document of which only the end is trained on, such as a prompt with its answer.
+
+    `token_ids`: [T] int32; the first `num_context` of them have no loss."""
 
     token_ids: I32
     num_context: int
@@ -113,7 +115,7 @@ def _pack(given: Iterable[I32 | Answered]) -> Documents:
     tokens = np.concatenate([np.zeros(0, np.int32), *documents])
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 1 << 16:
         facts = f"token ids from {tokens.min()} to {tokens.max()} do not fit 16 bits"
-        raise TaskError("the corpus cannot be written", facts, hint="use a tokeniser of at most 65,536 tokens")
+        raise TaskError("the corpus cannot be written", facts, hint="use a tokeniser with at most 65,536 tokens")
     return Documents(tokens.astype(np.uint16), np.cumsum([0, *(len(d) for d in documents)], dtype=np.int64))
 
 
@@ -125,18 +127,19 @@ def read_corpus(folder: Path | str, *, vocab_size: int) -> Corpus:
     try:
         metadata = json.loads((folder / "corpus.json").read_bytes())
         if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-            raise ValueError("corpus.json has another format")
+            raise ValueError(f"corpus.json does not have format version {FORMAT}")
         corpus = Corpus(train=_read(folder, ""), heldout=_read(folder, "heldout."))
     except (OSError, ValueError) as error:
-        raise TaskError(f"no corpus in {folder}", str(error), hint=_HINT) from None
+        raise TaskError(f"{folder} has no corpus that can be read", str(error), hint=_HINT) from None
     verify_files(folder, kind=TaskError)
     if not len(corpus.train):
-        raise TaskError(f"the corpus in {folder} has no documents", hint="raise the counts under [corpus]")
+        hint = "raise the numbers of documents in the section [corpus]"
+        raise TaskError(f"the corpus in {folder} has no documents", hint=hint)
     for docs in (corpus.train, corpus.heldout):
         if len(docs.tokens) and docs.tokens.max() >= vocab_size:
             raise TaskError(
                 f"the corpus in {folder} has token id {docs.tokens.max()}",
-                f"the model's vocabulary has {vocab_size}",
+                f"the model's vocabulary has {vocab_size} tokens",
                 hint="set model.vocab_size to the tokeniser's size",
             )
     return corpus
@@ -146,8 +149,8 @@ def _read(folder: Path, prefix: str) -> Documents:
     tokens = np.fromfile(folder / f"{prefix}tokens.bin", "<u2").astype(np.uint16, copy=False)
     offsets = np.fromfile(folder / f"{prefix}documents.bin", "<i8").astype(np.int64, copy=False)
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{prefix}documents.bin does not fit {prefix}tokens.bin")
+        raise ValueError(f"the offsets in {prefix}documents.bin do not match {prefix}tokens.bin")
     num_context = np.fromfile(folder / f"{prefix}context.bin", "<i8").astype(np.int64, copy=False)
     if len(num_context) != len(offsets) - 1 or (num_context < 0).any() or (num_context > np.diff(offsets)).any():
-        raise ValueError(f"{prefix}context.bin does not fit {prefix}documents.bin")
+        raise ValueError(f"the numbers in {prefix}context.bin do not match {prefix}documents.bin")
     return Documents(tokens, offsets, num_context)

@@ -1,7 +1,7 @@
-"""Samples packed into one forward pass: tokens of several paths, and the rows with a loss.
+"""Packs samples into the input of one forward pass: the tokens of several paths, and the rows with a loss.
 
-A path is the token sequence of one sample. It is forwarded up to, and excluding, its last sampled token, which is only
-predicted. Paths are packed one after another without padding, or as a tree in which each shared token occurs once
+A path is the token sequence of one sample. The model computes it up to, and excluding, its last sampled token, which is
+only predicted. Paths are packed one after another without padding, or as a tree in which each shared token occurs once
 (`training.prefix_tree`). The rows are the same in both: one for each sampled token of each sample."""
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class FlatBatch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all paths; 0 for a batch without rows, which only keeps this rank in step with
-        others."""
+        """The number of tokens of all paths; 0 for an `empty_batch`."""
         if self.tree is not None:
             return len(self.tree.index_P)
         return self.num_forwarded
@@ -61,7 +60,7 @@ class FlatBatch:
 
     @property
     def counts_N(self) -> torch.Tensor | None:
-        """How many paths have each token, float32 [N]; None: each token is in one path."""
+        """The number of paths that contain each token, float32 [N]; None: each token is in one path."""
         return None if self.tree is None else self.tree.counts_N.to(self.tokens_N.device)
 
     def cache(self, operators: Operators) -> Cache:
@@ -71,11 +70,11 @@ class FlatBatch:
         return Packed(self.lengths or [1], operators, device=self.tokens_N.device)
 
     def by_path(self, each_N: torch.Tensor) -> torch.Tensor:
-        """Expand a value per forwarded token, [N], to one per position of each path, [P]."""
+        """Expand one value per token, [N], to one value per position of every path, [P], path after path."""
         return each_N if self.tree is None else each_N[self.tree.index_P.to(each_N.device)]
 
     def place(self, token: int, sample: int | None = None) -> tuple[int, int]:
-        """Return the sample of a forwarded token, and the token's position in its path.
+        """Return (index of the sample, position in its path) of token `token`, an index into the N tokens.
 
         `sample`: which of the samples that share the token; None: the first."""
         ends = np.cumsum(self.lengths)
@@ -90,18 +89,21 @@ class FlatBatch:
         return of, token - int(ends[of]) + self.lengths[of]
 
     def per_row(self, of_samples: Sequence[bool]) -> torch.Tensor:
-        """Expand a value per sample to the rows of each sample, bool [R]."""
+        """Expand one value per sample to one value per row, bool [R]."""
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
 
     def places_in(self, whole: FlatBatch) -> torch.Tensor:
-        """Return the index of each row in the batch `whole`, of which this is a rank's part, int64 [R]."""
+        """Return for each row of this batch its row index in `whole`, int64 [R].
+
+        This batch must be a part of `whole`, made by `select`."""
         if self.kept_N is None:
             return torch.arange(len(self.rows_R))
         return torch.searchsorted(whole.rows_R, self.kept_N.cpu()[self.rows_R.cpu()])
 
     def temperature(self, run: float) -> torch.Tensor | float:
-        """Return the temperature of each row's log-probability, [R, 1]; or just `run`, if all rows have the run's
-        temperature."""
+        """Return the sampling temperature of each row, [R, 1]; or the number `run`, if all rows have this temperature.
+
+        `run`: the sampling temperature of the run."""
         if self.temperatures_R is None:
             return run
         return torch.where(self.temperatures_R.isnan(), run, self.temperatures_R)[:, None]
@@ -114,7 +116,7 @@ class FlatBatch:
     def select(self, kept_N: torch.Tensor) -> FlatBatch:
         """Return one rank's part: the tokens at positions `kept_N` (ascending) and their rows.
 
-        `lengths` does not change."""
+        `lengths` stays that of the whole batch. Used for context parallelism."""
         here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
         here[kept_N] = True
         mine_R = here[self.rows_R]
@@ -133,7 +135,7 @@ class FlatBatch:
 
 
 def empty_batch() -> FlatBatch:
-    """Return a batch of one token without a row, for a rank that must take part without samples."""
+    """Return a batch of one token and no rows, for a rank that has no samples but must take part in a forward pass."""
     ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     return FlatBatch([], torch.zeros(1, dtype=torch.int64), None, ints, ints, floats, floats, ints)
 
@@ -141,7 +143,7 @@ def empty_batch() -> FlatBatch:
 def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:
     """Split samples into consecutive groups with at most `budget_tokens` each; a longer sample is alone.
 
-    The order is kept, so that a repetition sums in the same order."""
+    The order is kept, so that a repeated step sums gradients in the same order."""
     for part in group_by_budget([num_forwarded(sample) for sample in samples], budget_tokens):
         yield list(samples[part])
 
@@ -161,7 +163,7 @@ def flatten_samples(
     paths = [sample.path for sample in samples]
     sampled = [np.flatnonzero(path.mask) for path in paths]
     if any(where[0] == 0 for where in sampled):
-        raise ValueError("a path begins with a sampled token, which nothing predicts")
+        raise ValueError("a path begins with a sampled token: it needs at least one token of context before it")
     counts = [len(where) for where in sampled]
     flat = FlatBatch(
         lengths=ends,
@@ -194,7 +196,7 @@ def _merged(flat: FlatBatch, tree: PrefixTree) -> FlatBatch:
 
 
 def num_forwarded(sample: Sample) -> int:
-    """Return the number of tokens of a sample to forward: up to, and excluding, the last sampled token.
+    """Return the number of tokens of a sample that the model computes: those before the last sampled token.
 
     Raises `ValueError` for a sample without a sampled token."""
     where = np.flatnonzero(sample.path.mask)

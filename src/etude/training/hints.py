@@ -1,4 +1,4 @@
-"""Credit from hints: dense credit for the tokens of a faulty turn, by on-policy self-distillation.
+"""Adds credit from hints to advantages: dense credit for the tokens of a faulty turn, by on-policy self-distillation.
 
 A hint is a text that would have helped the policy in a turn. The live weights score the sampled tokens of the turn
 twice, with the hint in their context and without it. The advantage of each token gets
@@ -31,8 +31,8 @@ Score = Callable[[Sequence[Sample]], list[F32]]
 def with_hint_credit(samples: Sequence[Sample], score: Score) -> tuple[list[Sample], float | None]:
     """Add the credit of the samples' hints to their advantages, and return (samples without hints, `hint_kl`).
 
-    `hint_kl`: as in `StepReport`, in nats; None without hints. `score` is called at most once. Samples without hints
-    are returned unchanged."""
+    `hint_kl`: mean over the tokens with hint credit of log p(token | context) - log p(token | context with the hint),
+    in nats; None without hints. `score` is called at most once. Samples that had no hints are returned unchanged."""
     plain = {i: _without(sample) for i, sample in enumerate(samples) if sample.hints}
     if not plain:
         return list(samples), None

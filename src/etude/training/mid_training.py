@@ -1,4 +1,4 @@
-"""Mid-training over a corpus, data-parallel and resumable at any moment.
+"""Trains a model on a corpus (mid-training), data-parallel and resumable at any moment.
 
 A step's batch does not depend on the number of ranks. Each rank computes its part, gradients are summed as one buffer,
 and every rank takes the same optimiser step, so their weights stay equal to the bit (checked at the end). Checkpoints
@@ -55,8 +55,8 @@ NOT_LEARNED = -100  # the target of a token without loss: cross_entropy's `ignor
 RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.state"
 
 Probe = Callable[[Transformer], float]
-"""Measures a skill of the model, for the event `mid.eval`. Must be a module-level function or a partial of one, since
-ranks are spawned."""
+"""Measures a skill of the model as one number, for the event `mid.eval`. It must be a module-level function or a
+partial of one, since the ranks are separate processes."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class MidTrained:
     """The result of mid-training; also written to `mid_training.json`.
 
     `loss`: of the last step, in nats per token. `heldout_loss`: None if the corpus has no held-out documents.
-    `copy_probe`: the last value of the caller's probe; None without one. `digest`: SHA-256 of the weights' bytes, the
-    same in every rank."""
+    `copy_probe`: the last value of the `copy_probe` given to `mid_train`; None without one. `digest`: SHA-256 of the
+    weights' bytes, the same in every rank."""
 
     num_steps: int
     num_tokens: int
@@ -121,8 +121,8 @@ def mid_train(
     - `assets`: a directory whose tokeniser files are copied.
     - `copy_probe`: measures copying from the context, for the event `mid.eval`.
 
-    Raises `RunError` when a rank dies or a checkpoint has other settings, `TaskError` for the corpus, `CheckpointError`
-    for disk errors, and `DeadlineExceeded` when the ranks stall."""
+    Raises `RunError` when a rank dies or a checkpoint was made with other settings, `TaskError` for a missing or
+    damaged corpus, `CheckpointError` for disk errors, and `DeadlineExceeded` when the ranks make no progress."""
     where = None if telemetry is None else (telemetry.path, telemetry.process)
     read_corpus(corpus_dir, vocab_size=model.vocab_size)  # report errors of the corpus before ranks start
     job = _Job(
@@ -143,7 +143,9 @@ def mid_train(
     if any(result.digest != results[0].digest for result in results):
         digests = ", ".join(result.digest[:12] for result in results)
         raise ParityError(
-            "the ranks ended with different weights", digests, hint="this is a defect of etude: report it"
+            "the ranks ended with different weights",
+            f"digests by rank: {digests}",
+            hint="this is a bug in etude: report it with the settings of the run",
         )
     shutil.rmtree(job.partial, ignore_errors=True)
     return results[0]
@@ -152,7 +154,8 @@ def mid_train(
 def _finished(job: _Job) -> MidTrained:
     metadata = read_json(job.out / RESULT)
     if metadata.pop("identity", None) != job.identity:
-        raise RunError(f"{job.out} was trained with other settings", hint="give another directory, or delete it")
+        hint = "give another output directory, or delete this one"
+        raise RunError(f"{job.out} was trained with other settings", hint=hint)
     try:
         return MidTrained(**metadata)  # type: ignore[arg-type]
     except TypeError as error:
@@ -315,14 +318,15 @@ class _Run:
         tokens = metadata.get("num_tokens")
         if metadata.get("identity") != self.identity or not isinstance(tokens, int):
             raise RunError(
-                f"{found} is a checkpoint of other settings", hint=f"delete {self.job.partial} to start again"
+                f"{found} is a checkpoint that was made with other settings",
+                hint=f"use the same settings, or delete {self.job.partial} to start again",
             )
         verify_files(found, [PROGRESS], kind=CheckpointError)
         state, biases = load_tensors(found / STATE), hf_biases(self.model)
         if not biases.keys() <= state.keys():
             raise RunError(
-                f"{found} is a checkpoint of an older etude",
-                "it lacks the router biases",
+                f"{found} is a checkpoint of an older version of etude",
+                "it does not have the router biases",
                 hint=f"delete {self.job.partial} to start again",
             )
         self.optimizer.restore(state, live=False)

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (DPO) of pairs of rollouts, in two passes.
+"""Computes the loss of direct preference optimisation (DPO) over pairs of rollouts, in two passes.
 
 The loss of a pair is −log σ(β m) with the margin m = h(better) − h(worse). The log-ratio h of a rollout is
 Σ (log π − log π_ref) over its tokens with loss (Rafailov et al. 2023, arXiv 2305.18290, eq. 7). These tokens may be in
@@ -37,7 +37,8 @@ class PairLoss:
     """The DPO loss of a batch, a mean over its pairs, and the weight of each rollout in its gradient.
 
     `weights`: by rollout id, minus the derivative of `loss` with respect to the sum of the rollout's log-probabilities.
-    `accuracy`, `margin`: `pair_accuracy` and `pair_margin` of `StepReport`; None without pairs."""
+    `accuracy`: the share of pairs in which the better rollout has the higher log-ratio to the reference; equal ones
+    count half. `margin`: the mean of beta times the difference of these log-ratios. Both are None without pairs."""
 
     loss: float
     weights: Mapping[str, float]
@@ -46,7 +47,7 @@ class PairLoss:
     margin: float | None
 
     def weighted(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the weight of its rollout as the advantage of each token; 0.0 without a pair."""
+        """Return copies of the samples in which each advantage is the rollout's weight; 0.0 for one without a pair."""
         return [
             msgspec.structs.replace(
                 sample, advantages=np.full_like(sample.advantages, self.weights.get(sample.rollout_id, 0.0))
@@ -55,7 +56,7 @@ class PairLoss:
         ]
 
     def added_to(self, report: StepReport) -> StepReport:
-        """Return a copy of `report`, that of the second pass, with the loss and the metrics of the pairs added."""
+        """Return a copy of `report` (metrics of the second pass) with the loss and the metrics of the pairs added."""
         return msgspec.structs.replace(
             report,
             loss=report.loss + self.loss,
@@ -95,7 +96,7 @@ def pair_loss(pairs: Sequence[tuple[str, str]], log_ratios: Mapping[str, float],
 def weighted_tokens_loss(
     logprobs_R: torch.Tensor, sampler_logprobs_R: torch.Tensor, weight_R: torch.Tensor
 ) -> PolicyLoss:
-    """Compute the loss of the second pass. Its gradient is −Σ weight · ∇log π; its value is 0 (see `PairLoss.loss`).
+    """Compute the loss of the second pass. Its gradient is −Σ weight · ∇log π. Its value is 0: use `PairLoss.loss`.
 
     Shapes: R rows, one per sampled token. Ratios are not clipped, since the weight of a pair is at most beta."""
     now = logprobs_R.detach()

@@ -1,6 +1,6 @@
-"""The reference policy: a frozen model whose log-probabilities anchor a KL penalty in the reward or the loss.
+"""The reference policy: a frozen model to which a KL penalty, in the reward or in the loss, compares the policy.
 
-It chooses experts by itself: routes recorded by the policy mean nothing in another model."""
+It chooses experts with its own routers, since routes that the policy recorded have no meaning in another model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reference:
     """The reference policy: the frozen model of a checkpoint, at the sampling temperature of rollouts.
 
     `operators`: the operators of the policy (None: exact, in float32). `weights`: the precision of the policy's live
-    weights. Weights of the checkpoint are rounded to it, so that the reference is the policy of step 0 to the bit.
+    weights. Weights of the checkpoint are rounded to it, so that the reference equals the policy of step 0 bit for bit.
     `budget_tokens`: tokens of one forward pass in `k1`.
 
     Raises `CheckpointError` when the checkpoint cannot be loaded."""

@@ -74,7 +74,7 @@ def test_wilson_stays_inside_zero_and_one_and_holds_its_rate(solved: int, more: 
 
 @pytest.mark.parametrize(("solved", "n"), [(-1, 3), (4, 3)])
 def test_a_count_that_cannot_be_is_refused(solved: int, n: int) -> None:
-    with pytest.raises(ValueError, match="solved of"):
+    with pytest.raises(ValueError, match="solved = "):
         wilson(solved, n)
 
 

@@ -60,7 +60,7 @@ def test_a_suite_file_and_overrides(tmp_path: Path) -> None:
         ('purpose = "toll use"', "did you mean 'tool use'"),
         ("smaples = 4", "did you mean 'samples'"),
         ('splits = ["heldout", "heldout"]', "none twice"),
-        ('name = "../x"', "plain name"),
+        ('name = "../x"', "cannot be the name of a folder"),
     ],
 )
 def test_a_mistake_in_a_suite_is_named(change: str, said: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_tasks_without_a_valid_rollout_of_every_model_are_left_out_and_counted()
     assert (found.num_tasks, found.num_left_out) == (39, 1), "also where no model has a valid one"
     with pytest.raises(InputError, match="no task has a valid rollout of every model"):
         over_training_seeds({"a": [row("x", 1.0)], "b": [row("y", 1.0)]})
-    with pytest.raises(InputError, match="there are 1 models and 0 untrained ones"):
+    with pytest.raises(InputError, match="got 1 models and 0 untrained models"):
         over_training_seeds({"a": played(3)})
 
 

@@ -98,7 +98,7 @@ def test_closing_fails_what_is_in_flight_by_name() -> None:
 
 
 def test_a_context_longer_than_the_models_is_refused_at_the_start() -> None:
-    with pytest.raises(EngineError, match=r"(?s)context is set to 4096 tokens.*positions for 2048"):
+    with pytest.raises(EngineError, match=r"(?s)context_tokens = 4096 of the engine is too large.*positions for 2048"):
         engine(context_tokens=4096)
 
 

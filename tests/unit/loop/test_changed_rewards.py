@@ -81,7 +81,7 @@ def test_a_change_that_another_process_records_meanwhile_is_not_lost(
 
 def test_a_weight_that_is_no_number_is_not_recomputed(run: RunFolder) -> None:
     commands = importlib.import_module("etude.cli.rewards")
-    with pytest.raises(InputError, match=r"--set brief\.weight = 'much' is no finite number"):
+    with pytest.raises(InputError, match=r"--set brief\.weight = 'much' is not a finite number"):
         commands._changed(Composition(), read_config(run), {"brief": {"weight": "much"}}, {"brief"})
 
 

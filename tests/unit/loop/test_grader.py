@@ -135,7 +135,7 @@ def test_a_grader_measures_the_runs_own_terms_of_a_stored_rollout(game, tmp_path
     assert RewardSettings(run_folder, config).composition(1).of(found).value == 1.0 + 0.5 * 0.75
 
 
-@pytest.mark.parametrize(("names", "says"), [(("k1",), "built-in term"), (("a", "a"), "2 terms are called 'a'")])
+@pytest.mark.parametrize(("names", "says"), [(("k1",), "built-in term"), (("a", "a"), "2 terms have the name 'a'")])
 def test_terms_of_one_name_and_of_a_name_of_etudes_own_are_refused(names, says):
     terms = [{"name": name, "kind": "my_package.rewards:Term"} for name in names]
     with pytest.raises(ConfigError, match=says):

@@ -193,8 +193,8 @@ def test_an_address_that_is_not_of_this_machine_is_refused_before_a_run_is_made(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"ranks_away": 1}, "each needs the other"),
-        ({"ranks_at": "10.0.0.1"}, "each needs the other"),
+        ({"ranks_away": 1}, "set both, or neither"),
+        ({"ranks_at": "10.0.0.1"}, "set both, or neither"),
         ({"ranks_away": 2, "ranks_at": "10.0.0.1"}, "rank 0 must run on the run's own machine"),
     ],
 )

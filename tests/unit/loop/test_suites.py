@@ -126,7 +126,7 @@ def test_the_untrained_model_stands_beside_a_run_and_not_beside_a_lone_checkpoin
     lone = tmp_path / "lone"
     lone.mkdir()
     assert run_of(lone) is None
-    with pytest.raises(SuiteRefused, match="no untrained model"):
+    with pytest.raises(SuiteRefused, match=r"untrained model of .* is unknown"):
         subjects_of(lone, label="", beside=True, prompt="")
 
 
@@ -147,6 +147,6 @@ def test_settings_of_other_engines_than_a_runs_are_refused_where_these_are_borro
         given = settings_of(run)
         for section, values in changes.items():
             given[section] = {**given[section], **values}
-        with pytest.raises(ConfigError, match="not those of the run's engines") as refused:
+        with pytest.raises(ConfigError, match="does not describe the engines of the run") as refused:
             config_for(suite, given, borrowing)
-        assert refused.value.hint == "leave out --config"
+        assert refused.value.hint.startswith("leave out --config")

@@ -477,7 +477,7 @@ def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
     [
         (["--hardware", "h20"], "did you mean 'h200'?"),
         (["--set", "rl.stepz=3"], "did you mean 'rl.steps'?"),
-        (["--set", "learner.lora_rank=4", "--set", "learner.optimizer=muon"], "LoRA needs adamw"),
+        (["--set", "learner.lora_rank=4", "--set", "learner.optimizer=muon"], "set optimizer = 'adamw'"),
         (["--set", "learner.lora_rank=4000"], "an adapter of rank above"),
         (
             ["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"],

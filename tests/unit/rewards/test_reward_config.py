@@ -18,8 +18,8 @@ OTHER = {"name": "other", "kind": "malformed-calls", "weight": 0.0}
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"terms": [EFFORT | {"name": ""}]}, "a term is called '': use letters"),
-        ({"terms": [EFFORT | {"name": "my.term"}]}, "a term is called 'my.term': use letters"),
+        ({"terms": [EFFORT | {"name": ""}]}, "the name of term '' is not valid: use letters"),
+        ({"terms": [EFFORT | {"name": "my.term"}]}, "the name of term 'my.term' is not valid: use letters"),
         ({"terms": [EFFORT | {"weight": 0.0, "target": 0.5}]}, "its weight is 0: set the weight above 0"),
         ({"terms": [EFFORT | {"weight": 1.5}]}, "a rollout that gives up may get more than a solved one"),
         (
@@ -30,7 +30,7 @@ OTHER = {"name": "other", "kind": "malformed-calls", "weight": 0.0}
         ({"terms": [EFFORT | {"limit": 100.0}]}, "kind = {kind = 'effort', limit = ...}"),
         ({"terms": EFFORT}, r"write [[rewards.terms]] with double brackets"),
         ({"terms": [EFFORT], "audits": [{"term": "efort", "by": "grade"}]}, "did you mean 'effort'?"),
-        ({"audits": [{"term": "effort", "by": "grade"}]}, "none of the terms: there are none"),
+        ({"audits": [{"term": "effort", "by": "grade"}]}, "which does not exist: there are none"),
         ({"terms": [EFFORT], "audits": [{"term": "effort", "by": "tests", "tolerance": 0.1}]}, "known: effort, grade"),
         ({"terms": [EFFORT, OTHER], "audits": [{"term": "effort", "by": "other"}]}, "needs a tolerance"),
     ],

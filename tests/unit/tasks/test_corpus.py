@@ -34,7 +34,7 @@ def test_the_check_finds_a_heldout_function_in_code_and_in_what_an_agent_saw(spl
     code = problem.files()[f"{problem.module}.py"]
     seen = "\n".join(f"{n} {line.replace('    ', ' ')}" for n, line in enumerate(code.splitlines(), start=1))
     for text in (code, f"<tool>{seen}<end>"):
-        with pytest.raises(TaskError, match=f"a {split} function, which is never trained on, is in the corpus"):
+        with pytest.raises(TaskError, match=f"the corpus has a {split} function, which must not be trained on"):
             assert_no_heldout(["nothing here", text])
 
 

@@ -64,7 +64,7 @@ def test_token_ids_past_sixteen_bits_are_refused(tmp_path: Path) -> None:
 def test_damaged_corpora_are_task_errors(tmp_path: Path, name: str, content: bytes) -> None:
     write_corpus(tmp_path, [np.array([1, 2, 3], np.int32)])
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(TaskError, match="no corpus in"):
+    with pytest.raises(TaskError, match="has no corpus that can be read"):
         read_corpus(tmp_path, vocab_size=10)
 
 

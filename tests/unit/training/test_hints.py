@@ -112,5 +112,5 @@ def test_a_hinted_context_that_is_not_finite_is_an_error_that_names_the_rollout(
 
 
 def test_a_hint_without_a_token_with_loss_is_refused(learner: TorchLearner) -> None:
-    with pytest.raises(ValueError, match="a hint for a turn without loss"):
+    with pytest.raises(ValueError, match=r"a hint of the sample of rollout .* has no token with loss"):
         hinted(sampled(learner, 0), at=2, stop=4)

@@ -132,7 +132,7 @@ def test_progress_without_the_biases_of_its_model_is_refused(tmp_path: Path, cor
     state = load_tensors(progress / "optimizer.state")
     (progress / "SHA256SUMS").unlink()
     save_tensors({name: one for name, one in state.items() if "bias" not in name}, progress / "optimizer.state")
-    with pytest.raises(RunError, match="lacks the router biases"):
+    with pytest.raises(RunError, match="does not have the router biases"):
         mid_train(CONFIG, corpus, tmp_path / "mid", model=DEEPSEEK, ranks=1)
 
 
@@ -181,7 +181,7 @@ def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(tmp_
 def test_progress_of_other_settings_is_refused(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(spawned.Killed):
         mid_train(CONFIG, corpus, tmp_path / "mid", model=SIZES, ranks=1, copy_probe=partial(spawned.die, [2]))
-    with pytest.raises(RunError, match="a checkpoint of other settings"):
+    with pytest.raises(RunError, match="a checkpoint that was made with other settings"):
         mid_train(CONFIG, corpus, tmp_path / "mid", model=SIZES, ranks=1, seed=1)
 
 

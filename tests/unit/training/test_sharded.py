@@ -235,8 +235,8 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
     [
         ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 is not a multiple of expert_parallel = 2"),
         ({"ranks": 2, "context_parallel": 4}, "ranks = 2 is not a multiple of context_parallel = 4"),
-        ({"ranks": 2, "context_parallel": 2, "kl": 0.1}, "kl with context_parallel"),
-        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "LoRA needs adamw"),
+        ({"ranks": 2, "context_parallel": 2, "kl": 0.1}, "kl = 0.1 cannot be combined with context_parallel = 2"),
+        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "set optimizer = 'adamw'"),
     ],
 )
 def test_settings_that_ranks_cannot_share_are_refused(settings: dict[str, Any], said: str) -> None:

@@ -44,10 +44,11 @@ class AnswerPart:
 
     - `token_ids`, `logprobs`: the sampled tokens, and their log-probabilities.
     - `finish_reason`: "stop", "length" or "abort" in the last part, else None.
-    - `spans`: pairs (adoption, number of tokens) of the complete response, in its last part: which weights sampled
-      what.
+    - `spans`: which weights sampled which tokens of the complete response, in its last part: pairs (number of the
+      adoption, number of tokens). An adoption is one replacement of the server's weights.
     - `num_cached`: prompt tokens whose KV was reused.
     - `routed`: encoded routes (experts chosen by the MoE routers), when the server sends them.
+    - `likeliest`: for each token the most probable tokens, as (log-probability, token id); empty if not requested.
     - `message`: why the server aborted the request, if it says so."""
 
     token_ids: list[int]
@@ -103,7 +104,9 @@ def keyed_seed(seed: int, num_prompt: int) -> int:
 
 
 class LabelledSpan(msgspec.Struct, frozen=True):
-    """A span in a server's response: adoption number `version` sampled the output tokens [start, end)."""
+    """A span in a server's response: which weights sampled the output tokens [start, end).
+
+    `version`: the number of the adoption (replacement of the server's weights), as text."""
 
     version: str
     start: int
@@ -111,10 +114,10 @@ class LabelledSpan(msgspec.Struct, frozen=True):
 
 
 def read_spans(values: Iterable[LabelledSpan], server: str, engine: str) -> tuple[tuple[int, int], ...]:
-    """Convert the spans of a response to pairs (adoption, number of tokens), in order.
+    """Convert the spans of a response to pairs (number of the adoption, number of tokens), in order.
 
-    `server` and `engine` are names for errors. Raises `BrokenAnswer` for gaps, overlaps, or a label that is not a
-    number."""
+    An adoption is one replacement of the server's weights. `server` and `engine` are names for errors. Raises
+    `BrokenAnswer` for gaps, overlaps, or a label that is not a number."""
     spans, at = [], 0
     for span in values:
         if span.start != at or span.end < at or not span.version.isdigit():
@@ -134,11 +137,12 @@ def make_completion(
     adoption: int,
     routes: Routes,
 ) -> Completion:
-    """Convert a server's complete response to a completion. Raises `BrokenAnswer`.
+    """Convert a server's complete response to a completion. Raises `BrokenAnswer` for an invalid one.
 
-    `versions` has the version of each adoption, and `adoption` is the one in force when the request was sent. `server`
-    and `engine` are names. It is not known whether a request had computed part of its prompt before a swap of the
-    weights. It is assumed that it had: the version at the time of sending then gets a first span without tokens."""
+    An adoption is one replacement of the server's weights. `versions` has the version that each adoption loaded, and
+    `adoption` is the number of the last one when the request was sent. `server` and `engine` are names. It is not known
+    whether a request had computed part of its prompt before a swap of the weights. It is assumed that it had: the
+    version at the time of sending then gets a first span without tokens."""
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
         raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")
@@ -190,8 +194,8 @@ def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop
     """Decode the routes that the worker extension recorded, for positions [start, stop) of a context.
 
     `data` is base64 of int16 [positions, MoE layers, top_k], from position 0, or None. Returns [stop - start, MoE
-    layers, top_k]. Missing positions become `missing_route`. Raises `ValueError` for an expert that the model does not
-    have."""
+    layers, top_k]. Positions without a route get the value `missing_route`. Raises `ValueError` for an expert that the
+    model does not have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
@@ -203,17 +207,17 @@ def decode_kept_routes(data: str | None, model: ModelConfig, *, start: int, stop
 def convert_routes(values: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
     """Convert a server's routes, of any integer dtype, to the model's `route_dtype`.
 
-    A negative number (unknown) becomes `missing_route`. Raises `ValueError` for an expert that the model does not have,
-    which a cast would map to another.
+    A negative number (unknown expert) becomes the value `missing_route`. Raises `ValueError` for an expert that the
+    model does not have, which a cast would map to another.
 
     >>> from etude.models import ModelConfig
     >>> convert_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
     [[[255, 7]]]
     """
     if values.dtype.kind not in "iu":
-        raise ValueError(f"routes of dtype {values.dtype}")
+        raise ValueError(f"routes have dtype {values.dtype}, expected an integer dtype")
     if values.size and int(values.max()) >= model.num_experts:
-        raise ValueError(f"a route to expert {int(values.max())} of {model.num_experts}")
+        raise ValueError(f"a route names expert {int(values.max())}, but the model has {model.num_experts} experts")
     return np.where(values < 0, missing_route(model.route_dtype), values).astype(model.route_dtype)
 
 
@@ -229,8 +233,8 @@ def check_temperature(request: CompletionRequest, lowest: float, server: str) ->
     if 0.0 < request.sampling.temperature < lowest:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {request.sampling.temperature:g}",
-            f"{server} samples at {lowest:g} at least, or greedily at 0",
-            hint=f"ask for 0, or at least {lowest:g}",
+            f"{server} supports 0 (greedy), and {lowest:g} or more",
+            hint=f"set the temperature to 0, or to at least {lowest:g}",
         )
 
 

@@ -100,9 +100,9 @@ class ExternalEngine:
         self._last_healthy = time.monotonic()
 
     async def start(self) -> None:
-        """Have the server label its tokens, and test its capabilities with a trial request.
+        """Make the server label each token with the weights that sampled it, and test it with a trial request.
 
-        Raises `EngineError` when it lacks one that every engine needs."""
+        Raises `EngineError` when the server lacks a capability that every engine needs."""
         await self._label()
         self.routes = await self.client.route_source(self.model.num_moe_layers)
         prompt, num_tokens = list(range(1, min(8, self.model.vocab_size))), 3
@@ -115,20 +115,20 @@ class ExternalEngine:
                 f"{self.name} lacks a capability that every engine needs",
                 f"the trial gave {len(trial.token_ids)} of {num_tokens} tokens, {len(logprobs)} of {len(prompt) - 1} "
                 f"log-probabilities, and version {version}",
-                hint=f"etude engines check {self.client.server.lower()} tests this installation",
+                hint=f"test this installation: etude engines check {self.client.server.lower()}",
             )
         self.counters = Counters()
 
     # seams.Engine
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Sample a completion, as `seams.Engine.generate` does.
+        """Sample a completion for the request, under the contract of `seams.Engine.generate`.
 
-        Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
+        Also raises `MalformedRequest` for an invalid request, and `EngineBusy` when the queue is full."""
         return await self._serve(request, None)
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """Sample a completion and yield its parts, as `seams.Streaming.stream` does.
+        """Sample a completion and yield lists of token ids as they are sampled, at the end the `Completion`.
 
         Closing the generator early cancels the request."""
         parts: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most one part per token
@@ -158,9 +158,10 @@ class ExternalEngine:
             await self.thaw()
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until the server has a version of at least `min_step`, as `seams.Engine.adopt` does.
+        """Wait until the server has a version of at least step `min_step`, and return its version.
 
-        An `ExternalWeightSync` fetches the versions and swaps them in."""
+        An `ExternalWeightSync` fetches the versions and swaps them in. Raises `EngineError` after `deadline_s`
+        seconds."""
         try:
             async with asyncio.timeout(deadline_s), self._version_changed:
                 await self._version_changed.wait_for(lambda: self.version.step >= min_step)
@@ -168,16 +169,17 @@ class ExternalEngine:
         except TimeoutError:
             raise EngineError(
                 f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
-                f"it holds {self.version}{'; ' + self.trouble if self.trouble else ''}",
+                f"its version is {self.version}{'; ' + self.trouble if self.trouble else ''}",
                 hint="check that the learner published this step; if it did, see the engine's log",
             ) from None
 
     async def hold(self, seconds: float) -> Version:
         """Raise `MalformedRequest`: an external engine cannot keep a version.
 
-        While its next version waits to be adopted, the server could not score texts."""
+        The server could not score texts while a newer version waits to be loaded."""
         facts = f"{self.name} serves with {self.client.server}"
-        raise MalformedRequest("only reference engines can hold a version", facts, hint="send it to a reference engine")
+        hint = "send the request to an engine of kind reference"
+        raise MalformedRequest("only reference engines can hold a version", facts, hint=hint)
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         """Return the current state and load. Never waits for the server, so a hanging one can still be inspected."""
@@ -239,10 +241,10 @@ class ExternalEngine:
 
     @contextlib.asynccontextmanager
     async def swapping(self) -> AsyncIterator[None]:
-        """Wait until no session pins the version, then stop decoding and hold back new requests while the block runs.
+        """Context manager that stops decoding while its block replaces the weights and calls `set_version`.
 
-        The block replaces the weights and calls `set_version`. At its end decoding continues. When the block raises,
-        the engine stays frozen, since the weights are then of no version."""
+        It first waits until no session pins the version. New requests wait until the block ends, then decoding
+        continues. When the block raises, the engine stays frozen, since the weights may be a mix of two versions."""
         async with self._scoring:
             while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases expire by the clock
                 await asyncio.sleep(PIN_POLL_S)
@@ -261,7 +263,9 @@ class ExternalEngine:
             self._version_changed.notify_all()
 
     def set_version(self, version: Version) -> None:
-        """Set the version of the weights; only inside `swapping`. Requests that demand a later version fail."""
+        """Set the version of the weights. Call it only inside a `swapping` block.
+
+        Requests in the engine that demand a later version fail."""
         self.adoption, self.version = self.adoption + 1, version
         self._versions[self.adoption] = version
         self._versions.pop(self.adoption - MAX_VERSIONS, None)
@@ -312,7 +316,7 @@ class ExternalEngine:
         num_requests = self._num[request.traffic]
         if num_requests >= self.config.max_sequences + self.config.max_waiting:
             facts = f"it has {num_requests} requests of {request.traffic}"
-            raise EngineBusy(f"{self.name} is full", facts, hint="try another engine, or again later")
+            raise EngineBusy(f"{self.name} is full", facts, hint="send it to another engine, or again later")
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         self._num[request.traffic] += 1
         self._tokens += num_tokens
@@ -338,7 +342,7 @@ class ExternalEngine:
             raise EngineLate(
                 f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a token",
                 f"{self.name} has {self.num_requests} requests{', and is paused' if self._paused else ''}",
-                hint="resume it if it is paused, restart it if it hangs, or give the request more time",
+                hint="resume the engine if it is paused, restart it if it hangs, or raise the request's deadline_s",
             ) from None
         finally:
             self._active.discard(active)
@@ -403,7 +407,8 @@ class ExternalEngine:
 
     async def _finish(self, request: CompletionRequest, sent: _SentRequest, answer: AnswerPart) -> Completion:
         if answer.finish_reason == "abort" and not sent.active.ended:
-            what, hint = f"{self.client.server} of {self.name} aborted a request", "send it again; see the engine's log"
+            what = f"{self.client.server} of {self.name} aborted request {request.request_id}"
+            hint = "send it again; the engine's log may say why it was aborted"
             raise EngineError(what, answer.message, hint=hint)
         routes = await self._routes(request, sent, answer)
         self.counters.tokens += len(answer.token_ids)

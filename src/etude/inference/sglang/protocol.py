@@ -67,7 +67,8 @@ def encode_request(request: CompletionRequest, name: str, *, salt: str, native_r
     """Return the body of a completion request.
 
     `name` is the request's id in SGLang. Requests share cached prefixes only with others of the same `salt`.
-    `native_routes` asks for routes, if the request wants some. Raises `MalformedRequest`."""
+    `native_routes`: whether to ask the server for routes, if the request wants some. Raises `MalformedRequest` for
+    settings that SGLang does not support."""
     sampling, prompt = request.sampling, request.prompt_ids
     check_temperature(request, MIN_TEMPERATURE, SERVER)
     params: dict[str, Any] = {
@@ -120,7 +121,7 @@ _SAME_NAMES = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repet
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
     """Return the body of a request for the log-probabilities of a text.
 
-    `name` and `salt` are as in `encode_request`."""
+    `name` is the request's id in SGLang. Requests share cached prefixes only with others of the same `salt`."""
     params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": name, "input_ids": token_ids, "sampling_params": params, "extra_key": salt, "priority": 1}
     return msgspec.json.encode(body | {"return_logprob": True, "logprob_start_len": 0})
@@ -129,8 +130,9 @@ def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> byt
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
     """Parse the response to `encode_scoring_request`.
 
-    Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
-    log-probability of each token but the first. Raises `BrokenAnswer`."""
+    Returns (adoption, log-probabilities). `adoption` is the number of the replacement of the weights with which the
+    text was computed; None if the response does not say. There is one log-probability for each token but the first.
+    Raises `BrokenAnswer` for an invalid response."""
     meta = decode(body, _Answer, SERVER, engine).meta_info
     rows = meta.input_token_logprobs or []
     logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
@@ -143,7 +145,7 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
     """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens.
 
-    Raises `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
+    Raises `BrokenAnswer` for an invalid line, and `EngineError` when the server ended the request with an error."""
     body = event_body(line, SERVER, engine)
     return None if body is None else _part(decode(body, _Answer, SERVER, engine), engine)
 
@@ -157,7 +159,8 @@ def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes
         return decode_kept_routes(None, model, start=0, stop=count)
     values = np.frombuffer(base64.b64decode(data), "<i4")
     if values.size != count * model.num_layers * model.top_k:
-        raise ValueError(f"routes of {values.size} numbers for {count} positions")
+        expected = count * model.num_layers * model.top_k
+        raise ValueError(f"the routes of {count} positions have {values.size} numbers, expected {expected}")
     shaped = values.reshape(count, model.num_layers, model.top_k)
     return convert_routes(shaped[:, list(model.moe_layers)], model)
 

@@ -29,7 +29,9 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class VllmClient(ServerClient):
-    """A client of a vLLM server. `gives_routes`: the server was started to return routes with its responses."""
+    """A client of a vLLM server.
+
+    `gives_routes`: whether the server was started to return routes (experts chosen per token) with its responses."""
 
     server = SERVER
     dialect: ClassVar[Dialect] = protocol
@@ -48,9 +50,10 @@ class VllmClient(ServerClient):
         await self.ask("/update_weight_version", {"new_version": label}, what="label its tokens")
 
     async def route_source(self, num_moe_layers: int) -> RouteSource:
-        """Return how routes can be obtained.
+        """Return where the routes of completions come from.
 
-        They come from the server if it was started so, else from the worker extension, which starts to record them."""
+        The server sends them if it was started with that option. If not, this call makes the worker extension record
+        them."""
         if not num_moe_layers:
             return RouteSource(missing="the model has no routers")
         if self.gives_routes:
@@ -67,7 +70,9 @@ class VllmClient(ServerClient):
         await self.ask("/abort_requests", {"request_ids": [f"{protocol.ID_PREFIX}{name}"]}, what="end a request")
 
     async def call(self, method: str, *args: object, deadline_s: float = CONTROL_S) -> list[Any]:
-        """Call a method of the worker extension. Returns the result of each worker. Raises `EngineError`."""
+        """Call a method of the worker extension. Returns the result of each worker.
+
+        Raises `EngineError` if the call fails or takes longer than `deadline_s` seconds."""
         body = {"method": method, "args": args, "timeout": deadline_s}
         data = await self.ask("/collective_rpc", body, what=f"run {method}", deadline_s=deadline_s + 1.0)
         return list(msgspec.json.decode(data)["results"]) if data else []

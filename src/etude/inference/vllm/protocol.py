@@ -49,7 +49,7 @@ MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0. At a lower one vLLM samples, and computes log-probabilities, at this temperature."""
 SERVER = "vLLM"
 ID_PREFIX = "generate-tokens-"
-"""With which vLLM begins the id of a request, before the one that it was given."""
+"""The prefix that vLLM adds to the id of each request."""
 
 
 class _Likely(msgspec.Struct, frozen=True):
@@ -97,7 +97,8 @@ def encode_request(request: CompletionRequest, name: str, *, salt: str, native_r
     """Return the body of a completion request.
 
     `name` is the request's id in vLLM. Requests share cached prefixes only with others of the same `salt`.
-    `native_routes` asks for routes, if the request wants some. Raises `MalformedRequest`."""
+    `native_routes`: whether to ask the server for routes, if the request wants some. Raises `MalformedRequest` for
+    settings that vLLM does not support."""
     sampling, prompt = request.sampling, request.prompt_ids
     check_temperature(request, MIN_TEMPERATURE, SERVER)
     params: dict[str, Any] = {
@@ -142,7 +143,7 @@ _SAME_NAMES = (
 def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> bytes:
     """Return the body of a request for the log-probabilities of a text.
 
-    `name` and `salt` are as in `encode_request`."""
+    `name` is the request's id in vLLM. Requests share cached prefixes only with others of the same `salt`."""
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     return msgspec.json.encode(
         {"request_id": name, "token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
@@ -152,8 +153,9 @@ def encode_scoring_request(token_ids: list[int], name: str, *, salt: str) -> byt
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
     """Parse the response to `encode_scoring_request`.
 
-    Returns the number of the adoption (replacement of the weights) that computed it, None without a label, and the
-    log-probability of each token but the first. Raises `BrokenAnswer`."""
+    Returns (adoption, log-probabilities). `adoption` is the number of the replacement of the weights with which the
+    text was computed; None if the response does not say. There is one log-probability for each token but the first.
+    Raises `BrokenAnswer` for an invalid response."""
     answer = decode(body, _Answer, SERVER, engine)
     rows = answer.prompt_logprobs or []
     found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=False)]
@@ -167,7 +169,7 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 def read_event(line: bytes, *, engine: str) -> AnswerPart | None:
     """Parse one line of a streamed response: a part with some tokens, or None for a line without tokens.
 
-    Raises `BrokenAnswer`, and `EngineError` when the server ended the request with an error."""
+    Raises `BrokenAnswer` for an invalid line, and `EngineError` when the server ended the request with an error."""
     body = event_body(line, SERVER, engine)
     return None if body is None else _part(decode(body, _Answer, SERVER, engine), engine)
 
@@ -181,7 +183,8 @@ def decode_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes
         return decode_kept_routes(None, model, start=0, stop=count)
     values = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
     if values.shape != (count, model.num_layers, model.top_k):
-        raise ValueError(f"routes of shape {list(values.shape)} for {count} positions")
+        expected = [count, model.num_layers, model.top_k]
+        raise ValueError(f"routes have shape {list(values.shape)}, expected {expected}")
     return convert_routes(values[:, list(model.moe_layers)], model)
 
 

@@ -73,8 +73,8 @@ def _accept_tokens(accept: Callable[[Any, list[int]], bool], request: Any, token
 
 
 class StrictScheduler(_Strict, Scheduler):  # type: ignore[misc]
-    """The strict scheduler for vLLM's CPU build, which plans a step after the previous one has ended."""
+    """vLLM's scheduler with strict priorities, for the CPU build, which plans a step after the previous one ended."""
 
 
 class StrictAsyncScheduler(_Strict, AsyncScheduler):  # type: ignore[misc]
-    """The strict scheduler for vLLM builds that plan a step while the previous one runs."""
+    """vLLM's scheduler with strict priorities, for builds that plan a step while the previous one runs."""

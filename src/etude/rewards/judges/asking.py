@@ -1,4 +1,4 @@
-"""Put a question to a model: over HTTP in the dialect of OpenAI or Anthropic, or to a `Policy`.
+"""Sends a judge's question to a model: over HTTP with the API of OpenAI or Anthropic, or to a `Policy`.
 
 aiohttp is the client, as for engines: it is a dependency of `etude[train]` anyway. The vendors' SDKs would add their
 own retries under those of `Judge`, which counts every try against a budget and a deadline."""
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_REPLY_BYTES = 4 << 20
 MAX_TOKENS = 2_048
-"""Limit of an answer, with the reasoning of models that count it."""
+"""The most tokens of an answer, with those of the reasoning where the server counts them."""
 TOP_LOGPROBS = 20
 """Number of likeliest tokens to request: the largest number that OpenAI, vLLM and etude give."""
 _BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
@@ -60,10 +60,10 @@ class Reply:
 
 
 class NoReply(Exception):
-    """A model gave no answer; the message says why.
+    """Raised when a model gives no answer; the message says why.
 
-    `retry`: whether it may answer the same question later. `after_s`: how long the server asks to wait. `charged`:
-    whether the call may have been charged all the same. `reply`: what was counted, if anything was."""
+    `retry`: whether it may answer the same question later. `after_s`: how many seconds the server asks to wait.
+    `charged`: whether the call may cost money all the same. `reply`: the tokens that the server counted; None: none."""
 
     def __init__(
         self, why: str, *, retry: bool, after_s: float | None = None, charged: bool, reply: Reply | None = None
@@ -73,19 +73,23 @@ class NoReply(Exception):
 
 
 class Asker(Protocol):
-    """A model that can be asked. `identity` names all that decides its answers; it is part of a judge's version."""
+    """The interface of a model that answers a judge's questions.
+
+    `identity`: texts that change with everything that decides the answers; they are part of a judge's version."""
 
     @property
     def identity(self) -> tuple[str, ...]: ...
 
     async def ask(self, question: Question) -> Reply:
-        """Ask once. Raises `NoReply`. Cancelling ends the request."""
+        """Send a question once, and return the reply. Cancelling ends the request.
+
+        Raises `NoReply` if the model does not answer."""
         ...
 
 
 @dataclass
 class HttpAsker:
-    """A model behind a URL.
+    """Asks a model at a URL. Implements `Asker`.
 
     `url` is the base URL that the vendor's SDK takes: with ``/v1`` for OpenAI's dialect, without for Anthropic's.
     `key` is sent as the API key; "" for none. `options` are further fields of the body, such as temperature."""
@@ -208,7 +212,7 @@ def _likeliest(choice: Mapping[str, Any]) -> Likeliest:
         found.append((first["token"], first["logprob"]))
     for text, logprob in found:
         if not isinstance(text, str) or not isinstance(logprob, int | float) or not logprob <= 1e-3:  # NaN, too
-            raise TypeError(f"the token {text!r} has the log-probability {logprob!r}")
+            raise TypeError(f"the log-probability of token {text!r} is {logprob!r}, expected a number")
     return tuple((text, float(logprob)) for text, logprob in found)
 
 
@@ -237,7 +241,7 @@ def _of_anthropic(found: Mapping[str, Any]) -> Reply:
 def _checked(reply: Reply, ended: object, refusal: object, *, whole: bool = True) -> Reply:
     """Return a complete reply, or without `whole` also one that was cut off. Raises `NoReply` for any other."""
     if not isinstance(reply.text, str):
-        raise TypeError("the text of an answer is no text")
+        raise TypeError("the content of an answer is not a text")
     if refusal or ended in ("refusal", "content_filter"):
         why = f"the judge refuses: {encodable(str(refusal or ended))[:200]}"
         raise NoReply(why, retry=False, charged=True, reply=reply)
@@ -283,9 +287,11 @@ class Encoding(Protocol):
 class PolicyAsker:
     """Asks a `Policy`, your own model, as the judge. Answers are sampled greedily, under a grammar of their form.
 
-    `Form.TOKEN` has no grammar, since vLLM and SGLang would return the probabilities after the grammar's mask.
+    Answers of the form `Form.TOKEN` are sampled without a grammar: with one, vLLM and SGLang would return probabilities
+    to which the grammar is already applied.
 
-    `name` names the weights, such as a checkpoint's digest: it is part of the judge's version."""
+    `name` identifies the weights, such as a checkpoint's digest; it is part of the judge's version. `max_tokens`: the
+    most tokens of an answer."""
 
     policy: Policy
     chat: Encoding

@@ -1,8 +1,9 @@
-"""Compare a judge with people: agreement, and biases by length, position and author.
+"""Compares the scores of a judge with the labels of people: agreement, and biases by length, position and author.
 
-Labels are divided into two halves by a hash of the work. A rubric is tuned with one half, and what is reported comes
-from the other, so a rubric that was fitted to its labels does not look better than it is. Works with the same `group`,
-such as attempts at one task, are in the same half, and the bootstrap of the intervals resamples them together."""
+A work is a text or rollout that is judged. A hash of the work puts its label into one of two halves. You improve a
+rubric with one half and report the numbers of the other, so that a rubric fitted to its labels does not look better
+than it is. Works with the same `group`, such as attempts at one task, are in the same half, and the bootstrap of the
+intervals resamples them together."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Given = str | dict[str, Any] | None
 
 
 class Half(enum.StrEnum):
-    """A half of the labels. TUNE: to improve a rubric with. REPORT: to measure it with."""
+    """The halves of the labels. TUNE: to improve a rubric or train a judge. REPORT: to measure the result."""
 
     TUNE = "tune"
     REPORT = "report"
@@ -54,11 +55,11 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Label:
-    """What a person says about one work, or which of two works is better.
+    """A person's score of one work (a text or rollout that is judged), or their choice between two works.
 
     `score`: on the aspect's scale; for two works 1 if the first is better, -1 if the second is, 0 for a tie. `author`:
-    who did the work; the judge does not see it. `group`: works of one group are not independent; "": the work is
-    independent of others."""
+    who did the work, a name that the judge does not see. `group`: works of one group, such as attempts at one task, are
+    not independent; "": the work is independent of all others."""
 
     aspect: Aspect
     work: Evidence
@@ -69,12 +70,12 @@ class Label:
 
     @property
     def cluster(self) -> str:
-        """The key of labels that are not independent of each other: `group`; without one, the digests of the works."""
+        """A key that labels have in common if they are not independent: `group`, or else the digests of the works."""
         return self.group or repr(sorted({self.work.digest, self.other.digest if self.other else self.work.digest}))
 
     @property
     def half(self) -> Half:
-        """The half that the label belongs to, by a hash of its cluster."""
+        """The half of the labels (for tuning or for reporting) to which this label belongs, by a hash of `cluster`."""
         return list(Half)[hashlib.sha256(self.cluster.encode()).digest()[0] % 2]
 
 
@@ -92,7 +93,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a judge agrees with people about one aspect, over `num_labels` works or pairs that it gave a verdict on.
+    """How well a judge agrees with people about one aspect, over `num_labels` works or pairs with a verdict.
 
     - `num_unknown`: works or pairs without a verdict. They are in no other number.
     - `kappa`: Cohen's kappa with squared weights, which are all equal on a scale of two. 1: agrees, 0: as by chance.
@@ -116,7 +117,7 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def biases(self) -> list[str]:
-        """The biases whose interval excludes 0, in words."""
+        """Descriptions of the biases whose interval excludes 0, one text each."""
         found = []
         if self.length is not None and self.length.differs:
             found.append(f"{'longer' if self.length.value > 0 else 'shorter'} works get more than from people")
@@ -129,11 +130,15 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_labels(path: Path, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> list[Label]:
-    """Read a file of labels, JSON lines. Raises `InputError` that names the line of a label that is not valid.
+    """Read a file of labels with one JSON object per line. Its keys are:
 
-    A line has `label`, and `work` (a text, or a mapping of kinds of evidence to texts), or `rollout` (an id, which
-    `of_rollout` makes evidence of), or `first` and `second`. `label` is a score of the aspect's scale; for two works
-    it is "first", "second" or "tie". `aspect` may be left out if the rubric has one. `author` is optional."""
+    - What was labelled, one of: `work` (a text, or a mapping of kinds of evidence to texts); `rollout` (the id of a
+      rollout, from which `of_rollout` makes evidence); `first` and `second` (two works to compare).
+    - `label`: a score on the aspect's scale; for two works "first", "second" or "tie".
+    - `aspect`: may be left out if the rubric has only one.
+    - `author`, `group`: optional, as in `Label`.
+
+    Raises `InputError`, which names the line, for a label that is not valid."""
     try:
         lines = path.read_text().split("\n")  # other line breaks may be inside of a JSON text
     except (OSError, UnicodeDecodeError) as error:
@@ -146,7 +151,7 @@ def read_labels(path: Path, rubric: Rubric, of_rollout: Callable[[str], Evidence
                 labels.append(_label(msgspec.json.decode(line, type=_Row), rubric, of_rollout))
             except (msgspec.DecodeError, ValueError) as error:
                 hint = 'write e.g. {"work": "a text", "label": 4}; see docs/guides/judges.md'
-                raise InputError(f"line {number} of {path} is no label", str(error), hint=hint) from None
+                raise InputError(f"line {number} of {path} is not a label", str(error), hint=hint) from None
     return labels
 
 
@@ -154,7 +159,7 @@ def _label(row: _Row, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> 
     aspects = {aspect.name: aspect for aspect in rubric.aspects}
     name = row.aspect or (rubric.aspects[0].name if len(aspects) == 1 else "")
     if name not in aspects:
-        raise ValueError(f"aspect is {name!r}, and the rubric has {', '.join(aspects)}")
+        raise ValueError(f"aspect is {name!r}, expected one of the rubric: {', '.join(aspects)}")
     aspect = aspects[name]
     given = [what for what in ("work", "rollout", "first", "second") if getattr(row, what) is not None]
     if given not in (["work"], ["rollout"], ["first", "second"]):
@@ -162,10 +167,10 @@ def _label(row: _Row, rubric: Rubric, of_rollout: Callable[[str], Evidence]) -> 
     if row.first is not None:
         scores = {"first": 1, "second": -1, "tie": 0}
         if row.label not in scores:
-            raise ValueError(f"label is {row.label!r}: of two works it is first, second or tie")
+            raise ValueError(f"label is {row.label!r}, expected first, second or tie for two works")
         return Label(aspect, _evidence(row.first), _evidence(row.second), scores[str(row.label)], row.author, row.group)
     if not isinstance(row.label, int) or not aspect.lowest <= row.label <= aspect.highest:
-        raise ValueError(f"label is {row.label!r}, and the scale is {aspect.lowest} to {aspect.highest}")
+        raise ValueError(f"label is {row.label!r}, expected a score from {aspect.lowest} to {aspect.highest}")
     work = of_rollout(row.rollout) if row.rollout is not None else _evidence(row.work)
     return Label(aspect, work, None, row.label, row.author, row.group)
 
@@ -177,10 +182,10 @@ def _evidence(given: Given) -> Evidence:
 
 
 async def calibrate(judge: Judge, labels: Sequence[Label]) -> list[AspectReport]:
-    """Ask a judge about labelled works, and compare it with the labels, aspect by aspect; works and pairs apart.
+    """Ask a judge for its scores of labelled works, and return how well they agree with the labels.
 
-    Raises `InputError` if there are fewer than two labels of an aspect, or all are of one class: then nothing can be
-    measured."""
+    There is one report for the single works of an aspect, and one for its pairs. Raises `InputError` if an aspect has
+    fewer than two labels, or if all its labels are equal: then agreement cannot be measured."""
     reports = []
     kinds = dict.fromkeys((label.aspect.name, label.other is not None) for label in labels)
     for name, of_pairs in kinds:
@@ -188,7 +193,7 @@ async def calibrate(judge: Judge, labels: Sequence[Label]) -> list[AspectReport]
         _check_classes(name, own)
         reports.append(await (_of_pairs if of_pairs else _of_works)(judge, own))
     if not reports:
-        raise InputError("there are no labels in this half", hint="give more labels: halves are made by a hash")
+        raise InputError("there are no labels in this half", hint="add labels: a hash puts each into one of the halves")
     return reports
 
 
@@ -196,9 +201,9 @@ def _check_classes(name: str, labels: Sequence[Label]) -> None:
     classes = sorted({label.score for label in labels})
     if len(classes) < 2:
         raise InputError(
-            f"the labels of aspect {name!r} are of one class",
+            f"the labels of aspect {name!r} are all equal",
             f"{len(labels)} labels, all {classes[0]}",
-            hint="label works of several qualities: agreement with one class says nothing",
+            hint="add labels with other scores: agreement can be measured only if labels differ",
         )
 
 
@@ -272,19 +277,23 @@ def _known(
     if len({label.score for label, _ in both}) < 2:
         why = next((one.reason for one in verdicts if one.value is None), "")
         facts = f"{len(both)} of {len(labels)} have a verdict; {why}"
-        raise InputError("the judge gives too few verdicts to be compared", facts, hint="see why it gives none")
+        hint = "correct the cause that is named, then calibrate again"
+        raise InputError("the judge gave too few verdicts to be compared with labels", facts, hint=hint)
     return [label for label, _ in both], [value for _, value in both]
 
 
 async def distance(judge: Judge, auditor: Judge, works: Sequence[Evidence]) -> Estimate:
-    """Measure the root mean square distance of the values of two judges on works. Its `high` is a tolerance for audits.
+    """Measure the root mean square difference between the values of two judges on the same works.
 
-    Raises `InputError` if fewer than two works have both values."""
+    The `high` of the result can be used as the tolerance of an audit. Raises `InputError` if fewer than two works have
+    a value of both judges."""
     values = [await _few_at_once(one, (_value(one, work) for work in works)) for one in (judge, auditor)]
     squares = [(a - b) ** 2 for a, b in zip(*values, strict=True) if a is not None and b is not None]
     if len(squares) < 2:
         raise InputError(
-            "the distance to the auditor is unknown", f"{len(squares)} works have both values", hint="see why"
+            "the distance to the auditor cannot be measured",
+            f"only {len(squares)} works have a value of both judges",
+            hint="calibrate each judge alone: its report says why values are unknown",
         )
     mean = _mean(squares)
     return Estimate(math.sqrt(mean.value), math.sqrt(max(0.0, mean.low)), math.sqrt(max(0.0, mean.high)))
@@ -335,7 +344,9 @@ class _Counts:
 
 
 def kappa(table: Table) -> float:
-    """Cohen's kappa with squared weights (Cohen 1968), of a table of counts. 0.0 if both have one class only.
+    """Compute Cohen's kappa with squared weights (Cohen 1968) from a table of counts [people's class, judge's class].
+
+    It is 0.0 if both have one class only.
 
     >>> float(kappa(np.array([[20.0, 5.0], [10.0, 15.0]])))
     0.4
@@ -348,7 +359,9 @@ def kappa(table: Table) -> float:
 
 
 def concordance(table: Table) -> float:
-    """Probability that the judge orders two works as people do, given that people score them differently. Ties: half.
+    """Compute the probability that the judge orders two works as people do, if people score them differently.
+
+    `table`: counts [people's class, judge's class]. Works that the judge scores equally count half.
 
     >>> float(concordance(np.array([[3.0, 1.0], [1.0, 3.0]])))
     0.75

@@ -1,4 +1,4 @@
-"""A judge: a rubric, a model that is asked, and the limits of asking. What it cannot say is unknown, and never 0.
+"""A judge: a rubric, a model that is asked, and the limits of asking. Without a verdict a value is unknown, not 0.
 
 A question is answered from the store if it was answered before. Otherwise it waits for a free place and its turn, is
 asked, and asked again after failures that may pass, until its deadline. Calls of one process with the same question
@@ -24,7 +24,7 @@ from etude.rewards.judges.store import JudgeStore, Stored
 from etude.rewards.judges.verdicts import Form, NoVerdict, read_reply
 
 MAX_NONSENSE = 3
-"""So many replies without a verdict to one question, and it is unknown."""
+"""After this many replies without a verdict to one question, its value is unknown."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 
@@ -47,10 +47,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to one question. `value` is the verdict as its domain reads it; None: unknown.
+    """A judge's answer to one question, or the reason why there is none.
 
-    `reason`: the judge's reason, or why there is no verdict. `retry`: whether an unknown verdict may be known later.
-    `cached`: whether it was in the store."""
+    `value`: the verdict, such as a score; None if it is unknown. `reason`: the judge's reason, or why there is no
+    verdict. `retry`: whether an unknown verdict may be known later. `cached`: whether it was read from the store."""
 
     value: Any
     reason: str = ""
@@ -66,11 +66,11 @@ class _Unknown(Exception):
 
 @dataclass
 class Judge:
-    """A judge with its rubric. `version` changes with everything that may change a verdict.
+    """Asks a model about the aspects of a rubric. `version` changes with everything that may change a verdict.
 
-    `account` names the judge in the store: money and the server's model are counted by it. `prices`: of the model's
-    tokens. `first_wait_s`: the wait before a second try, which doubles with each further one. `tuned`: whether the
-    model was trained on the questions of this judge (`tuning`).
+    `account`: the judge's name in the store, under which its costs are recorded. `prices`: of the model's tokens.
+    `hide`: names that are replaced in the evidence. `first_wait_s`: seconds before a second try; the wait doubles with
+    each further try. `tuned`: whether the model was trained on the questions of this judge (`tuning`).
 
     Raises `ConfigError` if `form` does not fit the rubric or `tuned` (`check_form`)."""
 
@@ -96,15 +96,18 @@ class Judge:
         self.version = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     async def score(self, aspect: Aspect, work: Evidence) -> Verdict:
-        """Ask for the score of a work: an integer on the aspect's scale, or with `Form.TOKEN` a float."""
+        """Ask for the score of a work.
+
+        The verdict's value is an integer on the aspect's scale, with `Form.TOKEN` a float; None without a verdict."""
         asking = await self._asked_as()
         return await self._known_or_asked(asking.about_one(aspect, work), self._key("one", aspect, [work]))
 
     async def compare(self, aspect: Aspect, first: Evidence, second: Evidence) -> Verdict:
-        """Ask twice which of two works is better, in both orders. The value is the share of the first work.
+        """Ask twice which of two works is better, once in each order.
 
-        It is 1.0 if the first work is better both times, 0.5 if the answers contradict each other or say that both are
-        equal. Works with equal evidence are equal."""
+        The verdict's value is 1.0 if the first work is better both times, 0.0 if the second is, and 0.5 if the answers
+        contradict each other or say that both are equal; None without a verdict. Works with equal evidence are not
+        asked about and get 0.5."""
         if first.digest == second.digest:
             return Verdict(0.5, "both have the same evidence")
         answers = await self.in_both_orders(aspect, first, second)
@@ -116,7 +119,10 @@ class Judge:
         return Verdict((ahead[0] + 1.0 - ahead[1]) / 2, reason)
 
     async def in_both_orders(self, aspect: Aspect, first: Evidence, second: Evidence) -> list[Verdict]:
-        """Ask which of two works is better, in both orders. The values are FIRST, SECOND or TIE as they were shown."""
+        """Ask which of two works is better, once in each order, and return both verdicts.
+
+        The value of a verdict is FIRST, SECOND or TIE. FIRST is the work that this question showed first; in the second
+        question this is `second`."""
         asking = await self._asked_as()
         orders = [(first, second), (second, first)]
         return await asyncio.gather(
@@ -126,8 +132,9 @@ class Judge:
     async def rank(self, aspect: Aspect, works: Sequence[Evidence]) -> list[Verdict]:
         """Ask twice for the order of all works, in one order of presentation and its reverse.
 
-        Returns one verdict for each work: 1.0 for the best, 0.0 for the worst, by the mean of its two places. The order
-        of `works` does not matter, and works with equal evidence have one place. With one work it is 0.5."""
+        Returns one verdict for each work. Its value is 1.0 for the best work and 0.0 for the worst, from the mean of
+        the work's two places. The order of `works` does not matter, and works with equal evidence share a place. With
+        one work the value is 0.5."""
         distinct = sorted({work.digest: work for work in works}.items())
         if len(distinct) == 1:
             return [Verdict(0.5, "all have the same evidence") for _ in works]
@@ -281,7 +288,7 @@ def check_form(form: Form, rubric: Rubric, *, tuned: bool) -> None:
     if form is not Form.TOKEN:
         if tuned:
             facts = f"form is '{form}', and a tuned judge was trained to answer with one token"
-            raise ConfigError("tuned = true needs form = 'token'", facts, hint="write form = 'token'")
+            raise ConfigError("tuned = true needs form = 'token'", facts, hint="set form = 'token', or tuned = false")
         return
     for aspect in rubric.aspects:
         if aspect.lowest < 0 or aspect.highest > 9:

@@ -1,4 +1,4 @@
-"""The texts that a judge is asked: one work against an aspect, two works, or all works of a group.
+"""Writes the questions to a judge: about one work, two works, or all works of a group. A work is what is judged.
 
 The rubric comes first and the evidence last, so that servers can cache the beginning of the prompt."""
 
@@ -31,9 +31,10 @@ _SYSTEM = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question to a judge: the messages, the form and domain of the answer, and the code that it must contain.
+    """One question to a judge: the messages, and what the answer must look like.
 
-    `system`: the system message; "": none."""
+    `system`: the system message; "": none. `user`: the user's message. `form`: how the answer is written. `domain`: the
+    possible verdicts. `code`: a code that the answer must contain."""
 
     system: str
     user: str
@@ -55,10 +56,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Asking:
-    """How questions are put: the rubric, the form of answers, the limit of the evidence, and names to hide.
+    """Makes the questions to a judge from a rubric.
 
-    `secret`: the key from which the codes of fences are made, so that authors of works cannot predict them. `tuned`:
-    the model was trained on these questions (`tuning`), so they have no explanations."""
+    `max_chars`: characters of evidence in one question. `hide`: names to replace in it. `secret`: the key from which
+    the codes around the evidence are made, so that authors of works cannot predict them. `tuned`: whether the model was
+    trained on these questions (`tuning`), which then have no explanations."""
 
     rubric: Rubric
     form: Form
@@ -68,18 +70,18 @@ class Asking:
     tuned: bool = False
 
     def about_one(self, aspect: Aspect, work: Evidence) -> Question:
-        """Ask for the score of one work."""
+        """Return the question for the score of one work."""
         scale = (Weighed if self.form is Form.TOKEN else Scale)(aspect.lowest, aspect.highest)
         if self.tuned:
             return self._short(aspect, work, scale)
         return self._question(aspect, [work], "What is the score of the work?", scale)
 
     def about_two(self, aspect: Aspect, first: Evidence, second: Evidence) -> Question:
-        """Ask which of two works is better."""
+        """Return the question which of two works is better. Raises `InputError` for the form "token"."""
         return self._question(aspect, [first, second], "Which work is better?", Choice((FIRST, SECOND, TIE)))
 
     def about_all(self, aspect: Aspect, works: Sequence[Evidence]) -> Question:
-        """Ask for the order of several works."""
+        """Return the question for the order of several works. Raises `InputError` for the form "token"."""
         return self._question(aspect, works, "Put the works in order, the best first.", Order(len(works)))
 
     def _short(self, aspect: Aspect, work: Evidence, domain: Domain) -> Question:
@@ -90,7 +92,7 @@ class Asking:
 
     def _question(self, aspect: Aspect, works: Sequence[Evidence], asked: str, domain: Domain) -> Question:
         if self.form is Form.TOKEN and not isinstance(domain, Weighed):
-            facts = "the form gives one score for one work, from the probabilities of a token"
+            facts = "this form reads the score of one work from the probabilities of one token"
             hint = "use another form, or mode = 'pointwise' and labels of single works"
             raise InputError("a judge of the form 'token' cannot compare works", facts, hint=hint)
         fence, code = self._codes(aspect, works)

@@ -31,7 +31,7 @@ from etude.config import ranged, to_plain
 from etude.errors import ConfigError
 
 MAX_CHARS = 20_000
-"""Limit of the text of one aspect with its examples. It is sent with every call."""
+"""The most characters of one aspect with its examples. It is sent with every call."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,16 @@ class Aspect:
         if self.lowest >= self.highest:
             raise ValueError(f"{at}: lowest = {self.lowest} is not below highest = {self.highest}")
         if self.weight == 0.0:
-            raise ValueError(f"{at} has weight 0: remove it, or give it a weight")
+            raise ValueError(f"{at} has weight 0: remove the aspect, or set its weight above 0")
         scores = [str(score) for score in range(self.lowest, self.highest + 1)]
         for level in self.levels:
             if level not in scores:
-                raise ValueError(f"{at} describes level {level!r}, and its scale is {scores[0]} to {scores[-1]}")
+                raise ValueError(f"{at} has level {level!r}, outside of its scale from {scores[0]} to {scores[-1]}")
         for example in self.examples:
             if str(example.score) not in scores:
                 raise ValueError(
-                    f"{at} has an example of score {example.score}, and its scale is {scores[0]} to {scores[-1]}"
+                    f"{at} has an example of score {example.score}, outside of its scale from {scores[0]} to "
+                    f"{scores[-1]}"
                 )
         if len(msgspec.json.encode(to_plain(self))) > MAX_CHARS:
             raise ValueError(f"{at} has more than {MAX_CHARS} characters with its examples: shorten it")
@@ -85,7 +86,7 @@ class Aspect:
 
 @dataclass(frozen=True)
 class Rubric:
-    """The aspects that a judge is asked about, and what the product is, `about`.
+    """What a judge is asked about a rollout: aspects, and in `about` a description of the product.
 
     Raises `ValueError` if there is no aspect, or two have one name."""
 
@@ -97,12 +98,12 @@ class Rubric:
             raise ValueError("the rubric has no aspects: write [[aspects]] with a name and a question")
         for name, count in Counter(aspect.name for aspect in self.aspects).items():
             if count > 1:
-                raise ValueError(f"{count} aspects are called {name!r}: names must be unique")
+                raise ValueError(f"{count} aspects have the name {name!r}: names must be unique")
         if len(self.about) > MAX_CHARS:
             raise ValueError(f"`about` has more than {MAX_CHARS} characters: shorten it")
 
     def digest(self, aspect: Aspect) -> str:
-        """Return a digest of all that a judge is told about an aspect: 64 hex characters."""
+        """Return the SHA-256 (64 hex characters) of everything that a judge is told about an aspect."""
         return hashlib.sha256(msgspec.json.encode((self.about, to_plain(aspect)), order="sorted")).hexdigest()
 
     def value(self, scores: Mapping[str, float]) -> float:
@@ -117,7 +118,7 @@ class Rubric:
 
 
 def read_rubric(path: Path | str) -> Rubric:
-    """Read a rubric. Raises `ConfigError` for a file that is missing, malformed or has no aspects."""
+    """Read a rubric from a TOML file. Raises `ConfigError` for a file that is missing, malformed or has no aspects."""
     raw = config.read(path, noun="rubric", example="docs/guides/judges.md")
     try:
         return config.build(Rubric, raw)

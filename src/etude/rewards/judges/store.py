@@ -1,7 +1,7 @@
-"""Verdicts that a judge has given, what it has spent, and when it may be asked again, in an SQLite file.
+"""Stores verdicts of judges, what they have cost, and when a judge may be asked again, in an SQLite file.
 
 All processes that use a judge share the file. It has about `MAX_VERDICTS` verdicts at most; those that were
-used longest ago are deleted. A verdict has a checksum: a damaged one is asked again."""
+used longest ago are deleted. Each verdict has a checksum. If it is wrong, the judge is asked again."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Account:
-    """What one judge has done so far.
+    """The calls and costs of one judge so far.
 
-    `dollars`: spent, or reserved for calls under way. `unpriced`: answered calls whose price is unknown; they are not
-    in `dollars`. `calls`, `cached`: verdicts by a call and from the store. `unknown`: questions that stayed without a
-    verdict, `last_unknown` the reason of the last one. `model`: the model that the server named first."""
+    `dollars`: spent, or reserved for calls in flight. `unpriced`: number of answered calls whose price is unknown; they
+    are not in `dollars`. `calls`, `cached`: numbers of verdicts from a call and from the store. `unknown`: number of
+    questions without a verdict; `last_unknown`: the reason of the last one. `model`: the name that the server gave the
+    model in its first answer."""
 
     judge: str
     model: str
@@ -64,7 +65,9 @@ class Account:
 
 
 class JudgeStore:
-    """The file at `path`, which is created. Its methods may be called from any thread, and raise `StoreError`."""
+    """The verdicts and accounts of judges in the file at `path`, which is created if it does not exist.
+
+    Its methods may be called from any thread. They raise `StoreError` for a file that cannot be read or written."""
 
     def __init__(self, path: Path, *, max_verdicts: int = MAX_VERDICTS) -> None:
         self.path, self.max_verdicts = path, max_verdicts
@@ -89,9 +92,7 @@ class JudgeStore:
                     yield self._database
             except (sqlite3.Error, OSError) as error:
                 facts = f"{type(error).__name__}: {error}"
-                hint = (
-                    "free disk space; or delete the file, then verdicts are asked again and what was spent is forgotten"
-                )
+                hint = "free disk space; or delete the file: judges are then asked again, and recorded costs are lost"
                 raise StoreError(f"the verdicts in {self.path} cannot be used", facts, hint=hint) from error
 
     def _opened(self) -> sqlite3.Connection:
@@ -102,7 +103,7 @@ class JudgeStore:
             database.execute("PRAGMA synchronous = NORMAL")
             [found] = database.execute("PRAGMA user_version").fetchone()
             if found not in (0, _FORMAT):
-                raise sqlite3.DatabaseError(f"its format is {found}, this etude reads {_FORMAT}")
+                raise sqlite3.DatabaseError(f"its format version is {found}, this version of etude reads {_FORMAT}")
             database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")
         except BaseException:
             database.close()
@@ -110,7 +111,7 @@ class JudgeStore:
         return database
 
     def secret(self) -> bytes:
-        """Return 16 random bytes, the same for all who use the file."""
+        """Return the 16 random bytes of this file, the same in all processes."""
         with self._transaction() as database:
             found = database.execute("SELECT bytes FROM secret").fetchone()
             if found is None:
@@ -121,7 +122,7 @@ class JudgeStore:
     # verdicts
 
     def get(self, judge: str, key: bytes) -> Stored | None:
-        """Return a stored verdict, and count it as one of `judge` that needed no call. None: there is none."""
+        """Return a stored verdict; None if there is none. A found verdict counts as `cached` for `judge`."""
         with self._transaction() as database:
             row = database.execute("SELECT verdict, reason, model, sum FROM verdicts WHERE key = ?", (key,)).fetchone()
             if row is None:
@@ -135,7 +136,7 @@ class JudgeStore:
             return Stored(*row[:3])
 
     def put(self, key: bytes, found: Stored) -> None:
-        """Store a verdict."""
+        """Store a verdict under the key of its question."""
         row = (found.verdict, found.reason, found.model)
         with self._transaction() as database:
             values = (key, *row, time.time(), _sum(key, *row))
@@ -149,22 +150,25 @@ class JudgeStore:
     # money and pace
 
     def reserve(self, judge: str, dollars: float, budget: float) -> bool:
-        """Reserve money for one call. Returns False, and reserves nothing, if the budget would be exceeded."""
+        """Reserve `dollars` for one call. Returns False, and reserves nothing, if that would exceed the budget."""
         with self._transaction() as database:
             self._account(database, judge)
             change = "UPDATE judges SET dollars = dollars + ? WHERE judge = ? AND dollars + ? <= ?"
             return database.execute(change, (dollars, judge, dollars, budget)).rowcount == 1
 
     def settle(self, judge: str, reserved: float, spent: float | None) -> None:
-        """Replace a reservation by what a call cost. None: unknown; then the reservation stays as spent."""
+        """Replace the reservation of a call by the dollars that it cost.
+
+        `spent` None: the cost is unknown, so the reserved dollars count as spent."""
         with self._transaction() as database:
             self._account(database, judge)
             change = "UPDATE judges SET dollars = max(0.0, dollars + ?), unpriced = unpriced + ? WHERE judge = ?"
             database.execute(change, (0.0 if spent is None else spent - reserved, int(spent is None), judge))
 
     def turn(self, judge: str, per_minute: int, most_s: float) -> float | None:
-        """Take the next place in the sequence of calls, and return the seconds until its time. None: the next place is
-        more than `most_s` seconds away, and was not taken."""
+        """Reserve the next time for a call at a rate of `per_minute`, and return the seconds until then.
+
+        Returns None, and reserves nothing, if that is more than `most_s` seconds away."""
         with self._transaction() as database:
             self._account(database, judge)
             now = time.time()
@@ -176,7 +180,7 @@ class JudgeStore:
             return float(at - now)
 
     def count(self, judge: str, unknown: str = "") -> None:
-        """Count a verdict by a call or, with the reason, a question that stayed without a verdict."""
+        """Count one question in the account of a judge. `unknown`: why it has no verdict; "" if it has one."""
         with self._transaction() as database:
             self._account(database, judge)
             if unknown:
@@ -186,7 +190,7 @@ class JudgeStore:
                 database.execute("UPDATE judges SET calls = calls + 1 WHERE judge = ?", (judge,))
 
     def served(self, judge: str, model: str) -> str:
-        """Return the model that a server named first for this judge: `model` if it named none before."""
+        """Return the model name that the server gave first for this judge. It is `model` if this is the first one."""
         with self._transaction() as database:
             self._account(database, judge)
             database.execute("UPDATE judges SET model = ? WHERE judge = ? AND model = ''", (model, judge))

@@ -1,4 +1,4 @@
-"""Reward terms that ask a judge: the built-in kind "judge" of `[[rewards.terms]]`."""
+"""Reward terms that ask a language model as a judge: the built-in kind "judge" of `[[rewards.terms]]`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ Positive = Annotated[int | None, msgspec.Meta(ge=1)]
 
 
 class Mode(enum.StrEnum):
-    """What a judge is asked. POINTWISE: the score of each rollout. PAIRWISE: which of two siblings is better, for all
-    pairs, in both orders. RANKING: the order of all siblings, in two orders of presentation."""
+    """What a judge is asked about the rollouts of a group.
+
+    POINTWISE: the score of each rollout. PAIRWISE: for each pair, which rollout is better, asked in both orders.
+    RANKING: the order of all rollouts, asked in two orders of presentation."""
 
     POINTWISE = "pointwise"
     PAIRWISE = "pairwise"
@@ -169,18 +171,20 @@ def judge(
     - `options`: further fields of the request's body; None: temperature 0. Reasoning models may refuse a temperature.
     - `prices`: the path of a table of prices (`etude.prices`), which must have the prices of `model` if there is a
       `budget`: the most dollars that the calls of one run may cost.
-    - `at_once`, `per_minute`, `deadline_s`: see `Limits`.
+    - `at_once`: the most calls in flight in one process. `per_minute`: the most calls per minute of all processes with
+      this `cache`; None: no limit. `deadline_s`: seconds for one question with all its tries.
     - `cache`: the file with the verdicts so far. It may be shared by runs and by `etude judge calibrate`.
 
-    Raises `ConfigError`."""
+    Raises `ConfigError` for invalid settings, a rubric that cannot be read, or an API key that is not set."""
     host, key = _service(url, model, key_env)
     _check_questions(form, dialect, mode, evidence, options or {})
     if not os.access(cache.absolute().parent, os.W_OK):
         facts = f"{cache.absolute().parent} does not exist, or is not writable"
-        raise ConfigError(f"cache = {str(cache)!r} cannot be created", facts, hint="create the folder, or name another")
+        hint = "create the folder, or give another path"
+        raise ConfigError(f"cache = {str(cache)!r} cannot be created", facts, hint=hint)
     table = read_prices(prices).tokens(model) if prices is not None else UNKNOWN
     if budget is not None and table.cost(1, 0, 1) is None:
-        facts = f"the prices of {model!r} are unknown, so nobody can tell when it is spent"
+        facts = f"the prices of {model!r} are unknown, so the cost of its calls is too"
         hint = f'give prices = "prices.toml" with [models."{model}"], input and output'
         raise ConfigError(f"budget = {budget:g} cannot be kept", facts, hint=hint)
     limits = Limits(at_once, per_minute, deadline_s, budget, evidence_chars)
@@ -207,19 +211,21 @@ def _service(url: str, model: str, key_env: str) -> tuple[str, str]:
     odd = "@" in parts.netloc or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not parts.hostname or odd:
         shown = f"{parts.scheme}://{parts.hostname}..." if odd else url  # the rest may have a key
-        raise ConfigError(f"url = {shown!r} is no URL of an API", hint='write e.g. url = "https://api.openai.com/v1"')
+        hint = 'write e.g. url = "https://api.openai.com/v1"'
+        raise ConfigError(f"url = {shown!r} is not the URL of an API", hint=hint)
     if not model:
-        raise ConfigError("model is empty", hint="name the model as the server knows it")
+        raise ConfigError("model is empty", hint="set model to the model's name on the server")
     if key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key_env):
         facts = f"its {len(key_env)} characters are not a valid name of an environment variable"
         hint = 'export OPENAI_API_KEY=... in the shell, and write key_env = "OPENAI_API_KEY"'
-        raise ConfigError("key_env must be the name of a variable that has the API key, not the key", facts, hint=hint)
+        what = "key_env must be the name of an environment variable that has the API key, not the key itself"
+        raise ConfigError(what, facts, hint=hint)
     key = os.environ.get(key_env, "").strip() if key_env else ""
     if key_env and not key:
         facts = "it should have the API key of the judge"
         raise ConfigError(f"the environment variable {key_env} is not set", facts, hint=f"export {key_env}=...")
     if not (key.isascii() and key.isprintable()):
-        facts = f"it has {len(key)} characters, and some cannot be in a header of HTTP"
+        facts = f"it has {len(key)} characters, and some are not allowed in an HTTP header"
         raise ConfigError(f"the environment variable {key_env} has no API key", facts, hint="set it to the key alone")
     return parts.hostname, key
 
@@ -230,11 +236,14 @@ def _check_questions(
     """Raise `ConfigError` if settings of the questions are invalid or do not fit together."""
     if not evidence or len(set(evidence)) < len(evidence) or Section.TEXT in evidence:
         known = ", ".join(OF_ROLLOUTS)
-        raise ConfigError(f"evidence = {list(map(str, evidence))}", hint=f"name some of these, each once: {known}")
+        facts = "it is empty, has an entry twice, or has an entry that is not allowed here"
+        hint = f"use some of these, each once: {known}"
+        raise ConfigError(f"evidence = {list(map(str, evidence))} is invalid", facts, hint=hint)
     if form is Form.TOKEN and (dialect is not Dialect.OPENAI or mode is not Mode.POINTWISE):
         given = f"dialect = '{dialect}', mode = '{mode}'"
-        facts = "it reads the probabilities of one token, the score of one work; only OpenAI's dialect has them"
-        raise ConfigError(f"form = 'token' with {given}", facts, hint="use dialect = 'openai' and mode = 'pointwise'")
+        facts = "it reads a score from the probabilities of one token, which only OpenAI's API returns"
+        hint = "set dialect = 'openai' and mode = 'pointwise', or use another form"
+        raise ConfigError(f"form = 'token' cannot be used with {given}", facts, hint=hint)
     if own := sorted(_OWN_FIELDS & set(options)):
         facts, hint = "etude sets these fields itself", "remove them from options; set the model with model = ..."
-        raise ConfigError(f"options must not have {', '.join(own)}", facts, hint=hint)
+        raise ConfigError(f"options must not contain {', '.join(own)}", facts, hint=hint)

@@ -1,4 +1,4 @@
-"""Training data for a tuned judge: for each label the judge's question as the prompt, and the score as the answer.
+"""Makes training data for a judge from labels: the judge's question is the prompt, and the label's score the answer.
 
 Only labels of the half `tune` are trained on. The other half measures what the tuned model has learned."""
 
@@ -26,14 +26,14 @@ from etude.rewards.judges.verdicts import Form
 def exchanges(
     rubric: Rubric, labels: Sequence[Label], *, max_chars: int, seed: int, hide: tuple[str, ...] = ()
 ) -> Iterator[Exchange]:
-    """Yield for each label the question to a tuned judge about the work, with the score as the answer.
+    """Yield for each label the question to the judge about the labelled work, with the label's score as the answer.
 
-    `max_chars`, `hide`: as in the judge's settings. `seed`: of the order and the codes of the fences. Raises
-    `InputError` for labels of pairs and if there is no label, and `ConfigError` for a scale with scores of several
-    digits."""
+    `max_chars`: characters of evidence in one question. `hide`: names to replace in it. `seed`: determines the order,
+    and the codes around the evidence. Raises `InputError` for labels of pairs and if there is no label, and
+    `ConfigError` for a scale with scores of several digits."""
     check_form(Form.TOKEN, rubric, tuned=True)
     if not labels:
-        hint = "add labels: a hash puts each into the half for tuning or the other one"
+        hint = "add labels: a hash puts each into the half for tuning or the half for reporting"
         raise InputError("no label is in the half for tuning", hint=hint)
     secret = hashlib.sha256(f"exchanges {seed}".encode()).digest()
     asking = Asking(rubric, Form.TOKEN, max_chars, hide, secret, tuned=True)
@@ -49,7 +49,7 @@ class Verdicts:
     """A corpus source for mid-training that teaches a model to judge: questions about labelled works, and scores.
 
     Only the scores are trained on. `labels`: path of a file of labels, of which the half for tuning is used. `rubric`:
-    path of the rubric. `evidence_chars`, `hide`: as in the judge's settings."""
+    path of the rubric. `evidence_chars`: characters of evidence in one question. `hide`: names to replace in it."""
 
     labels: Path
     rubric: Path
@@ -64,16 +64,16 @@ class Verdicts:
 
 def _no_rollout(rollout_id: str) -> Evidence:
     raise InputError(
-        f"a label has the id of a rollout, {rollout_id}, in place of the work",
+        f"a label has only the id of a rollout, {rollout_id}, and not its text",
         "a corpus source has no run to read it from",
         hint="write labels with works: etude judge labels RUN --config CONFIG --term NAME --out FILE",
     )
 
 
 def label_of(aspect: Aspect, graded: Graded) -> int:
-    """Return the grade of a rollout as a score on an aspect's scale, rounded down.
+    """Return the grade of a rollout, 0 to 1, as a score on an aspect's scale, rounded down.
 
-    On a scale of two scores, the higher one means that all hidden tests pass."""
+    On a scale of two scores, the higher score thus means grade 1: all hidden tests pass."""
     share = min(max(graded.grade, 0.0), 1.0)
     return aspect.lowest + math.floor(share * (aspect.highest - aspect.lowest) + 1e-9)
 
@@ -89,5 +89,7 @@ def check_sections(sections: Sequence[Section]) -> None:
 
 
 def row_of(aspect: Aspect, work: Evidence, label: int, *, group: str) -> dict[str, Any]:
-    """Return one label as a JSON object, as `read_labels` reads it. `group`: see `Label`."""
+    """Return the label of one work as a dict for a line of a file of labels, which `read_labels` reads.
+
+    `group`: works of one group, such as attempts at one task, are not independent of each other."""
     return {"aspect": aspect.name, "work": work.as_mapping(), "label": label, "group": group}

@@ -1,4 +1,4 @@
-"""Verdicts of judges, parsed strictly: what is not exactly a verdict of the asked form is unknown, and never 0.
+"""Parses the replies of judges strictly: a reply that is not exactly a verdict in the asked form is unknown, not 0.
 
 A verdict of the form `Form.TOKEN` is computed from the probabilities of the judge's next token: it is the mean score
 under the probabilities of the scores (Liu et al. 2023, "G-Eval", arXiv 2303.16634). For scores 0 and 1 it is the
@@ -21,7 +21,7 @@ MIN_SHARE = 0.5
 
 
 MAX_UNSEEN = 0.1
-"""Scores that a server does not list may have at most this share of the scores' probability."""
+"""The largest share of the scores' probability that scores may have which the server does not list."""
 
 
 class Form(enum.StrEnum):
@@ -43,7 +43,7 @@ Likeliest = tuple[tuple[str, float], ...]
 
 
 class NoVerdict(ValueError):
-    """A reply is not a verdict; the message says why."""
+    """Raised for a reply that is not a verdict; the message says why."""
 
 
 class Domain(Protocol):
@@ -56,17 +56,17 @@ class Domain(Protocol):
 
     @property
     def shown(self) -> str:
-        """The possible verdicts in words, for the question."""
+        """Text for the question that says which verdicts are possible."""
         ...
 
     def read(self, found: object) -> Any:
-        """Return a verdict from its JSON value, or from its text. Raises `NoVerdict`."""
+        """Parse a verdict from its JSON value, or from its text. Raises `NoVerdict` if it is not one of the domain."""
         ...
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Integers from `lowest` to `highest`."""
+    """A domain of verdicts: the integers from `lowest` to `highest`."""
 
     lowest: int
     highest: int
@@ -93,11 +93,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class Weighed(Scale):
-    """Mean scores: real numbers from `lowest` to `highest`, 0 to 9. Each score is one digit, so it is one token."""
+    """A domain of verdicts: real numbers from `lowest` to `highest`, the means of scores.
+
+    Scores are from 0 to 9, so that each is one digit and one token. Raises `ValueError` for another scale."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest < self.highest <= 9:
-            raise ValueError(f"the scale is {self.lowest} to {self.highest}")
+            raise ValueError(f"the scale is {self.lowest} to {self.highest}, expected a scale within 0 to 9")
 
     def read(self, found: object) -> float:  # type: ignore[override]
         if not isinstance(found, int | float) or not self.lowest <= found <= self.highest:
@@ -134,7 +136,7 @@ class Weighed(Scale):
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some words."""
+    """A domain of verdicts: one of some words."""
 
     words: tuple[str, ...]
 
@@ -154,7 +156,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Order:
-    """The numbers 1 to `count`, each once, in an order."""
+    """A domain of verdicts: a ranking, that is the numbers 1 to `count` in some order, each once."""
 
     count: int
 
@@ -177,7 +179,7 @@ class Order:
 
 
 def instruction(form: Form, domain: Domain, code: str) -> str:
-    """Return the sentences of a question that say in which form to answer."""
+    """Return the sentences of a question that tell the judge in which form to answer."""
     if form in (Form.VALUE, Form.TOKEN):
         return f"Answer with {domain.shown}, and nothing else."
     if form is Form.LINE:
@@ -198,9 +200,9 @@ def schema(domain: Domain) -> dict[str, Any]:
 
 
 def read_reply(text: str, form: Form, domain: Domain, code: str, likeliest: Likeliest = ()) -> tuple[Any, str]:
-    """Return (verdict, reason) from the whole reply of a judge. Raises `NoVerdict`.
+    """Parse the whole reply of a judge to (verdict, reason). Raises `NoVerdict` if it has no verdict.
 
-    The reply must carry the question's `code`, except in the forms `VALUE` and `TOKEN`. So a verdict that the judge
+    The reply must contain the question's `code`, except in the forms `VALUE` and `TOKEN`. So a verdict that the judge
     quotes from the evidence does not count. `likeliest`: the likeliest first tokens of the reply, for `TOKEN`.
 
     >>> read_reply("It is short.\\nVERDICT 7f: 4", Form.LINE, Scale(1, 5), "7f")

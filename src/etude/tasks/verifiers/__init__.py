@@ -1,4 +1,4 @@
-"""`VerifiersSource`: the rows of a `verifiers` environment as tasks, graded by the rubric of the environment.
+"""Uses the rows of an environment of the library `verifiers` as tasks, and the environment's rubric as their grader.
 
 The `verifiers` package runs in a child process with its own Python interpreter. The child receives the text that the
 agent wrote to ``answer.txt`` and returns a number. Only environments whose reward depends on that text are supported:
@@ -57,11 +57,12 @@ class VerifiersSource:
             opened = self._child.open()
             self._size, hashes = opened["size"], opened["hashes"]
         except TaskError as error:
-            raise NoSource(f"no environment {environment!r}", f"{error.what}: {error.facts}", hint=error.hint) from None
+            what = f"environment {environment!r} cannot be opened"
+            raise NoSource(what, f"{error.what}: {error.facts}", hint=error.hint) from None
         except (KeyError, TypeError) as error:
             raise NoSource(
-                f"no environment {environment!r}",
-                f"invalid response: {error!r}",
+                f"environment {environment!r} cannot be opened",
+                f"the child process sent an invalid response: {error!r}",
                 hint="check the name of the environment, and that it is installed in that interpreter",
             ) from None
         self._rows: dict[Split, list[int]] = {split: [] for split in Split}
@@ -93,7 +94,7 @@ class VerifiersSource:
         return Answer(reference={FILE: str(row["answer"])})
 
     def number(self, split: Split, index: int) -> int:
-        """Return the number, in the environment, of the row of a task. Raises `TaskError` past the end."""
+        """Return the row number, in the environment, of task `index` of a split. Raises `TaskError` if it has none."""
         row = self._rows[split]
         while self.size(split) is None and 0 <= index >= len(row):
             self._rows[split_of(f"{self.environment} {self._seen}")].append(self._seen)
@@ -110,22 +111,24 @@ class VerifiersSource:
             metrics = {str(k): float(v) for k, v in result["metrics"].items() if v is not None}
             return float(result["reward"]), metrics
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TaskError(f"{self.environment} returned no reward", repr(error), hint="check its rubric") from None
+            hint = "check the rubric of the environment"
+            raise TaskError(f"{self.environment} returned no reward", repr(error), hint=hint) from None
 
     def grader(self) -> VerifiersGrader:
         """Return the grader of these tasks, which uses the environment's rubric."""
         return VerifiersGrader(self)
 
     def close(self) -> None:
-        """Stop the child process. Can be repeated."""
+        """Stop the child process. Further calls do nothing."""
         self._child.close()
 
     def _row(self, number: int) -> dict[str, Any]:
         row = self._child.ask({"do": "row", "index": number}, deadline_s=ROW_S)
         if not isinstance(row, dict) or not isinstance(row.get("instruction"), str) or not row["instruction"].strip():
-            raise TaskError(f"row {number} of {self.environment} has no instruction", hint="check its dataset")
+            hint = "check the environment's dataset: each row needs a prompt"
+            raise TaskError(f"row {number} of {self.environment} has no instruction", hint=hint)
         if row.get("needs"):
-            hint = "only environments that grade the text of the answer are supported"
+            hint = "use an environment that grades only the text of the answer"
             raise TaskError(
                 f"row {number} of {self.environment} cannot be graded", f"it needs {row['needs']}", hint=hint
             )
@@ -190,5 +193,6 @@ def interpreter() -> str:
     python = os.environ.get(PYTHON, "")
     if not python:
         hint = f"create a venv, install verifiers and the environment in it, and set {PYTHON}=VENV/bin/python"
-        raise NoSource("no interpreter for verifiers", f"{PYTHON} is not set", hint=hint)
+        what = "the Python interpreter that has the library verifiers is unknown"
+        raise NoSource(what, f"{PYTHON} is not set", hint=hint)
     return python

@@ -166,7 +166,7 @@ def test_routes_are_those_of_layers_with_a_router() -> None:
     assert answers.any_missing(protocol.decode_routes(None, MODEL, count=4))
     with pytest.raises(ValueError, match="for 5 positions"):
         protocol.decode_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=5)
-    with pytest.raises(ValueError, match="a route to expert 263 of 8"):
+    with pytest.raises(ValueError, match="names expert 263, but the model has 8 experts"):
         protocol.decode_routes(base64.b64encode((told + 256).tobytes()).decode(), MODEL, count=4)
 
 
@@ -193,7 +193,7 @@ def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
     RunConfig(fleet=fleet, numerics=native)
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=native, learner=LearnerConfig(lora_rank=4))
-    assert "SGLang loads no adapters" in caught.value.facts
+    assert "SGLang cannot load the adapters" in caught.value.facts
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
     assert "uses its own order of summation" in caught.value.facts

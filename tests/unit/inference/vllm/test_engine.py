@@ -167,7 +167,7 @@ def test_a_stream_that_is_ended_is_aborted_at_the_server_and_has_the_tokens_so_f
         told = [body for path, body in server.asked if path == "/abort_requests"]
         assert told == [{"request_ids": [f"generate-tokens-{name}"]}]
         ended = True  # by the server itself
-        with pytest.raises(EngineError, match="aborted a request"):
+        with pytest.raises(EngineError, match="aborted request"):
             await engine.generate(ask())
 
     tell(story)

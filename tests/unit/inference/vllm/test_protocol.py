@@ -222,13 +222,13 @@ def test_every_expert_keeps_its_number_and_none_becomes_a_missing_one(num_expert
     kept = answers.decode_kept_routes(base64.b64encode(numbers.tobytes()).decode(), of, start=0, stop=1)
     assert (kept[..., 0] == last).all()
     assert (kept[..., 1] == missing_route(of.route_dtype)).all()
-    with pytest.raises(ValueError, match=f"a route to expert {num_experts} of {num_experts}"):
+    with pytest.raises(ValueError, match=f"names expert {num_experts}, but the model has {num_experts} experts"):
         answers.decode_kept_routes(base64.b64encode((numbers + 1).tobytes()).decode(), of, start=0, stop=1)
     packed = io.BytesIO()
     np.save(packed, np.full((1, of.num_layers, 2), last, np.int32))
     assert (protocol.decode_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1) == last).all()
     np.save(packed := io.BytesIO(), np.full((1, of.num_layers, 2), 256 + num_experts, np.int32))
-    with pytest.raises(ValueError, match="a route to expert"):
+    with pytest.raises(ValueError, match="a route names expert"):
         protocol.decode_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1)
 
 

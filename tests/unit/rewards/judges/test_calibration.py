@@ -114,7 +114,7 @@ def test_a_judge_that_prefers_the_first_of_two_is_said_to(tmp_path: Path) -> Non
 
 def test_labels_of_one_class_are_refused(tmp_path: Path) -> None:
     same = [row | {"label": 4} for row in rows(10)]
-    with pytest.raises(InputError, match="'facts' are of one class") as refused:
+    with pytest.raises(InputError, match="'facts' are all equal") as refused:
         reported(tmp_path, same)
     assert refused.value.facts == "10 labels, all 4"
 
@@ -146,22 +146,22 @@ def test_each_work_is_in_one_half_whatever_its_label_author_or_place(tmp_path: P
     [
         ({"label": 3}, "no work"),
         ({"work": "a"}, "label"),
-        ({"work": "a", "label": 9}, "the scale is 1 to 5"),
-        ({"work": "a", "label": "good"}, "the scale is 1 to 5"),
+        ({"work": "a", "label": 9}, "expected a score from 1 to 5"),
+        ({"work": "a", "label": "good"}, "expected a score from 1 to 5"),
         ({"work": "a", "label": True}, "label"),
         ({"work": "a", "rollout": "g1.0", "label": 3}, "work and rollout"),
         ({"first": "a", "label": "first"}, "it has first"),
         ({"first": "a", "second": "b", "label": 1}, "first, second or tie"),
         ({"work": {"music": "la"}, "label": 3}, "music"),
-        ({"work": {}, "label": 3}, "no evidence"),
-        ({"work": "a", "label": 3, "aspect": "colour"}, "the rubric has facts"),
+        ({"work": {}, "label": 3}, "the evidence is empty"),
+        ({"work": "a", "label": 3, "aspect": "colour"}, "expected one of the rubric: facts"),
         ({"work": "a", "label": 3, "lable": 3}, "lable"),
         ("text", "Expected `object`"),
     ],
 )
 def test_what_is_no_label_is_refused_with_its_line(tmp_path: Path, row: Any, named: str) -> None:
     path = written(tmp_path, [{"work": "fine", "label": 1}, row])
-    with pytest.raises(InputError, match=r"line 2 of .* is no label") as refused:
+    with pytest.raises(InputError, match=r"line 2 of .* is not a label") as refused:
         read_labels(path, RUBRIC, no_rollouts)
     assert named in refused.value.facts
 
