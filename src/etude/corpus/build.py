@@ -233,8 +233,8 @@ class _Build:
         facts = {
             name: SourceFacts(
                 documents=one.documents,
-                kept=int(sum(one.licences.values())) - sum(one.dropped.get(r, 0) for r in _DUPLICATES),
-                chars=one.chars,
+                kept=sum(one.licences.values()),
+                bytes=one.bytes,
                 tokens=totals[name],
                 licences=dict(sorted(one.licences.items())),
                 dropped=dict(sorted(one.dropped.items())),
@@ -267,7 +267,7 @@ class _Build:
         return HeldOutFacts(texts=len(index.names), too_short=index.too_short, sha256=digest.hexdigest())
 
     def _plan(self, heldout: HeldOutFacts) -> list[Job]:
-        """Return the pieces of all sources. Raises `CorpusError` if what was begun had other ones, or other settings."""
+        """Return the pieces of all sources. Raises `CorpusError` if the build began with others, or other settings."""
         jobs = jobs_of(self.config)
         pieces = json.dumps([[job.source, job.piece] for job in jobs], default=str)
         now = {
@@ -384,16 +384,19 @@ class _Build:
         for reason, which in zip(_DUPLICATES, (is_exact, ~is_exact & (earlier >= 0)), strict=True):
             for index, source in enumerate(self.config.sources):
                 places = np.flatnonzero(which & (sources == index))
-                if len(places):
-                    named = [f"{self._id(pieces, i)} has {self._id(pieces, earlier[i])}" for i in places[:5]]
-                    found[source.name].dropped[reason] = len(places)
-                    found[source.name].examples[reason] = named
+                for place in places.tolist():
+                    meta, size = self._described(pieces, place)
+                    same, _ = self._described(pieces, int(earlier[place]))
+                    found[source.name].undo(meta["licence"], size)
+                    found[source.name].drop(reason, f"{meta['id']} has {same['id']} of {same['source']}")
         return found
 
-    def _id(self, pieces: Sequence[Piece], index: int) -> str:
+    def _described(self, pieces: Sequence[Piece], index: int) -> tuple[dict[str, str], int]:
+        """Return the provenance of a document, and the bytes of its text."""
         number = int(np.searchsorted(self.firsts, index, "right")) - 1
-        meta = msgspec.json.decode(pieces[number].provenance(int(index - self.firsts[number])))
-        return str(meta["id"])
+        place = int(index - self.firsts[number])
+        meta = msgspec.json.decode(pieces[number].provenance(place), type=dict[str, str])
+        return meta, int(pieces[number].ends[place + 1, 0] - pieces[number].ends[place, 0])
 
     def _write_phase(self, pool: ProcessPoolExecutor | None, drawn: Drawn, tokens: I64) -> PhaseFacts:
         numbers = np.searchsorted(self.firsts, drawn.documents_D, "right") - 1

@@ -1,8 +1,8 @@
 """Fill-in-the-middle: cuts a document in three and writes its middle last, between sentinel tokens.
 
-Bavarian et al. 2022 (arXiv:2207.14255): PSM is prefix, suffix, middle; SPM is suffix, prefix, middle, in the variant that
-can be mixed with PSM. Cuts are at characters, not at tokens, since users stop typing anywhere. Each part is encoded by
-itself, as an editor sends it."""
+Bavarian et al. 2022 (arXiv:2207.14255): PSM is prefix, suffix, middle; SPM is suffix, prefix, middle, in the variant
+that can be mixed with PSM. Cuts are at characters, not at tokens, since users stop typing anywhere. Each part is
+encoded by itself, as an editor sends it."""
 
 from __future__ import annotations
 

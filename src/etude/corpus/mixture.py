@@ -1,8 +1,8 @@
 """Which documents a phase takes, and in which order: shares of sources, caps of epochs, a keyed shuffle.
 
-Every source has one order of documents per epoch, by a hash of seed, epoch and document. A phase goes on where the phase
-before it ended, so no document comes again before its source is used up. Within a phase the documents of all sources are
-shuffled together."""
+Every source has one order of documents per epoch, by a hash of seed, epoch and document. A phase goes on where the
+phase before it ended, so no document comes again before its source is used up. Within a phase the documents of all
+sources are shuffled together."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def candidate_pairs(signatures: Signatures, threshold: float) -> Pairs:
         is_first = np.concatenate([[True], keys[1:] != keys[:-1]])
         first = order[np.maximum.accumulate(np.where(is_first, np.arange(len(keys)), 0))]
         pairs = [(first << np.uint64(32) | order)[~is_first]]
-        for lag in range(1, min(_LAGS, len(keys) - 1) + 1):
-            pairs.append((order[:-lag] << np.uint64(32) | order[lag:])[keys[lag:] == keys[:-lag]])
+        lags = range(1, min(_LAGS, len(keys) - 1) + 1)
+        pairs += [(order[:-lag] << np.uint64(32) | order[lag:])[keys[lag:] == keys[:-lag]] for lag in lags]
         fresh = np.setdiff1d(np.unique(np.concatenate(pairs)), found, assume_unique=True)
         found = np.union1d(found, _similar(fresh, signatures, threshold))
     pairs_2 = np.stack([found >> np.uint64(32), found & np.uint64(0xFFFFFFFF)], axis=1).astype(np.int64)

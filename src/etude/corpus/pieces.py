@@ -41,10 +41,12 @@ NEXT_S = 600.0
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """Counts of one piece. The dicts map a reason, a licence or a kind of secret to a number of documents."""
+    """Counts of one piece. `bytes`: of the texts that are kept, in UTF-8.
+
+    The dicts map a reason, a licence or a kind of secret to a number of documents."""
 
     documents: int = 0
-    chars: int = 0
+    bytes: int = 0
     licences: dict[str, int] = msgspec.field(default_factory=dict)
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
     redacted: dict[str, int] = msgspec.field(default_factory=dict)
@@ -57,10 +59,17 @@ class Counts(msgspec.Struct, kw_only=True):
         if len(kept) < EXAMPLES:
             kept.append(example)
 
+    def undo(self, licence: str, num_bytes: int) -> None:
+        """Take back a document that was kept so far."""
+        self.bytes -= num_bytes
+        self.licences[licence] -= 1
+        if not self.licences[licence]:
+            del self.licences[licence]
+
     def add(self, other: Counts) -> None:
         """Add the counts of a later piece."""
         self.documents += other.documents
-        self.chars += other.chars
+        self.bytes += other.bytes
         for mine, theirs in (
             (self.licences, other.licences),
             (self.dropped, other.dropped),
@@ -122,7 +131,7 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
                 signed = signature(shingles(document.text)).astype("<u4").tobytes()
                 for file, part in zip(files, (data, meta, ends, exact, signed), strict=True):
                     file.write(part)
-                counts.chars += len(document.text)
+                counts.bytes += len(data)
                 counts.licences[document.licence] = counts.licences.get(document.licence, 0) + 1
         (scratch / "counts.json").write_bytes(msgspec.json.encode(counts, order="deterministic"))
 

@@ -61,14 +61,16 @@ class PhaseFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one source. `chars`: of documents that were kept. `dropped`, `redacted`: reason or kind -> documents.
+    """Counts of one source. `bytes`: of the texts that were kept, in UTF-8.
+
+    `dropped`, `redacted`: reason, or kind of secret -> number of documents.
 
     `examples`: reason -> ids of the first documents that were dropped for it; for a duplicate or a held-out text also
     the id or name of what it repeats."""
 
     documents: int
     kept: int
-    chars: int
+    bytes: int
     tokens: int
     licences: dict[str, int]
     dropped: dict[str, int]

@@ -16,7 +16,7 @@ import msgspec
 
 from etude.corpus.documents import MAX_BYTES, Document, Dropped, decoded
 from etude.corpus.licences import is_licence_file, licence_of, nearest_licence
-from etude.errors import InputError, PluginRefused
+from etude.errors import InputError
 
 PIECE_BYTES = 32 << 20
 """Size of a piece of a source: what one process reads at a time, and what is done again after a kill."""
@@ -222,8 +222,8 @@ def _skip_line(file: BinaryIO) -> None:
 class Parquet(Divided):
     """The rows of Parquet files. `text`, `id`, `path` and `licence` are the names of columns; only `text` must exist.
 
-    A row without an id is named by its file, row group and row. Needs pyarrow. Raises `InputError` if no file matches,
-    and `PluginRefused` for a file without the column `text`."""
+    A row without an id is named by its file, row group and row. Needs pyarrow. Raises `InputError` if no file matches
+    or if a file has no column `text`."""
 
     files: tuple[str, ...]
     text: str = "text"
@@ -240,7 +240,7 @@ class Parquet(Divided):
             with pyarrow.parquet.ParquetFile(name) as file:
                 if self.text not in file.schema_arrow.names:
                     facts = f"its columns are {', '.join(file.schema_arrow.names)}"
-                    raise PluginRefused(f"{name} has no column {self.text!r}", facts, hint='set text = "COLUMN"')
+                    raise InputError(f"{name} has no column {self.text!r}", facts, hint='set text = "COLUMN"')
                 found += [[name, group, os.stat(name).st_mtime_ns] for group in range(file.num_row_groups)]
         return found
 
