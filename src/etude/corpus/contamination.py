@@ -8,8 +8,8 @@ one segment, anywhere and in any order. There are two views of a text:
   Keywords, operators, numbers and strings stay.
 - Prose: lower-case words.
 
-Held-out prose is compared by words only, held-out code by lexer tokens only. Both kinds of comments, `#` and `//`, are
-tried if a text has both. A document with the sentinels of public tokenizers is put in order first."""
+Held-out prose is compared by words only, held-out code by lexer tokens only. Both kinds of comments, `#` and `//`,
+are tried if a text has both. A document with the sentinels of public tokenizers is put in order first."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ import numpy.typing as npt
 from etude.corpus.fim import SENTINELS
 from etude.corpus.hashes import U64, codes, mixed, text_key
 
-CODE_GRAM, CODE_SEGMENT = 12, 48
-PROSE_GRAM, PROSE_SEGMENT = 8, 32
-MIN_SHARE = 0.35
-"""Share of the n-grams of a segment that a contaminated document has. Two cuts in a segment leave more than this."""
-MIN_DISTINCT = 0.6
+CODE_GRAM, CODE_SEGMENT = 12, 64
+PROSE_GRAM, PROSE_SEGMENT = 8, 48
+MIN_RUN = 4
+"""A document's n-grams count for a segment in runs of at least so many: single ones are idioms of the language."""
+MIN_DISTINCT = 0.8
 """A segment with a smaller share of distinct n-grams is repetitive, such as a table, and is not searched for."""
 
 _PROSE_ENDINGS = (".md", ".rst", ".txt", ".tex", ".html")
 _STRING = r"""[rbfuRBFU]{0,2}(?:"(?:[^"\\\n]|\\.){0,400}"|'(?:[^'\\\n]|\\.){0,400}'|`[^`\n]{0,400}`)"""
-_TEXT = r"[rbfuRBFU]{0,2}(?:\"\"\"[\s\S]*?(?:\"\"\"|\Z)|" + r"'''[\s\S]*?(?:'''|\Z))"
 _REST = rf"{_STRING}|[^\W\d]\w*|\d[\w.]*|[^\s\w]"
-_HASH = re.compile(rf"(?:{_TEXT}|\#[^\n]*)|({_REST})")
-_SLASH = re.compile(rf"(?:{_TEXT}|//[^\n]*|/\*[\s\S]*?(?:\*/|\Z))|({_REST})")
+_DOC = r"""(?<=:)\s*\n\s*[rR]?(?:\"\"\"[^"]*\"\"\"|'{3}[^']*'{3})"""
+_HASH = re.compile(rf"(?:{_DOC}|\#[^\n]*)|({_REST})")
+_SLASH = re.compile(rf"(?:{_DOC}|//[^\n]*|/\*[\s\S]{{0,4000}}?\*/)|({_REST})")
+_HEADING = re.compile(r"""\A(?:\s|\#[^\n]*\n)*[rR]?(?:\"\"\"[^"]*\"\"\"|'{3}[^']*'{3})""")
 _WORD = re.compile(r"[^\W_]+")
 # fmt: off
 _KEYWORDS = frozenset((
@@ -72,6 +73,8 @@ def code_tokens(text: str) -> list[list[str]]:
 def code_grams(tokens: list[str], width: int = CODE_GRAM) -> U64:
     """Return a hash for each window of tokens, equal for windows that differ in their names only: [T - width + 1].
 
+    It is 0 for a window in which fewer than a third of the tokens are not names: such windows are all alike.
+
     >>> one, other = (code_tokens(text)[0] for text in ("a = b + a * 2", "x=y  + x*2"))
     >>> bool((code_grams(one, 5) == code_grams(other, 5)).all())
     True
@@ -89,12 +92,14 @@ def code_grams(tokens: list[str], width: int = CODE_GRAM) -> U64:
         else:
             back[i] = i - last.get(token, i)
             last[token] = i
-    total = np.zeros(count, np.uint64)
+    total, said = np.zeros(count, np.uint64), np.zeros(count, np.int64)
     for offset in range(width):
         distance = back[offset : offset + count]
         inside = np.where(distance <= offset, distance, 0).astype(np.uint64)
         value = np.where(distance < 0, values[offset : offset + count], _NAME + inside)
         total = mixed(total + value + np.uint64(offset + 1))
+        said += distance < 0
+    total[3 * said < width] = 0
     return total
 
 
@@ -184,7 +189,7 @@ class HeldOutIndex:
             for segment in found:
                 grams.append(segment)
                 segments.append(np.full(len(segment), len(needs), np.int32))
-                needs.append(max(2, int(np.ceil(MIN_SHARE * len(segment)))))
+                needs.append(_need(len(segment), PROSE_GRAM if text.is_prose else CODE_GRAM))
                 owners.append(len(names))
             names.append(text.name)
         every = np.concatenate([np.zeros(0, np.uint64), *grams])
@@ -211,16 +216,23 @@ class HeldOutIndex:
             views.append(prose_grams(words_of(text)))
         return next((name for name in map(self._hit, views) if name is not None), None)
 
-    def _hit(self, grams: U64) -> str | None:
-        unique = np.unique(grams)
-        first = np.searchsorted(self.grams_G, unique, "left")
-        last = np.searchsorted(self.grams_G, unique, "right")
-        hits = first < last
-        if not hits.any():
+    def _hit(self, grams_D: U64) -> str | None:
+        first = np.searchsorted(self.grams_G, grams_D, "left")
+        last = np.searchsorted(self.grams_G, grams_D, "right")
+        places_H = np.flatnonzero(last > first)
+        if not len(places_H):
             return None
-        places = np.concatenate([np.arange(a, b) for a, b in zip(first[hits], last[hits], strict=True)])
-        segments, counts = np.unique(self.segments_G[places], return_counts=True)
-        over = segments[counts >= self.needs_S[segments]]
+        counts_H = last[places_H] - first[places_H]
+        ends_H = np.cumsum(counts_H)
+        index = np.arange(ends_H[-1]) + np.repeat(first[places_H] - ends_H + counts_H, counts_H)
+        segments, places = self.segments_G[index], np.repeat(places_H, counts_H)
+        order = np.lexsort((places, segments))
+        segments, places, index = segments[order], places[order], index[order]
+        starts = np.flatnonzero(np.r_[True, (np.diff(segments) != 0) | (np.diff(places) != 1)])
+        lengths = np.diff(np.r_[starts, len(places)])
+        in_run = np.repeat(lengths >= MIN_RUN, lengths)
+        found, counts = np.unique(self.segments_G[np.unique(index[in_run])], return_counts=True)
+        over = found[counts >= self.needs_S[found]]
         return self.names[self.texts_S[over[0]]] if len(over) else None
 
     def save(self, path: Path) -> None:
@@ -245,15 +257,20 @@ class HeldOutIndex:
             return cls(*arrays, names, (), has_code=has_code, has_prose=has_prose)
 
 
+def _need(num_grams: int, width: int) -> int:
+    """Return how many n-grams of a segment a contaminated document has: half, or what two cuts leave, but a third."""
+    return max(-(-num_grams // 3), min(num_grams - 2 * (width - 1), -(-num_grams // 2)))
+
+
 def _segments(text: HeldOutText) -> Iterator[U64]:
     """Yield the distinct n-grams of each segment of a text: half of a segment overlaps with the next."""
     gram, size = (PROSE_GRAM, PROSE_SEGMENT) if text.is_prose else (CODE_GRAM, CODE_SEGMENT)
-    views = [words_of(text.text)] if text.is_prose else code_tokens(text.text)
+    views = [words_of(text.text)] if text.is_prose else code_tokens(_HEADING.sub("", text.text))
     for tokens in views:
         grams = prose_grams(tokens) if text.is_prose else code_grams(tokens)
         width = size - gram + 1
         for start in range(0, max(1, len(grams) - width // 2), width // 2):
             part = grams[start : start + width]
-            distinct = np.unique(part)
+            distinct = np.unique(part[part != 0])
             if len(part) >= gram and len(distinct) >= MIN_DISTINCT * len(part):
                 yield distinct
