@@ -41,7 +41,7 @@ class Filtered:
 
 def filtered(document: Document, config: CorpusConfig) -> Filtered:
     """Apply all filters to a document. The licence of a document that is kept is resolved: header first."""
-    reason = quality_problem(document.text, config.quality) or generated_problem(document)
+    reason = generated_problem(document) or quality_problem(document.text, config.quality)
     if reason:
         return Filtered(None, reason)
     licence = header_licence(document.text) or document.licence or UNKNOWN

@@ -181,11 +181,12 @@ class Jsonl(Divided):
 
 
 def _of_row(row: Any, name: str, text: str, id: str, path: str, licence: str) -> Document | Dropped:
-    value = row.get(text) if isinstance(row, dict) else None
-    if not isinstance(value, str):
+    if not isinstance(row, dict):
         return Dropped(name, "no-text")
-    named = row.get(id)
+    value, named = row.get(text), row.get(id)
     name = str(named) if isinstance(named, str | int) and str(named) else name
+    if not isinstance(value, str):
+        return Dropped(name.encode("utf-8", "replace").decode(), "no-text")
     where, licence = (str(row.get(key) or "") if isinstance(row.get(key), str) else "" for key in (path, licence))
     try:
         for one in (name, where, licence):

@@ -79,7 +79,7 @@ def test_placeholders_and_digests_are_no_secrets(text):
     ("text", "path", "reason"),
     [
         ("x", "", "too-short"),
-        ("word " * 300_000, "", "too-large"),
+        ("some more words\n" * 80_000, "", "too-large"),
         ("a = 1\n" + "b" * 6_000, "", "long-lines"),
         ("+-*/ " * 40, "", "not-alphanumeric"),
         ("the same line of text\n" * 60, "", "repetitive"),

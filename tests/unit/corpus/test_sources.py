@@ -151,14 +151,14 @@ def test_parquet_gives_its_rows(tmp_path):
 def test_built_in_sources_keep_the_contract_and_their_pieces_change_with_the_files(folder, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(20)))
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
-    for make in (lambda: Folder(folder), lambda: Jsonl((str(tmp_path / "a.jsonl"),))):
+    for when, make in enumerate((lambda: Folder(folder), lambda: Jsonl((str(tmp_path / "a.jsonl"),)))):
         assert [broken for _, broken in results(DocumentSourceContract, make) if broken] == []
         source = make()
         assert isinstance(source, DividedSource)
         before = source.pieces()
         assert len(before) > 1
-        os.utime(folder / "a.py", (1, 1))
-        os.utime(tmp_path / "a.jsonl", (1, 1))
+        os.utime(folder / "a.py", (when, when))
+        os.utime(tmp_path / "a.jsonl", (when, when))
         assert source.pieces() != before
 
 
