@@ -75,13 +75,14 @@ def build_corpus(config: CorpusConfig, folder: Path, *, jobs: int = 1, on_part: 
     changed since the build began, and for a folder that another process is building."""
     encoder = Encoder.load(config.tokenizer, config.fim, seed=config.seed)
     plain = json.loads(json.dumps(to_plain(config)))
+    work = folder / "work"
     if (folder / MANIFEST).exists():
         corpus = Corpus.open(folder)
         if corpus.manifest.config != plain or corpus.manifest.tokenizer.sha256 != encoder.facts.sha256:
             hint = "give another folder, or delete this one"
             raise InputError(f"{folder} has a corpus that was built with another config", hint=hint)
+        shutil.rmtree(work, ignore_errors=True)  # of a build that was killed at its very end
         return corpus
-    work = folder / "work"
     if folder.exists() and not work.is_dir() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty", "it has no unfinished corpus", hint="give a new folder")
     try:
@@ -142,12 +143,12 @@ class _Work:
         starts = np.zeros(len(found) + 1, np.int64)
         np.cumsum([encoded.num_tokens_of(place) for _, encoded, place in found], out=starts[1:])
         if not provenance.exists():
-            _write(provenance, (piece.provenance(place) + b"\n" for piece, _, place in found))
+            self._write(provenance, (piece.provenance(place) + b"\n" for piece, _, place in found))
         if not path.exists():  # the last of the two
             vocab_size = self._encoder.facts.vocab_size
             head = HEADER.pack(MAGIC, VERSION, vocab_size, len(found), int(starts[-1])) + starts.astype("<i8").tobytes()
             tokens = (encoded.tokens(place).astype("<u4", copy=False).tobytes() for _, encoded, place in found)
-            _write(path, (part for parts in ([head], tokens) for part in parts))
+            self._write(path, (part for parts in ([head], tokens) for part in parts))
         return ShardFacts(
             file=path.name,
             provenance=provenance.name,
@@ -157,16 +158,9 @@ class _Work:
             provenance_sha256=file_digest(provenance),
         )
 
-    def _piece(self, number: int) -> tuple[Piece, EncodedPiece]:
-        if number not in self._pieces:
-            self._pieces[number] = (Piece(self.piece_folder(number)), EncodedPiece(self.tokens_folder(number)))
-        return self._pieces[number]
-
-
-def _write(path: Path, parts: Iterator[bytes]) -> None:
-    """Write a file in parts under a temporary name, sync it, and rename it."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    def _write(self, path: Path, parts: Iterator[bytes]) -> None:
+        """Write a file in parts in `work`, sync it, and rename it into place."""
+        scratch = self.work / f"{path.name}.{os.getpid()}"
         with scratch.open("wb") as file:
             for part in parts:
                 progress.tick()
@@ -174,8 +168,11 @@ def _write(path: Path, parts: Iterator[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         scratch.rename(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+
+    def _piece(self, number: int) -> tuple[Piece, EncodedPiece]:
+        if number not in self._pieces:
+            self._pieces[number] = (Piece(self.piece_folder(number)), EncodedPiece(self.tokens_folder(number)))
+        return self._pieces[number]
 
 
 _child: _Work
@@ -186,7 +183,7 @@ def _start_child(config: CorpusConfig, folder: Path) -> None:
     global _child
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends its children
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once: what it had begun is done again
     _child = _Work(config, folder)
 
 
@@ -366,7 +363,10 @@ class _Build:
         path = self.here.work / "signatures.bin"
         with path.open("wb") as file:
             for piece, first in zip(pieces, self.firsts, strict=False):
-                file.write(piece.signatures()[wanted[first : first + len(piece)]].astype("<u4").tobytes())
+                at = int(first)
+                for rows in piece.signatures():
+                    file.write(rows[wanted[at : at + len(rows)]].tobytes())
+                    at += len(rows)
         return np.memmap(path, "<u4", "r").reshape(int(wanted.sum()), -1)
 
     def _counts(

@@ -38,6 +38,7 @@ EXAMPLES = 5
 """Number of examples of each reason that are kept."""
 NEXT_S = 600.0
 """Deadline for one document of a plug-in."""
+_ROWS = 4_096  # signatures that are read at a time
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -202,8 +203,6 @@ def _new_folder(folder: Path) -> Iterator[Path | None]:
     try:
         yield scratch
         scratch.rename(folder)
-    except FileExistsError:  # by a process of a build that was killed
-        pass
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -228,9 +227,11 @@ class Piece:
         """[N, 2] uint64: digests of the normalised texts."""
         return np.fromfile(self.folder / "exact.bin", "<u8").reshape(-1, 2)
 
-    def signatures(self) -> npt.NDArray[np.uint32]:
-        """[N, 128] uint32: MinHash signatures."""
-        return np.fromfile(self.folder / "signatures.bin", "<u4").reshape(-1, NUM_HASHES)
+    def signatures(self) -> Iterator[npt.NDArray[np.uint32]]:
+        """Yield the MinHash signatures in parts: [n, 128] uint32."""
+        with (self.folder / "signatures.bin").open("rb") as file:
+            while data := file.read(4 * NUM_HASHES * _ROWS):
+                yield np.frombuffer(data, "<u4").reshape(-1, NUM_HASHES)
 
     @property
     def counts(self) -> Counts:

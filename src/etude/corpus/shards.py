@@ -247,10 +247,14 @@ class Corpus:
             yield Shard.open(self.folder / facts.file, vocab_size=self.manifest.tokenizer.vocab_size)
 
     def provenance(self, shard: ShardFacts) -> Iterator[Mapping[str, str]]:
-        """Yield source, id, path and licence of each document of a shard, in order."""
-        with (self.folder / shard.provenance).open("rb") as file:
-            for line in file:
-                yield msgspec.json.decode(line, type=dict[str, str])
+        """Yield source, id, path and licence of each document of a shard, in order. Raises `CorpusError`."""
+        path = self.folder / shard.provenance
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    yield msgspec.json.decode(line, type=dict[str, str])
+        except (OSError, msgspec.DecodeError) as error:
+            raise CorpusError(f"{path} is damaged", str(error), hint=_REMAKE) from None
 
 
 def check_corpus(corpus: Corpus) -> Iterator[str]:
