@@ -16,7 +16,7 @@ from tests.unit.corpus import make
 
 from etude import cli
 from etude.corpus import Corpus, CorpusConfig, build, build_corpus, check_corpus, sources
-from etude.errors import ConfigError, CorpusError, Exit, InputError
+from etude.errors import ConfigError, CorpusError, Exit, InputError, PluginError
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -196,10 +196,14 @@ def test_a_plug_in_is_a_source_and_its_nonsense_is_named(tmp_path):
     kind = {"kind": "examples.plugins.documents:Tickets", "path": str(tmp_path)}
     corpus = build_corpus(make.config(tmp_path, sources=[{"name": "desk", "kind": kind}]), tmp_path / "out")
     assert corpus.manifest.sources["desk"].licences == {"LicenseRef-own": 1}
-    for path in ("etude.corpus.documents:Dropped", "etude.corpus.sources:Divided"):
+    for path, says in (
+        ("etude.corpus.documents:Dropped", "is missing"),
+        ("etude.corpus.sources:Divided", "its method pieces raised NotImplementedError"),
+    ):
         config = make.config(tmp_path, sources=[{"name": "desk", "kind": {"kind": path}}])
-        with pytest.raises((ConfigError, InputError, NotImplementedError)):
+        with pytest.raises((ConfigError, PluginError)) as error:
             build_corpus(config, tmp_path / "other")
+        assert says in str(error.value)
 
 
 @pytest.mark.parametrize(
