@@ -199,7 +199,7 @@ def build_once(folder: Path, copies: int, most: int) -> dict[str, Any]:
             changed = text.replace("self", f"own{copy}").replace("return", f"return {copy} or")
             total += len(changed.encode())
             (place / name).write_text(changed)
-    config = make.config(folder, fim={"rate": 0.5}, heldout={"files": [str(folder / "texts/copy0/ast.py")]})
+    config = make.config(folder, fim={"rate": 0.5}, heldout={"files": [str(folder / "texts/copy0" / min(texts))]})
     started, wall = time.process_time(), time.perf_counter()
     corpus = build_corpus(config, folder / "out")
     return {

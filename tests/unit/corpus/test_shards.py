@@ -38,7 +38,7 @@ def changed(data: bytes, place: int, bits: int) -> bytes:
     return data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(place=st.integers(0, 10**6), bits=st.integers(1, 255), cut=st.integers(0, 300))
 def test_a_changed_or_shortened_shard_is_an_error(corpus, place, bits, cut):
     path = next(corpus.folder.glob("*.tokens"))
@@ -65,7 +65,7 @@ def test_any_header_is_counts_or_an_error(data):
     assert HEADER.unpack(data[: HEADER.size])[3:] == (documents, tokens)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(place=st.integers(0, 10**6), bits=st.integers(1, 255))
 def test_a_changed_manifest_is_an_error_or_says_the_same(corpus, place, bits):
     whole = (corpus.folder / "manifest.json").read_bytes()
