@@ -113,6 +113,10 @@ class NoSource(TaskError, InputError):
     """The name of a task source is unknown, or its path has no tasks."""
 
 
+class CorpusError(EtudeError):
+    """A corpus of `etude corpus build` is damaged or incomplete, or was made with another tokeniser or config."""
+
+
 class MachineError(EtudeError):
     """A machine (a sandbox in which an agent's commands run) could not be created, or died.
 

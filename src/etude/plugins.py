@@ -51,6 +51,7 @@ class Kind(enum.StrEnum):
     TRACKER = "tracker"
     SOURCE = "source"
     CORPUS = "corpus"
+    DOCUMENTS = "documents"
     TOOL = "tool"
     HARNESS = "harness"
     REWARD = "reward"
@@ -107,6 +108,13 @@ KINDS = {
         protocol="etude.tasks.corpus:CorpusSource",
         contract="etude.testing.contracts:CorpusSourceContract",
         built_in="",
+    ),
+    Kind.DOCUMENTS: KindFacts(
+        noun="document source",
+        setting="sources",
+        protocol="etude.corpus.documents:DocumentSource",
+        contract="etude.testing.contracts:DocumentSourceContract",
+        built_in="etude.corpus.config:SOURCES",
     ),
     Kind.TOOL: KindFacts(
         noun="tool",

@@ -38,6 +38,7 @@ ALONE: dict[str, set[str]] = {
     "experience": {"rewards"},
     "weights": set(),
     "gateway": {"capture"},
+    "corpus": {"capture", "harness"},
 }
 TORCH_FREE = {
     "records",

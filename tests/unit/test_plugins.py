@@ -17,6 +17,7 @@ import torch
 
 from etude import cli
 from etude.config import Plugin, build, load, plugins_in, to_plain, to_toml, with_digests
+from etude.corpus import CorpusConfig
 from etude.errors import ConfigError, ConfigErrors, Exit, PluginError, PluginRefused, RunRefused, TaskError
 from etude.harness import Call, Episode, HarnessConfig, RequestOptions, Workbench, standard_tools
 from etude.harness.programs import run_plugin
@@ -43,6 +44,7 @@ EXAMPLES = {
     "examples.plugins.trackers:Csv": Kind.TRACKER,
     "examples.plugins.sources:Multiply": Kind.SOURCE,
     "examples.plugins.corpora:Folder": Kind.CORPUS,
+    "examples.plugins.documents:Tickets": Kind.DOCUMENTS,
     "examples.plugins.tools:Grep": Kind.TOOL,
     "examples.plugins.harnesses:Oriented": Kind.HARNESS,
     "examples.plugins.rewards:FewTurns": Kind.REWARD,
@@ -717,7 +719,8 @@ def test_the_guides_class_and_its_settings_are_so(tmp_path, monkeypatch, capsys)
     assert "8 of 8 passed" in capsys.readouterr().out
     used = set()
     for config in (tomllib.loads(text) for kind, text in blocks if kind == "toml"):
-        for place, plugin in plugins_in(build(RunConfig, config)):
+        kind = CorpusConfig if "sources" in config else RunConfig
+        for place, plugin in plugins_in(build(kind, config)):
             make(kind_at(place), plugin, where=place)
             used.add(kind_at(place))
     assert used == {*KINDS}

@@ -40,6 +40,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run_commands(commands)
     _add_plan_command(commands)
+    _add_corpus_commands(commands)
     _add_inspection_commands(commands)
     _add_task_commands(commands)
     _add_machine_commands(commands)
@@ -224,6 +225,24 @@ def _add_plan_command(commands: Commands[Parser]) -> None:
         "--against", type=Path, metavar="RUN", help="use the rollout statistics of a run, and compare the plan with it"
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_corpus_commands(commands: Commands[Parser]) -> None:
+    corpus = _group(commands, "corpus", "build, show and verify training shards from your own text")
+    build = add(corpus, "build", "corpus:build", "filter, deduplicate, decontaminate and encode texts as shards")
+    build.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file with sources, tokenizer and phases")
+    build.add_argument("folder", type=Path, metavar="DIR", help="the folder to create, or an unfinished build")
+    _add_set(build)
+    build.add_argument("--jobs", type=positive, metavar="N", help="number of processes (default: one per core)")
+    look = add(corpus, "look", "corpus:look", "show counts, documents, and what was dropped and why")
+    look.add_argument("folder", type=Path, metavar="DIR", help="a corpus")
+    look.add_argument("--documents", type=positive, default=2, metavar="N", help="of each phase (default: %(default)s)")
+    check = add(corpus, "check", "corpus:check", "verify digests, vocabulary and tokenizer of a corpus")
+    check.add_argument("folder", type=Path, metavar="DIR", help="a corpus")
+    for command in (look, check):
+        command.add_argument(
+            "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json that must be the corpus's"
+        )
 
 
 def _add_inspection_commands(commands: Commands[Parser]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from etude.config import Plugin
+from etude.corpus.documents import DividedSource, Document, Dropped
 from etude.errors import DeadlineExceeded, EngineError, EtudeError, TaskError
 from etude.plugins import described
 from etude.records.completion import Completion, CompletionRequest
@@ -321,6 +323,44 @@ class CorpusSourceContract(Contract):
         assert self.first(3) == self.first(3), (
             "two calls with one seed gave other documents: a run could not be resumed"
         )
+
+
+class DocumentSourceContract(Contract):
+    """Tests what `etude corpus build` relies on in a document source (`etude.corpus.DocumentSource`)."""
+
+    FIRST = 200
+
+    def first(self) -> list[Document | Dropped]:
+        return list(itertools.islice(self.make().documents(), self.FIRST))
+
+    def test_it_yields_documents_or_reasons_why_one_is_none(self) -> None:
+        found = self.first()
+        assert found, "there is no document"
+        for number, one in enumerate(found):
+            assert isinstance(one, Document | Dropped), f"document {number} is {type(one).__name__}"
+
+    def test_every_document_has_an_id_of_its_own(self) -> None:
+        ids = [one.id for one in self.first()]
+        again = next((one for one in ids if ids.count(one) > 1), None)
+        assert all(ids), "a document has no id"
+        assert again is None, f"two documents have the id {again!r}"
+
+    def test_documents_can_be_written_as_utf_8(self) -> None:
+        for one in self.first():
+            try:
+                "".join(getattr(one, name) for name in one.__struct_fields__).encode()
+            except UnicodeEncodeError as error:
+                raise AssertionError(f"{one.id!r}: {error}") from None
+
+    def test_every_call_gives_the_same_documents(self) -> None:
+        assert self.first() == self.first(), "two calls gave other documents: a build could not be resumed"
+
+    def test_the_pieces_of_a_divided_source_have_its_documents_in_order(self) -> None:
+        source = self.make()
+        if isinstance(source, DividedSource):
+            pieces = json.loads(json.dumps(list(source.pieces())))
+            in_pieces = itertools.chain.from_iterable(map(source.read, pieces))
+            assert list(itertools.islice(in_pieces, self.FIRST)) == self.first()
 
 
 class ToolContract(Contract):

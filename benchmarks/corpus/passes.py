@@ -1,0 +1,251 @@
+"""Near duplicates, secrets and leaks that pass a corpus build; clean text that is dropped; MB/s a core; memory.
+
+Clean text is the standard library's own sources. Everything that is planted is drawn with a fixed seed:
+
+- near duplicates: modules with some lines removed, swapped or changed; near is what is so by exact Jaccard similarity.
+- secrets: random ones of every kind that the tests plant, in clean modules.
+- leaks: functions of held-out modules, renamed, formatted again by `ast`, cut for FIM with and without sentinels,
+  inside of clean text. False drops: clean modules, against whole held-out modules; some are real copies.
+- memory: the peak of a process that builds a corpus from one copy of the library, and from several.
+
+    python -m benchmarks.corpus.passes [--modules N] [--copies N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import json
+import keyword
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.unit.corpus import make
+from tests.unit.corpus.test_filters import planted
+
+from benchmarks.report import report
+from etude.corpus import CorpusConfig, HeldOutIndex, HeldOutText, build_corpus
+from etude.corpus.documents import Document
+from etude.corpus.filters import filtered
+from etude.corpus.fim import SENTINELS
+from etude.corpus.near import candidate_pairs, jaccard, near_duplicates, shingles, signature
+from etude.corpus.secrets import find_secrets
+
+THRESHOLD = 0.8
+VARIANTS = 240
+SECRETS_OF_A_KIND = 40
+
+
+def library(most: int) -> dict[str, str]:
+    """Modules of the standard library, by name; a fixed choice of at most `most`."""
+    paths = sorted(Path(os.__file__).parent.glob("*.py"))
+    random.Random(0).shuffle(paths)
+    texts = {path.name: path.read_text(errors="replace") for path in paths}
+    return dict([(name, text) for name, text in texts.items() if 2_000 < len(text) < 120_000][:most])
+
+
+def edited(rng: random.Random, text: str) -> str:
+    """A copy with up to a tenth of its lines removed, doubled, swapped or changed."""
+    lines = text.splitlines()
+    for _ in range(rng.randint(1, max(2, len(lines) // 10))):
+        place = rng.randrange(len(lines))
+        kind = rng.randrange(4)
+        if kind == 0 and len(lines) > 10:
+            del lines[place]
+        elif kind == 1:
+            lines.insert(place, lines[place])
+        elif kind == 2:
+            lines[place] = lines[place] + f"  # {rng.random()}"
+        else:
+            other = rng.randrange(len(lines))
+            lines[place], lines[other] = lines[other], lines[place]
+    return "\n".join(lines)
+
+
+def duplicates(texts: dict[str, str]) -> dict[str, Any]:
+    """Recall and precision of near duplicates, against all pairs by exact Jaccard similarity."""
+    rng = random.Random(1)
+    every = [*texts.values(), *(edited(rng, text) for text in texts.values() for _ in range(2))]
+    hashes = [shingles(text) for text in every]
+    pairs = candidate_pairs(np.stack([signature(one) for one in hashes]), THRESHOLD)
+    found = near_duplicates(len(every), pairs, hashes.__getitem__, THRESHOLD)
+    truth = np.full(len(every), False)
+    for later in range(len(every)):
+        size = len(hashes[later])
+        kept = (i for i in range(later) if not truth[i] and THRESHOLD * size <= len(hashes[i]) <= size / THRESHOLD)
+        truth[later] = any(jaccard(hashes[earlier], hashes[later]) >= THRESHOLD for earlier in kept)
+    dropped = found >= 0
+    return {
+        "documents": len(every),
+        "near_duplicates": int(truth.sum()),
+        "dropped": int(dropped.sum()),
+        "recall": round(float((dropped & truth).sum() / truth.sum()), 4),
+        "precision": round(float((dropped & truth).sum() / dropped.sum()), 4),
+        "candidate_pairs": len(pairs),
+    }
+
+
+def secrets(texts: dict[str, str], config: CorpusConfig) -> dict[str, Any]:
+    """How many planted secrets pass, and how many clean modules have something that looks like one."""
+    rng, clean, passed, total = random.Random(2), list(texts.values()), 0, 0
+    for _ in range(SECRETS_OF_A_KIND):
+        for secret in planted(rng).values():
+            lines = rng.choice(clean).splitlines()[:80]
+            lines.insert(rng.randrange(len(lines)), secret)
+            passed += not list(find_secrets("\n".join(lines)))
+            total += 1
+    false = [name for name, text in texts.items() if list(find_secrets(text))]
+    drops = [filtered(Document(name, text, name), config).reason for name, text in texts.items()]
+    other = {reason: drops.count(reason) for reason in sorted({*drops} - {""})}
+    return {"planted": total, "passed": passed, "clean": len(texts), "false": false, "clean_dropped": other}
+
+
+class Renamed(ast.NodeTransformer):
+    """Renames arguments, variables, functions and attributes of a tree, except for what is built in."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self._names = rng, dict[str, str]()
+
+    def _new(self, name: str) -> str:
+        if keyword.iskeyword(name) or hasattr(builtins, name) or name.startswith("__") or name in ("self", "cls"):
+            return name
+        return self._names.setdefault(name, f"{self._rng.choice('abcdxyz')}{self._rng.randrange(10**5)}")
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = self._new(node.id)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.arg = self._new(node.arg)
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        node.attr = self._new(node.attr)
+        return self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        node.arg = self._new(node.arg) if node.arg else None
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.name = self._new(node.name)
+        return self.generic_visit(node)
+
+
+def cut(rng: random.Random, text: str, *, named: bool) -> str:
+    """A fill-in-the-middle split, with the sentinels of a public tokenizer or with line breaks."""
+    first, second = sorted(rng.sample(range(len(text)), 2))
+    prefix, middle, suffix = text[:first], text[first:second], text[second:]
+    pre, suf, mid = rng.choice(SENTINELS) if named else ("\n", "\n", "\n")
+    return rng.choice([f"{pre}{prefix}{suf}{suffix}{mid}{middle}", f"{pre}{suf}{suffix}{mid}{prefix}{middle}"])
+
+
+def leaks(texts: dict[str, str]) -> dict[str, Any]:
+    """How many variants of held-out functions pass, by kind, and how many clean modules are dropped."""
+    rng = random.Random(3)
+    names = sorted(texts)
+    held, clean = names[::8], [name for name in names if name not in names[::8]]
+    index = HeldOutIndex.build(HeldOutText.of(name, texts[name]) for name in held)
+    answers = [
+        ast.get_source_segment(texts[name], node) or ""
+        for name in held
+        for node in ast.walk(ast.parse(texts[name]))
+        if isinstance(node, ast.FunctionDef) and len(ast.unparse(node).split()) > 60
+    ]
+    index_of_answers = HeldOutIndex.build(HeldOutText.of(f"{i}.py", text) for i, text in enumerate(answers))
+    kinds: dict[str, Callable[[str], str]] = {
+        "as it is": lambda text: text,
+        "renamed": lambda text: ast.unparse(Renamed(rng).visit(ast.parse(text))),
+        "reformatted": lambda text: ast.unparse(ast.parse(text)),
+        "cut with sentinels": lambda text: cut(rng, text, named=True),
+        "cut": lambda text: cut(rng, text, named=False),
+        "renamed and cut": lambda text: cut(rng, ast.unparse(Renamed(rng).visit(ast.parse(text))), named=False),
+    }
+    passed = dict.fromkeys(kinds, 0)
+    for number in range(VARIANTS):
+        kind = [*kinds][number % len(kinds)]
+        leak = kinds[kind](rng.choice(answers))
+        around = texts[rng.choice(clean)][:2_000]
+        passed[kind] += index_of_answers.find(f"{around}\n{leak}\n{around[:300]}") is None
+    false = {name: leak for name in clean if (leak := index.find(texts[name])) is not None}
+    return {
+        "variants": VARIANTS,
+        "answers": len(answers),
+        "passed": passed,
+        "heldout_modules": len(held),
+        "heldout_segments": len(index.needs_S),
+        "clean_modules": len(clean),
+        "clean_dropped": false,
+    }
+
+
+def build_once(folder: Path, copies: int, most: int) -> dict[str, Any]:
+    """Build a corpus of copies of the library, each with other names: seconds of CPU, peak memory."""
+    texts, total = library(most), 0
+    for copy in range(copies):
+        place = folder / "texts" / f"copy{copy}"
+        place.mkdir(parents=True)
+        for name, text in texts.items():
+            changed = text.replace("self", f"own{copy}").replace("return", f"return {copy} or")
+            total += len(changed.encode())
+            (place / name).write_text(changed)
+    config = make.config(folder, fim={"rate": 0.5}, heldout={"files": [str(folder / "texts/copy0" / min(texts))]})
+    started, wall = time.process_time(), time.perf_counter()
+    corpus = build_corpus(config, folder / "out")
+    return {
+        "megabytes": round(total / 1e6, 2),
+        "tokens": sum(phase.tokens for phase in corpus.manifest.phases),
+        "cpu_s": round(time.process_time() - started, 2),
+        "wall_s": round(time.perf_counter() - wall, 2),
+        "mb_a_cpu_second": round(total / 1e6 / (time.process_time() - started), 3),
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    }
+
+
+def speed(copies: int, most: int) -> dict[str, Any]:
+    """Builds in processes of their own: one copy of the library, and several."""
+    found = {}
+    for count in (1, copies):
+        with tempfile.TemporaryDirectory() as folder:
+            argv = [sys.executable, "-m", "benchmarks.corpus.passes", "--modules", str(most), "--copies", str(count)]
+            done = subprocess.run([*argv, "--inside", folder], capture_output=True, text=True, check=True, timeout=3600)
+            found[f"{count} copies"] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Measure and write ``results/corpus.json``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--modules", type=int, default=80)
+    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--inside", type=Path)
+    args = parser.parse_args()
+    if args.inside:
+        print(json.dumps(build_once(args.inside, args.copies, args.modules)))
+        return
+    texts = library(args.modules)
+    with tempfile.TemporaryDirectory() as folder:
+        config = make.config(Path(folder))
+    numbers = {
+        "modules": len(texts),
+        "megabytes": round(sum(map(len, texts.values())) / 1e6, 2),
+        "near_duplicates": duplicates(texts),
+        "secrets": secrets(texts, config),
+        "leaks": leaks(texts),
+        "builds": speed(args.copies, args.modules),
+    }
+    report("corpus", numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The tokenizer of a corpus: loads it, and encodes documents with their end token and FIM sentinels."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.corpus.config import FimConfig, TokenizerConfig
+from etude.corpus.fim import Sentinels, rearranged, sentinels
+from etude.corpus.shards import TokenizerFacts
+from etude.errors import ConfigError, nearest
+from etude.harness.tokenizer import SafeTokenizer
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes documents as token ids. No text can spell the end token or a sentinel."""
+
+    tokenizer: SafeTokenizer
+    facts: TokenizerFacts
+    fim: FimConfig
+    sentinels: Sentinels | None
+    seed: int
+
+    @classmethod
+    def load(cls, config: TokenizerConfig, fim: FimConfig, *, seed: int) -> Encoder:
+        """Load a tokenizer. Raises `ConfigError` if there is none, or if it lacks the end token or the sentinels."""
+        tokenizer, facts = load_tokenizer(config)
+        return cls(tokenizer, facts, fim, sentinels(fim, tokenizer.added), seed)
+
+    def encode(self, text: str, key: str) -> npt.NDArray[np.uint32]:
+        """Return a document as token ids with the end token: [T] uint32. `key` decides on its FIM split."""
+        parts: list[int | str] = [text]
+        if self.sentinels is not None:
+            parts = rearranged(text, self.fim, self.sentinels, key=f"{self.seed}\0{key}") or parts
+        ids: list[int] = []
+        for part in parts:
+            ids.extend([part] if isinstance(part, int) else self.tokenizer.encode(part))
+        return np.array([*ids, self.facts.end_id], np.uint32)
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Return the path of a tokenizer.json: the path itself, or the file in that folder."""
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def load_tokenizer(config: TokenizerConfig) -> tuple[SafeTokenizer, TokenizerFacts]:
+    """Load a tokenizer.json and describe it. Raises `ConfigError` if there is none or it lacks the end token."""
+    from tokenizers import Tokenizer
+
+    path = tokenizer_file(config.path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        hint = "give a tokenizer.json, or the folder of a checkpoint that has one"
+        raise ConfigError(f"tokenizer.path: no tokenizer at {config.path}", str(error.strerror), hint=hint) from None
+    try:
+        tokenizer = SafeTokenizer(Tokenizer.from_buffer(data))
+    except Exception as error:  # noqa: BLE001  the library raises no narrower class
+        hint = "give the tokenizer.json of a fast tokenizer of Hugging Face"
+        raise ConfigError(f"tokenizer.path: {path} is no tokenizer", str(error)[:200], hint=hint) from None
+    end_id = tokenizer.tokenizer.token_to_id(config.end)
+    if end_id is None:
+        hint = f'{nearest(config.end, tokenizer.added)}; write end = "TOKEN" under [tokenizer]'
+        raise ConfigError(f"the tokenizer has no token {config.end!r}", "it ends each document", hint=hint)
+    vocab_size = 1 + max(tokenizer.tokenizer.get_vocab(with_added_tokens=True).values())
+    digest = hashlib.sha256(data).hexdigest()
+    facts = TokenizerFacts(
+        path=str(config.path), sha256=digest, vocab_size=vocab_size, end=config.end, end_id=int(end_id)
+    )
+    return tokenizer, facts

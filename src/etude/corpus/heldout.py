@@ -1,0 +1,78 @@
+"""Gathers the held-out texts of a config: files, and the answers and held-out tasks of task sources."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from etude import progress
+from etude.config import Plugin
+from etude.corpus.config import HeldOutConfig
+from etude.corpus.contamination import HeldOutText
+from etude.corpus.documents import MAX_BYTES
+from etude.errors import ConfigError
+from etude.plugins import Kind, make
+from etude.records.task import Split
+from etude.seams import TaskSource
+
+
+@runtime_checkable
+class WithHeldOut(Protocol):
+    """Optional method of a `TaskSource`: the texts that no training text may contain."""
+
+    def heldout(self) -> Iterable[tuple[str, str]]:
+        """Yield (name, text) of each answer and each held-out text. The ending of the name, such as ".py" or ".md",
+        decides whether the text is code or prose."""
+        ...
+
+
+def heldout_texts(config: HeldOutConfig) -> Iterator[HeldOutText]:
+    """Yield the held-out texts of a config, in a fixed order.
+
+    Raises `ConfigError` for a pattern that matches no file and for a file that is too large or not UTF-8, and
+    `PluginRefused` for a task source that cannot be used."""
+    for pattern in config.files:
+        paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+        if not paths:
+            raise ConfigError(f"heldout.files: no file matches {pattern!r}", hint="correct the pattern, or remove it")
+        for path in paths:
+            yield HeldOutText.of(path, _text_of(Path(path)))
+    for plugin in config.tasks:
+        yield from _texts_of_tasks(plugin, config.num_tasks)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        data = path.read_bytes() if path.stat().st_size <= MAX_BYTES else None
+        if data is not None:
+            return data.decode("utf-8-sig")
+        facts = f"it is larger than {MAX_BYTES >> 20} MiB"
+    except (OSError, UnicodeDecodeError) as error:
+        facts = str(error)
+    hint = "a held-out text that is not read could be in the corpus: convert it, or name other files"
+    raise ConfigError(f"heldout.files: {path} cannot be read as UTF-8 text", facts, hint=hint)
+
+
+def _texts_of_tasks(plugin: Plugin, num_tasks: int) -> Iterator[HeldOutText]:
+    source: TaskSource = make(Kind.SOURCE, plugin, where="heldout.tasks")
+    if isinstance(source, WithHeldOut):
+        for name, text in source.heldout():
+            yield HeldOutText.of(name, text)
+        return
+    for split in Split:
+        size = source.size(split)
+        for index in range(num_tasks if size is None else min(size, num_tasks)):
+            progress.tick()
+            task = source.task(split, index)
+            answer, name = source.answer(task), f"{source.name}/{split}/{index}"
+            texts = {f"{name}/{path}": text for path, text in answer.reference.items()}
+            texts |= (
+                {f"{name}/hidden/{path}": text for path, text in answer.tests.files.items()} if answer.tests else {}
+            )
+            texts |= {f"{name}/check.py": answer.test_code} if answer.test_code else {}
+            if split is not Split.TRAIN:
+                texts[f"{name}/instruction.md"] = task.instruction
+            for where, text in texts.items():
+                yield HeldOutText.of(where, text)

@@ -1,0 +1,309 @@
+"""The passes over one piece of a corpus: read and filter it, then encode what is kept. Each can be done again.
+
+A finished piece is a folder that is renamed into place, so after a kill it is complete or missing. Its files are arrays
+and texts that are only appended to, so memory does not grow with the piece:
+
+- `text.bin`: the texts, one after another. `provenance.bin`: a JSON object for each document.
+- `index.bin`: for each document the ends of both, int64 [N, 2].
+- `exact.bin`: SHA-256 of the normalised text, shortened to 128 bits, uint64 [N, 2].
+- `signatures.bin`: MinHash signatures, uint32 [N, 128]. `counts.json`: counts and examples of drops."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from etude import progress
+from etude.corpus.config import CorpusConfig
+from etude.corpus.contamination import HeldOutIndex
+from etude.corpus.documents import MAX_BYTES, DividedSource, Document, DocumentSource, Dropped
+from etude.corpus.encoding import Encoder
+from etude.corpus.filters import filtered
+from etude.corpus.near import NUM_HASHES, shingles, signature
+from etude.plugins import Kind, bounded, called, make, unusable
+
+EXAMPLES = 5
+"""Number of examples of each reason that are kept."""
+NEXT_S = 600.0
+"""Deadline for one document of a plug-in."""
+_ROWS = 4_096  # signatures that are read at a time
+
+
+class Counts(msgspec.Struct, kw_only=True):
+    """Counts of one piece. `bytes`: of the texts that are kept, in UTF-8.
+
+    The dicts map a reason, a licence or a kind of secret to a number of documents."""
+
+    documents: int = 0
+    bytes: int = 0
+    licences: dict[str, int] = msgspec.field(default_factory=dict)
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    redacted: dict[str, int] = msgspec.field(default_factory=dict)
+    examples: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+    def drop(self, reason: str, example: str) -> None:
+        """Count a document that is dropped for a reason, and keep it as an example if there are few."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        kept = self.examples.setdefault(reason, [])
+        if len(kept) < EXAMPLES:
+            kept.append(example)
+
+    def undo(self, licence: str, num_bytes: int) -> None:
+        """Take back a document that was kept so far."""
+        self.bytes -= num_bytes
+        self.licences[licence] -= 1
+        if not self.licences[licence]:
+            del self.licences[licence]
+
+    def add(self, other: Counts) -> None:
+        """Add the counts of a later piece."""
+        self.documents += other.documents
+        self.bytes += other.bytes
+        for mine, theirs in (
+            (self.licences, other.licences),
+            (self.dropped, other.dropped),
+            (self.redacted, other.redacted),
+        ):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+        for reason, examples in other.examples.items():
+            kept = self.examples.setdefault(reason, [])
+            kept += examples[: max(0, EXAMPLES - len(kept))]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of a source. `source`: index in the config. `piece`: None for a source that is not divided."""
+
+    number: int
+    source: int
+    piece: Any
+
+
+def open_source(config: CorpusConfig, index: int) -> DocumentSource:
+    """Construct the document source of a `[[sources]]` table. Raises `PluginRefused`, `ConfigError` or `InputError`."""
+    source: DocumentSource = make(Kind.DOCUMENTS, config.sources[index].kind, where=f"sources[{index}].kind")
+    return source
+
+
+def normalised(text: str) -> str:
+    """Return a text without the differences that exact deduplication ignores: spaces at line ends, empty lines.
+
+    >>> normalised("a \\r\\n\\n  b\\n") == normalised("a\\n  b")
+    True
+    """
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+
+
+def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutIndex) -> None:
+    """Read, filter and describe the documents of a piece, and write its folder. Does nothing if it is there."""
+    with _new_folder(folder) as scratch:
+        if scratch is None:
+            return
+        counts, text_end, meta_end = Counts(), 0, 0
+        names = ("text.bin", "provenance.bin", "index.bin", "exact.bin", "signatures.bin")
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context((scratch / name).open("wb")) for name in names]
+            for document in _kept(config, job, heldout, counts):
+                data = document.text.encode()
+                meta = msgspec.json.encode(
+                    {
+                        "source": config.sources[job.source].name,
+                        "id": document.id,
+                        "path": document.path,
+                        "licence": document.licence,
+                    }
+                )
+                text_end, meta_end = text_end + len(data), meta_end + len(meta)
+                ends = np.array([text_end, meta_end], "<i8").tobytes()
+                exact = hashlib.sha256(normalised(document.text).encode()).digest()[:16]
+                signed = signature(shingles(document.text)).astype("<u4").tobytes()
+                for file, part in zip(files, (data, meta, ends, exact, signed), strict=True):
+                    file.write(part)
+                counts.bytes += len(data)
+                counts.licences[document.licence] = counts.licences.get(document.licence, 0) + 1
+        (scratch / "counts.json").write_bytes(msgspec.json.encode(counts, order="deterministic"))
+
+
+def _kept(config: CorpusConfig, job: Job, heldout: HeldOutIndex, counts: Counts) -> Iterator[Document]:
+    """Yield the documents of a piece that pass all filters and hold no held-out text."""
+    source = config.sources[job.source]
+    for found in _documents(config, job):
+        progress.tick()
+        counts.documents += 1
+        if isinstance(found, Dropped):
+            counts.drop(found.reason, found.id)
+            continue
+        if not found.licence and source.licence:
+            found = Document(found.id, found.text, found.path, source.licence)
+        result = filtered(found, config)
+        for kind in result.secrets:
+            counts.redacted[kind] = counts.redacted.get(kind, 0) + 1
+        if result.document is None:
+            counts.drop(result.reason, found.id)
+        elif (leak := heldout.find(result.document.text)) is not None:
+            counts.drop("held-out", f"{found.id} has {leak}")
+        else:
+            yield result.document
+
+
+def _documents(config: CorpusConfig, job: Job) -> Iterator[Document | Dropped]:
+    source, plugin = open_source(config, job.source), config.sources[job.source].kind
+    if isinstance(source, DividedSource) and job.piece is not None:
+        with called(Kind.DOCUMENTS, plugin, "its method read"):
+            yield from source.read(job.piece)
+        return
+    found = bounded(Kind.DOCUMENTS, plugin, "documents", lambda: iter(source.documents()), deadline_s=NEXT_S)
+    number = 0
+    while True:
+        one = bounded(Kind.DOCUMENTS, plugin, f"document {number}", lambda: next(found, None), deadline_s=NEXT_S)
+        if one is None:
+            return
+        if not isinstance(one, Document | Dropped):
+            raise unusable(Kind.DOCUMENTS, plugin, f"document {number} is {type(one).__name__}, expected a Document")
+        number += 1
+        yield _sound(one)
+
+
+def _sound(document: Document | Dropped) -> Document | Dropped:
+    """A document of a plug-in, unless it is too large or cannot be written as UTF-8."""
+    if isinstance(document, Dropped):
+        return document
+    if len(document.text) > MAX_BYTES:
+        return Dropped(document.id, "too-large")
+    try:
+        for part in (document.id, document.text, document.path, document.licence):
+            part.encode()
+    except UnicodeEncodeError:
+        return Dropped(document.id.encode("utf-8", "replace").decode(), "not-utf-8")
+    return document
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path | None]:
+    """Yield a scratch folder that is renamed to `folder` at the end of the block; None if `folder` is there."""
+    if folder.is_dir():
+        yield None
+        return
+    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class Piece:
+    """A piece that `read_piece` wrote. Its files are memory-mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """[N + 1, 2] int64: where text and provenance of each document begin, and the end of the last."""
+        ends = np.fromfile(self.folder / "index.bin", "<i8").reshape(-1, 2)
+        return np.concatenate([np.zeros((1, 2), np.int64), ends])
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    @cached_property
+    def exact(self) -> npt.NDArray[np.uint64]:
+        """[N, 2] uint64: digests of the normalised texts."""
+        return np.fromfile(self.folder / "exact.bin", "<u8").reshape(-1, 2)
+
+    def signatures(self) -> Iterator[npt.NDArray[np.uint32]]:
+        """Yield the MinHash signatures in parts: [n, 128] uint32."""
+        with (self.folder / "signatures.bin").open("rb") as file:
+            while data := file.read(4 * NUM_HASHES * _ROWS):
+                yield np.frombuffer(data, "<u4").reshape(-1, NUM_HASHES)
+
+    @property
+    def counts(self) -> Counts:
+        """The counts of the piece, before deduplication."""
+        return msgspec.json.decode((self.folder / "counts.json").read_bytes(), type=Counts)
+
+    def text(self, index: int) -> str:
+        """Return the text of a document."""
+        return self._part("text.bin", index, 0).decode()
+
+    def provenance(self, index: int) -> bytes:
+        """Return source, id, path and licence of a document as a JSON object."""
+        return self._part("provenance.bin", index, 1)
+
+    def _part(self, name: str, index: int, column: int) -> bytes:
+        start, stop = self.ends[index : index + 2, column].tolist()
+        with (self.folder / name).open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+
+def encode_piece(piece: Piece, kept: npt.NDArray[np.bool_], folder: Path, encoder: Encoder) -> None:
+    """Encode the documents of a piece that are kept, and write `tokens.bin` (uint32) and `ends.bin` (int64, of every
+    document of the piece; a dropped one has no tokens). Does nothing if the folder is there."""
+    with _new_folder(folder) as scratch:
+        if scratch is None:
+            return
+        end = 0
+        with (scratch / "tokens.bin").open("wb") as tokens, (scratch / "ends.bin").open("wb") as ends:
+            for index in range(len(piece)):
+                if kept[index]:
+                    progress.tick()
+                    meta = msgspec.json.decode(piece.provenance(index), type=dict[str, str])
+                    ids = encoder.encode(piece.text(index), f"{meta['source']}\0{meta['id']}")
+                    tokens.write(ids.astype("<u4").tobytes())
+                    end += len(ids)
+                ends.write(np.array([end], "<i8").tobytes())
+
+
+class EncodedPiece:
+    """The token ids of a piece that `encode_piece` wrote, memory-mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "tokens.bin"
+        self.ends = np.concatenate([np.zeros(1, np.int64), np.fromfile(folder / "ends.bin", "<i8")])
+
+    @cached_property
+    def _tokens(self) -> npt.NDArray[np.uint32]:
+        return np.memmap(self._path, "<u4", "r")
+
+    @property
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """Number of tokens of each document: [N]; 0 for one that was dropped."""
+        return np.diff(self.ends)
+
+    def num_tokens_of(self, index: int) -> int:
+        """Return the number of tokens of one document."""
+        return int(self.ends[index + 1] - self.ends[index])
+
+    def tokens(self, index: int) -> npt.NDArray[np.uint32]:
+        """Return the token ids of a document: [T] uint32."""
+        return self._tokens[self.ends[index] : self.ends[index + 1]]
+
+
+def jobs_of(config: CorpusConfig) -> list[Job]:
+    """Return the pieces of all sources, in order: those of the first source first."""
+    found = list[Job]()
+    for index, one in enumerate(config.sources):
+        source = open_source(config, index)
+        pieces: list[Any] = [None]
+        if isinstance(source, DividedSource):
+            with called(Kind.DOCUMENTS, one.kind, "its method pieces"):
+                pieces = list(islice(source.pieces(), 1 << 24))
+        found += [Job(len(found) + i, index, piece) for i, piece in enumerate(pieces)]
+    return found

@@ -1,0 +1,94 @@
+"""Finds secrets in texts: private keys, tokens of known services, passwords in URLs and in assignments.
+
+Tokens of services have a fixed prefix, so a match is almost certainly one. An assigned value is a secret if it looks
+random: at least 3.2 bits per character, with letters and digits. Placeholders such as "AKIAIOSFODNN7EXAMPLE" are none.
+
+`detect-secrets` was weighed: it reads files line by line with some 25 detectors, needs requests and PyYAML, and its
+detectors of random strings report hashes in code as secrets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+REDACTED = "<REDACTED>"
+_MIN_BITS = 3.2
+_PATTERNS = (  # (kind, texts of which one is in every match, pattern; its group "value" is the secret, or all of it)
+    (
+        "private-key",
+        ("PRIVATE KEY",),
+        r"-----BEGIN (?:[A-Z]+ )?(?:ENCRYPTED )?PRIVATE KEY(?: BLOCK)?-----(?:[^-]|-(?!----)){20,10000}"
+        r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----)?",
+    ),
+    ("aws-key-id", ("AKIA", "ASIA"), r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    ("github-token", ("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), r"\bgh[pousr]_[A-Za-z0-9]{36,255}\b"),
+    ("github-token", ("github_pat_",), r"\bgithub_pat_[A-Za-z0-9_]{60,255}\b"),
+    ("gitlab-token", ("glpat-",), r"\bglpat-[A-Za-z0-9_-]{20,64}"),
+    ("slack-token", ("xox",), r"\bxox[abeoprs]-[A-Za-z0-9-]{10,250}"),
+    ("slack-hook", ("hooks.slack.com",), r"hooks\.slack\.com/services/T[A-Za-z0-9]+/B[A-Za-z0-9]+/[A-Za-z0-9]{20,}"),
+    ("google-key", ("AIza",), r"\bAIza[0-9A-Za-z_-]{35}"),
+    ("stripe-key", ("k_live_",), r"\b[srp]k_live_[0-9A-Za-z]{20,250}"),
+    ("openai-key", ("sk-",), r"\bsk-(?:proj-|svcacct-|ant-[a-z0-9]+-)?(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{32,250}"),
+    ("huggingface-token", ("hf_",), r"\bhf_[A-Za-z]{30,50}\b"),
+    ("npm-token", ("npm_",), r"\bnpm_[A-Za-z0-9]{36}\b"),
+    ("pypi-token", ("pypi-AgEI",), r"\bpypi-AgEI[A-Za-z0-9_-]{50,500}"),
+    ("sendgrid-key", ("SG.",), r"\bSG\.[A-Za-z0-9_-]{20,24}\.[A-Za-z0-9_-]{39,50}"),
+    ("jwt", ("eyJ",), r"\beyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{20,1000}"),
+    (
+        "password-in-url",
+        ("://",),
+        r"\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@'\"<>{}$]{1,64}:(?P<value>[^\s/:@'\"<>{}$]{6,128})@",
+    ),
+)
+_ALWAYS = {"private-key", "password-in-url"}
+_ASSIGNED = re.compile(
+    r"(?i)(?:passw(?:or)?d|passphrase|secret|token|api_?key|access_?key|auth_?key|private_?key|credential)s?"
+    r"[\w.-]{0,40}[\"']?\]?\s{0,4}(?::=|=>|[:=])\s{0,4}[\"'](?P<value>[^\s\"'<>{}$%()]{12,256})[\"']"
+)
+_NAMES = ("pass", "secret", "token", "key", "credential")
+_COMPILED = tuple((kind, anchors, re.compile(pattern)) for kind, anchors, pattern in _PATTERNS)
+_PLACEHOLDER = re.compile(
+    r"(?i)example|placeholder|changeme|dummy|redacted|your[_-]|xxxx|\*\*\*|\.\.\.|0123456789|1234567890|^(?:password|passwd|"
+    r"secret|username|hunter2)$"
+)
+
+
+def find_secrets(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield (kind, start, stop) of each secret in a text; those of one kind in order.
+
+    >>> [kind for kind, _, _ in find_secrets('key = "AKIA2E0A8F3B244C9986"; url = "https://bob:Ahr7tu2x@host/x"')]
+    ['aws-key-id', 'password-in-url']
+    >>> list(find_secrets('password = "correct"; token = "AKIAIOSFODNN7EXAMPLE"'))
+    []
+    """
+    for kind, anchors, pattern in _COMPILED:
+        if any(anchor in text for anchor in anchors):
+            group: str | int = "value" if "value" in pattern.groupindex else 0
+            for match in pattern.finditer(text):
+                value = match[group]
+                if not _PLACEHOLDER.search(value) and (kind in _ALWAYS or _bits(value) > 2.5):
+                    yield kind, *match.span(group)
+    lower = text.lower()
+    if any(name in lower for name in _NAMES):
+        for match in _ASSIGNED.finditer(text):
+            value = match["value"]
+            mixed = any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
+            if mixed and _bits(value) >= _MIN_BITS and not _PLACEHOLDER.search(value):
+                yield "assigned-secret", *match.span("value")
+
+
+def redact(text: str, found: list[tuple[str, int, int]]) -> str:
+    """Return a text with each secret that `find_secrets` found in it replaced by `REDACTED`."""
+    parts, at = list[str](), 0
+    for _, start, stop in sorted(found, key=lambda one: one[1:]):
+        if start >= at:
+            parts += [text[at:start], REDACTED]
+        at = max(at, stop)
+    return "".join([*parts, text[at:]])
+
+
+def _bits(value: str) -> float:
+    """Entropy per character of a string in bits, from its own frequencies."""
+    return -sum(n / len(value) * math.log2(n / len(value)) for n in Counter(value).values())

@@ -1,0 +1,286 @@
+"""The shards of a corpus on disk: token ids in memory-mapped files, and a manifest (docs/formats/corpus.md).
+
+A shard is read without copying: a header of 32 bytes, the starts of the documents, and the token ids."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import CorpusError, InputError
+from etude.file_checksums import file_digest, sealed, verify_json
+
+FORMAT = "etude-corpus"
+VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 256 << 20
+HEADER = struct.Struct("<8sIIQQ")
+MAGIC = b"ETUDETOK"
+
+U32 = npt.NDArray[np.uint32]
+_REMAKE = "restore the folder from a backup, or delete it and build it again"
+
+
+class ShardFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard in a manifest. `file` and `provenance` are file names; the digests are SHA-256 in hex."""
+
+    file: str
+    provenance: str
+    documents: int
+    tokens: int
+    sha256: str
+    provenance_sha256: str
+
+
+class DrawnFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a phase takes of one source. `epochs`: of the source's tokens, over all phases up to this one."""
+
+    documents: int
+    tokens: int
+    epochs: float
+
+
+class PhaseFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase in a manifest. `missing_tokens`: how many it is short of, since all sources reached `max_epochs`."""
+
+    name: str
+    documents: int
+    tokens: int
+    missing_tokens: int
+    sources: dict[str, DrawnFacts]
+    shards: tuple[ShardFacts, ...]
+
+
+class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one source. `bytes`: of the texts that were kept, in UTF-8.
+
+    `dropped`, `redacted`: reason, or kind of secret -> number of documents.
+
+    `examples`: reason -> ids of the first documents that were dropped for it; for a duplicate or a held-out text also
+    the id or name of what it repeats."""
+
+    documents: int
+    kept: int
+    bytes: int
+    tokens: int
+    licences: dict[str, int]
+    dropped: dict[str, int]
+    redacted: dict[str, int]
+    examples: dict[str, list[str]]
+
+
+class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokenizer of a corpus. `path`: as in the config. `end`: name of the token after each document."""
+
+    path: str
+    sha256: str
+    vocab_size: int
+    end: str
+    end_id: int
+
+
+class HeldOutFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The held-out texts: how many were searched for, and the names of those that are too short to be found."""
+
+    texts: int
+    too_short: tuple[str, ...]
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest of a corpus. `config`: all settings with which it was built."""
+
+    format: str
+    version: int
+    tokenizer: TokenizerFacts
+    heldout: HeldOutFacts
+    sources: dict[str, SourceFacts]
+    phases: tuple[PhaseFacts, ...]
+    config: dict[str, Any]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a corpus atomically. It is written last: without it the corpus is incomplete."""
+    text = json.dumps(sealed(msgspec.to_builtins(manifest)), indent=1) + "\n"
+    write_atomically(folder / MANIFEST, text.encode())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, sync it, and rename it."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    with scratch.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def parse_manifest(data: bytes, name: object = MANIFEST) -> Manifest:
+    """Parse and verify the bytes of a manifest. Raises `CorpusError` for anything that `write_manifest` did not write.
+
+    `name` is the file's name in that error."""
+    try:
+        plain = json.loads(data)
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            raise ValueError("it is not the manifest of a corpus")
+        if plain.get("version") != VERSION:
+            raise ValueError(f"it has version {plain.get('version')!r}, and this version of etude reads {VERSION}")
+        verify_json(plain, name, must=True, kind=CorpusError)
+        manifest = msgspec.convert({key: value for key, value in plain.items() if key != "sha256"}, Manifest)
+        files = [file for phase in manifest.phases for shard in phase.shards for file in (shard.file, shard.provenance)]
+        if any("/" in file or file.startswith(".") or "\0" in file or not file for file in files):
+            raise ValueError("a shard is not a file of its folder")
+        return manifest
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise CorpusError(f"{name} is no valid manifest", str(error)[:300], hint=_REMAKE) from None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a corpus. Raises `InputError` if the folder has none, and `CorpusError` if it is damaged."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise CorpusError(f"{path} is no valid manifest", "it is too large", hint=_REMAKE)
+        return parse_manifest(path.read_bytes(), path)
+    except (FileNotFoundError, NotADirectoryError):
+        facts = "its build has not ended" if (folder / "work").is_dir() else "it has no manifest.json"
+        hint = "run the same `etude corpus build` again: it goes on where it stopped"
+        raise InputError(f"no corpus in {folder}", facts, hint=hint) from None
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read", str(error.strerror), hint="check the disk and its mount") from None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard, memory-mapped. `tokens_T`: uint32. `starts_D`: int64, of each document; at the end T."""
+
+    tokens_T: U32
+    starts_D: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts_D) - 1
+
+    def document(self, index: int) -> U32:
+        """Return the token ids of a document, with its end token, as a view into the file: [T] uint32."""
+        return self.tokens_T[self.starts_D[index] : self.starts_D[index + 1]]
+
+    @classmethod
+    def open(cls, path: Path, *, vocab_size: int) -> Shard:
+        """Map a shard into memory, and check its header and the starts of its documents, but not its tokens.
+
+        Raises `CorpusError` for a file that is damaged, cut off, or of another vocabulary."""
+        try:
+            with path.open("rb") as file:
+                num_documents, num_tokens = parse_header(file.read(HEADER.size), vocab_size=vocab_size)
+                size = os.fstat(file.fileno()).st_size
+            expected = HEADER.size + 8 * (num_documents + 1) + 4 * num_tokens
+            if size != expected:
+                raise ValueError(f"it has {size:,} bytes, and its header says {expected:,}")
+            starts = np.memmap(path, "<i8", "r", HEADER.size, (num_documents + 1,))
+            if num_tokens:
+                tokens = np.memmap(path, "<u4", "r", HEADER.size + 8 * (num_documents + 1), (num_tokens,))
+            else:
+                tokens = np.zeros(0, np.uint32)  # type: ignore[assignment]  # an empty file range cannot be mapped
+        except ValueError as error:
+            raise CorpusError(f"{path} is no valid shard", str(error), hint=_REMAKE) from None
+        except OSError as error:
+            raise CorpusError(f"{path} cannot be read", str(error.strerror), hint=_REMAKE) from None
+        if starts[0] != 0 or starts[-1] != num_tokens or (np.diff(starts) < 0).any():
+            raise CorpusError(f"{path} is no valid shard", "the starts of its documents do not ascend", hint=_REMAKE)
+        return cls(tokens, starts)
+
+
+def parse_header(data: bytes, *, vocab_size: int) -> tuple[int, int]:
+    """Return the numbers of documents and tokens of a shard from its first 32 bytes. Raises `ValueError`."""
+    if len(data) < HEADER.size:
+        raise ValueError("it is shorter than a header")
+    magic, version, vocabulary, num_documents, num_tokens = HEADER.unpack(data[: HEADER.size])
+    if magic != MAGIC:
+        raise ValueError("it does not begin with ETUDETOK")
+    if version != VERSION:
+        raise ValueError(f"it has version {version}, and this version of etude reads {VERSION}")
+    if vocabulary != vocab_size:
+        raise ValueError(f"its vocabulary has {vocabulary:,} tokens, and that of the corpus {vocab_size:,}")
+    if num_documents >= 1 << 48 or num_tokens >= 1 << 48:
+        raise ValueError("its header has impossible counts")
+    return num_documents, num_tokens
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus that was built: the folder and its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Corpus:
+        """Open a corpus. Raises `InputError` if there is none, and `CorpusError` if its manifest is damaged."""
+        return cls(Path(folder), read_manifest(Path(folder)))
+
+    def check_tokenizer(self, sha256: str, vocab_size: int, name: object) -> None:
+        """Raise `CorpusError` unless this is the tokenizer with which the corpus was built.
+
+        `sha256`: of its tokenizer.json. `name` is the tokenizer's name in that error."""
+        own = self.manifest.tokenizer
+        if sha256 != own.sha256:
+            facts = f"SHA-256 {sha256[:12]} with {vocab_size:,} tokens; the corpus has {own.sha256[:12]} with "
+            facts += f"{own.vocab_size:,}"
+            hint = "use the tokenizer of the corpus, or build the corpus again with this one"
+            raise CorpusError(f"{name} is not the tokenizer of {self.folder}", facts, hint=hint)
+
+    def shards(self, phase: str) -> Iterator[Shard]:
+        """Yield the shards of a phase in training order, memory-mapped. Raises `InputError` for an unknown phase."""
+        known = {one.name: one for one in self.manifest.phases}
+        if phase not in known:
+            raise InputError(f"the corpus has no phase {phase!r}", hint=f"its phases are {', '.join(known)}")
+        for facts in known[phase].shards:
+            yield Shard.open(self.folder / facts.file, vocab_size=self.manifest.tokenizer.vocab_size)
+
+    def provenance(self, shard: ShardFacts) -> Iterator[Mapping[str, str]]:
+        """Yield source, id, path and licence of each document of a shard, in order. Raises `CorpusError`."""
+        path = self.folder / shard.provenance
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    yield msgspec.json.decode(line, type=dict[str, str])
+        except (OSError, msgspec.DecodeError) as error:
+            raise CorpusError(f"{path} is damaged", str(error), hint=_REMAKE) from None
+
+
+def check_corpus(corpus: Corpus) -> Iterator[str]:
+    """Verify all shards of a corpus, and yield the name of each that is correct: digests, counts, end tokens, and that
+    every token id is in the vocabulary. Raises `CorpusError` for the first that is not."""
+    tokenizer = corpus.manifest.tokenizer
+    for phase in corpus.manifest.phases:
+        for facts in phase.shards:
+            path = corpus.folder / facts.file
+            for name, expected in ((facts.file, facts.sha256), (facts.provenance, facts.provenance_sha256)):
+                try:
+                    found = file_digest(corpus.folder / name)
+                except OSError as error:
+                    raise CorpusError(f"{corpus.folder / name} cannot be read", str(error), hint=_REMAKE) from None
+                if found != expected:
+                    what = f"its SHA-256 is {found[:12]}, expected {expected[:12]}"
+                    raise CorpusError(f"{corpus.folder / name} is damaged", what, hint=_REMAKE)
+            shard = Shard.open(path, vocab_size=tokenizer.vocab_size)
+            if (len(shard), len(shard.tokens_T)) != (facts.documents, facts.tokens):
+                what = f"it has {len(shard):,} documents and {len(shard.tokens_T):,} tokens"
+                raise CorpusError(f"{path} does not fit the manifest", what, hint=_REMAKE)
+            for at in range(0, len(shard.tokens_T), 1 << 22):
+                if (most := int(shard.tokens_T[at : at + (1 << 22)].max())) >= tokenizer.vocab_size:
+                    what = f"the vocabulary has {tokenizer.vocab_size:,} tokens"
+                    raise CorpusError(f"{path} has the token id {most:,}", what, hint=_REMAKE)
+            ends = shard.starts_D[1:]
+            if (np.diff(shard.starts_D) < 1).any() or (shard.tokens_T[ends - 1] != tokenizer.end_id).any():
+                raise CorpusError(f"{path} has a document without an end token", hint=_REMAKE)
+            yield facts.file

@@ -1,0 +1,260 @@
+"""Document sources: files of a folder, JSON lines, Parquet. `etude.corpus.git` has git repositories.
+
+Memory is bounded by `MAX_BYTES`, however large a file, a line or a value is: a larger document is skipped unread."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from etude.corpus.documents import MAX_BYTES, Document, Dropped, decoded
+from etude.corpus.licences import is_licence_file, licence_of, nearest_licence
+from etude.errors import InputError
+
+PIECE_BYTES = 32 << 20
+"""Size of a piece of a source: what one process reads at a time, and what is done again after a kill."""
+_LINE_BYTES = 2 * MAX_BYTES  # JSON escapes some characters
+
+
+class Divided:
+    """Base class of the built-in sources: `documents` from `pieces` and `read`."""
+
+    def pieces(self) -> Sequence[Any]:
+        """See `DividedSource`."""
+        raise NotImplementedError
+
+    def read(self, piece: Any) -> Iterator[Document | Dropped]:
+        """See `DividedSource`."""
+        raise NotImplementedError
+
+    def documents(self) -> Iterable[Document | Dropped]:
+        """Yield the documents of all pieces, in order."""
+        for piece in self.pieces():
+            yield from self.read(piece)
+
+
+def in_pieces(items: Iterable[tuple[list[Any], int]], piece_bytes: int | None = None) -> list[list[Any]]:
+    """Group (item, bytes) into lists of about `piece_bytes` bytes each (None: `PIECE_BYTES`).
+
+    >>> in_pieces([(["a"], 500), (["b"], 500), (["c"], 1)], 1000)
+    [[['a'], ['b']], [['c']]]
+    """
+    limit = PIECE_BYTES if piece_bytes is None else piece_bytes
+    pieces, total = list[list[Any]](), limit
+    for item, size in items:
+        if total >= limit:
+            pieces.append([])
+            total = 0
+        pieces[-1].append(item)
+        total += min(size, MAX_BYTES) + 256
+    return pieces
+
+
+def is_wanted(path: str, files: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Return whether a path matches one of the patterns `files` and none of `exclude` (fnmatch; * also matches /)."""
+    return any(fnmatch.fnmatchcase(path, one) for one in files) and not any(
+        fnmatch.fnmatchcase(path, one) for one in exclude
+    )
+
+
+@dataclass(frozen=True)
+class Folder(Divided):
+    """The text files of a folder and its subfolders, in the order of their paths. Links and ".git" are left out.
+
+    `files` and `exclude` are patterns of paths relative to the folder; `*` also matches "/". The licence of a file is
+    that of the nearest LICENSE file above it. Raises `InputError` if there is no folder."""
+
+    path: Path
+    files: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            raise InputError(f"no folder {self.path}", hint="give the path of an existing folder of text files")
+
+    def pieces(self) -> list[list[Any]]:
+        """Return pieces, which are lists of [path, bytes, mtime in ns, licence]."""
+        licences: dict[str, str] = {}
+        return in_pieces(
+            ([name, size, mtime, nearest_licence(name, licences)], size)
+            for name, size, mtime in self._walk("", licences)
+            if is_wanted(name, self.files, self.exclude)
+        )
+
+    def _walk(self, folder: str, licences: dict[str, str]) -> Iterator[tuple[str, int, int]]:
+        waiting = [folder]
+        while waiting:  # folders are not a recursion: they may be deep
+            folder = waiting.pop()
+            try:
+                entries = sorted(os.scandir(self.path / folder), key=lambda entry: entry.name)
+            except OSError:
+                continue
+            below = f"{folder}/" if folder else ""
+            regular = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+            for entry in regular:
+                if is_licence_file(entry.name):
+                    licences[folder] = licence_of(_head(Path(entry.path)))
+            for entry in regular:
+                stat = entry.stat(follow_symlinks=False)
+                yield f"{below}{entry.name}", stat.st_size, stat.st_mtime_ns
+            inner = [e.name for e in entries if e.is_dir(follow_symlinks=False) and e.name != ".git"]
+            waiting += [f"{below}{name}" for name in reversed(inner)]
+
+    def read(self, piece: Any) -> Iterator[Document | Dropped]:
+        """Yield the documents of a piece."""
+        for name, size, _, licence in piece:
+            known = os.fsencode(name).decode("utf-8", "replace")
+            if size > MAX_BYTES:
+                yield Dropped(known, "too-large")
+                continue
+            try:
+                with (self.path / name).open("rb") as file:
+                    data = file.read(MAX_BYTES + 1)
+            except OSError:
+                yield Dropped(known, "unreadable")
+                continue
+            yield decoded(known, data, path=known, licence=licence)
+
+
+def _head(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(1 << 16).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _matching(files: Sequence[str], noun: str) -> list[str]:
+    found = sorted({path for pattern in files for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)})
+    if not found:
+        raise InputError(f"no {noun} file matches {', '.join(files) or 'an empty list'}", hint="correct `files`")
+    return found
+
+
+@dataclass(frozen=True)
+class Jsonl(Divided):
+    """Files with one JSON object in each line.
+
+    `files` are patterns. `text`, `id`, `path` and `licence` are the names of the fields; a line without an id is named
+    by its file and offset. Raises `InputError` if no file matches."""
+
+    files: tuple[str, ...]
+    text: str = "text"
+    id: str = "id"
+    path: str = "path"
+    licence: str = "licence"
+
+    def pieces(self) -> list[list[Any]]:
+        """Return pieces, which are [file, first byte, last byte + 1, mtime in ns]: the lines that begin there."""
+        found = list[list[Any]]()
+        for name in _matching(self.files, "JSON lines"):
+            stat = os.stat(name)
+            found += [
+                [name, start, min(start + PIECE_BYTES, stat.st_size), stat.st_mtime_ns]
+                for start in range(0, stat.st_size, PIECE_BYTES)
+            ]
+        return found
+
+    def read(self, piece: Any) -> Iterator[Document | Dropped]:
+        """Yield the documents of a piece."""
+        name, start, stop, _ = piece
+        with open(name, "rb") as file:
+            for offset, line in lines(file, start, stop):
+                yield self.parsed(f"{os.path.basename(name)}:{offset}", line)
+
+    def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
+        """Return the document of one line (None: a line that is too long), or the reason why it is none."""
+        if line is None:
+            return Dropped(name, "too-large")
+        try:
+            row = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return Dropped(name, "empty" if not line.strip() else "not-json")
+        return _of_row(row, name, self.text, self.id, self.path, self.licence)
+
+
+def _of_row(row: Any, name: str, text: str, id: str, path: str, licence: str) -> Document | Dropped:
+    if not isinstance(row, dict):
+        return Dropped(name, "no-text")
+    value, named = row.get(text), row.get(id)
+    name = str(named) if isinstance(named, str | int) and str(named) else name
+    if not isinstance(value, str):
+        return Dropped(name.encode("utf-8", "replace").decode(), "no-text")
+    where, licence = (str(row.get(key) or "") if isinstance(row.get(key), str) else "" for key in (path, licence))
+    try:
+        for one in (name, where, licence):
+            one.encode()
+        return decoded(name, value.encode(), path=where, licence=licence)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return Dropped(name.encode("utf-8", "replace").decode(), "not-utf-8")
+
+
+def lines(file: BinaryIO, start: int, stop: int, limit: int = _LINE_BYTES) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (offset, line) of each line that begins in [start, stop); None for a line of more than `limit` bytes.
+
+    So a file that is cut into ranges gives each line once. Memory is bounded by `limit`."""
+    if start:
+        file.seek(start - 1)
+        _skip_line(file)
+    while (at := file.tell()) < stop:
+        line = file.readline(limit + 1)
+        if not line:
+            return
+        if len(line) > limit and not line.endswith(b"\n"):
+            _skip_line(file)
+            yield at, None
+        else:
+            yield at, line
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
+        pass
+
+
+@dataclass(frozen=True)
+class Parquet(Divided):
+    """The rows of Parquet files. `text`, `id`, `path` and `licence` are the names of columns; only `text` must exist.
+
+    A row without an id is named by its file, row group and row. Needs pyarrow. Raises `InputError` if no file matches
+    or if a file has no column `text`."""
+
+    files: tuple[str, ...]
+    text: str = "text"
+    id: str = "id"
+    path: str = "path"
+    licence: str = "licence"
+
+    def pieces(self) -> list[list[Any]]:
+        """Return pieces, which are [file, row group, mtime in ns]."""
+        import pyarrow.parquet
+
+        found = list[list[Any]]()
+        for name in _matching(self.files, "Parquet"):
+            with pyarrow.parquet.ParquetFile(name) as file:
+                if self.text not in file.schema_arrow.names:
+                    facts = f"its columns are {', '.join(file.schema_arrow.names)}"
+                    raise InputError(f"{name} has no column {self.text!r}", facts, hint='set text = "COLUMN"')
+                found += [[name, group, os.stat(name).st_mtime_ns] for group in range(file.num_row_groups)]
+        return found
+
+    def read(self, piece: Any) -> Iterator[Document | Dropped]:
+        """Yield the documents of a row group, a few rows at a time."""
+        import pyarrow.parquet
+
+        name, group, _ = piece
+        with pyarrow.parquet.ParquetFile(name) as file:
+            fields = [self.text, self.id, self.path, self.licence]
+            columns = [one for one in dict.fromkeys(fields) if one in file.schema_arrow.names]
+            number = 0
+            for batch in file.iter_batches(batch_size=16, row_groups=[group], columns=columns, use_threads=False):
+                for row in batch.to_pylist():
+                    yield _of_row(row, f"{os.path.basename(name)}:{group}:{number}", *fields)
+                    number += 1
