@@ -32,7 +32,11 @@ DEEPSEEK = ModelConfig(
     latent=Latent(kv_rank=24, nope_dim=8, rope_dim=6, value_dim=10, q_rank=20),
 )  # fmt: skip
 OLMOE = dataclasses.replace(QWEN, head_dim=8, family="olmoe")
-FAMILIES = {"qwen3-moe": QWEN, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE}
+GLM = dataclasses.replace(
+    DEEPSEEK, num_heads=4, num_kv_heads=2, head_dim=16, family="glm4_moe", latent=None, attention_bias=True,
+    rotary_dim=8, routing=Routing(Scores.SIGMOID, scaling=2.5),
+)  # fmt: skip
+FAMILIES = {"qwen3-moe": QWEN, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "glm4-moe": GLM}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (3, 17, 70, 150, 201)
 NUM = 12

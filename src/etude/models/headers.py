@@ -172,7 +172,7 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}."
         yield at + "input_layernorm.weight", (d,)
-        yield from ((f"{at}self_attn.{name}.weight", shape) for name, shape in attention.items())
+        yield from ((f"{at}self_attn.{name}", shape) for name, shape in attention.items())
         yield at + "post_attention_layernorm.weight", (d,)
         yield from _expert_shapes(config, at) if layer in moe else _mlp_shapes(at + "mlp.", d, config.dense_width)
     yield "model.norm.weight", (d,)
