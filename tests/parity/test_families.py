@@ -164,6 +164,7 @@ VARIANTS = {
     **(FURTHER := {
         "llama tied, a key for each head": variant(LlamaForCausalLM, SHARED, 0, tie_word_embeddings=True),
         "llama yarn": variant(LlamaForCausalLM, QWEN, 0, rope_parameters=YARN),
+        "deepseek-v3 llama3": variant(DeepseekV3ForCausalLM, DEEPSEEK, 2, rope_parameters=LLAMA3),
         "qwen2 tied, yarn": variant(
             Qwen2ForCausalLM, SHARED, 0, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=YARN
         ),
@@ -198,13 +199,16 @@ FEW = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random checkpoint of each variant, saved by transformers: sharp weights, norms that are not one, and biases."""
-    folder = tmp_path_factory.mktemp("families")
-    for number, (name, one) in enumerate(VARIANTS.items()):
-        torch.manual_seed(number)
-        model = one.kind(one.config)
+class Saved(dict[str, Path]):
+    """A random checkpoint of each variant, saved by transformers when it is first asked for: sharp weights, norms that
+    are not one, and biases."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        torch.manual_seed(list(VARIANTS).index(name))
+        model = VARIANTS[name].kind(VARIANTS[name].config)
         with torch.no_grad():
             for key, value in model.state_dict().items():
                 if "norm" in key:
@@ -213,8 +217,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                     value.copy_(0.3 * torch.randn(value.shape))
                 else:
                     value.copy_(torch.randn(value.shape) * 1.2 * value.shape[-1] ** -0.5)
-        model.save_pretrained(folder / name)
-    return {name: folder / name for name in VARIANTS}
+        model.save_pretrained(self.folder / name)
+        return self.setdefault(name, self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("families"))
 
 
 def theirs(folder: Path) -> PreTrainedModel:
@@ -228,7 +237,7 @@ def distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", EACH)
 @torch.no_grad()
-def test_logits_and_routes_are_those_of_transformers(saved: dict[str, Path], name: str) -> None:
+def test_logits_and_routes_are_those_of_transformers(saved: Saved, name: str) -> None:
     model = theirs(saved[name])
     seen: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -244,7 +253,7 @@ def test_logits_and_routes_are_those_of_transformers(saved: dict[str, Path], nam
 
 
 @pytest.mark.parametrize("name", first_few([*FEW, "deepseek-v3 two bytes a route"], 7))
-def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: dict[str, Path], name: str) -> None:
+def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: Saved, name: str) -> None:
     expected = theirs(saved[name]).generate(
         TOKENS[None, :20], do_sample=False, max_new_tokens=10, eos_token_id=96, pad_token_id=0
     )
@@ -266,7 +275,7 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: dict[str, P
 
 @pytest.mark.parametrize("name", EACH)
 def test_transformers_reads_saved_checkpoints_and_saving_twice_gives_the_same_bytes(
-    saved: dict[str, Path], tmp_path: Path, name: str
+    saved: Saved, tmp_path: Path, name: str
 ) -> None:
     save_model(load_model(saved[name]), tmp_path / "ours", dtype="f32", assets=saved[name])
     save_model(load_model(tmp_path / "ours"), tmp_path / "again", dtype="f32", assets=tmp_path / "ours")

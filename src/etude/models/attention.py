@@ -210,7 +210,7 @@ class Attention(nn.Module):
 
     def views(self) -> dict[str, torch.Tensor]:
         rows = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for part, fused in (("weight", self.qkv), ("bias", self.bias)):
             if fused is not None:
                 parts = zip("qkv", torch.split(fused, rows), strict=True)

@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -128,8 +128,8 @@ class ModelConfig:
             )
         if self.rotary_dim >= self.head_dim:
             raise ValueError(f"rotary_dim = {self.rotary_dim}: expected less than head_dim = {self.head_dim}; 0: all")
-        if self.llama3 is not None and (self.yarn is not None or self.latent is not None):
-            raise ValueError("`llama3` is not possible together with `yarn` or `latent`: leave one of them out")
+        if self.llama3 is not None and self.yarn is not None:
+            raise ValueError("`llama3` and `yarn` are both set, and RoPE has one scaling: leave one of them out")
         for name, usual in OPTIONS.items():
             if getattr(self, name) != usual and name not in family.options:
                 raise ValueError(f"{name} = {getattr(self, name)}, but in family {family.name!r} it is always {usual}")
@@ -259,7 +259,7 @@ class ModelConfig:
         """Read the content of a Hugging Face config.json.
 
         Raises `CheckpointError`, which names an unsupported key or architecture."""
-        family = _family_for(raw)
+        family = family_for(raw)
         check_scheme(raw)
         return family.from_hf(raw)
 
@@ -280,6 +280,8 @@ class ModelFamily:
     """Positive integers of config.json: field of `ModelConfig` → key of config.json."""
     fixed: ClassVar[Mapping[str, tuple[Any, Any]]] = FIXED
     """Keys of config.json with the only supported value and transformers' default. Other values are refused."""
+    each: ClassVar[Mapping[str, Any]] = {"layer_types": "full_attention"}
+    """Keys of config.json with one value for each layer, and the only supported value."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of keys that are missing in config.json, where they differ from the defaults of `from_hf`."""
     varies: ClassVar[str] = "norm_topk_prob, tie_word_embeddings"
@@ -385,14 +387,8 @@ class ModelFamily:
 
     def from_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the content of a config.json of this family. Raises `CheckpointError` for an unsupported variant."""
-        for key, (supported, default) in self.fixed.items():
-            found = default if raw.get(key) is None else raw[key]
-            if found != supported:
-                raise CheckpointError(
-                    f"a {self.model_type} model with {key} = {found!r} is not supported",
-                    f"etude supports only {key} = {supported!r}",
-                    hint=self._may_vary,
-                )
+        for error in self.unsupported(raw):
+            raise error
         raw = {**self.defaults, **raw}
         try:
             fields = {**read_rope(raw), **self.read(raw)}
@@ -407,6 +403,24 @@ class ModelFamily:
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
             what = f"config.json does not describe a supported {self.model_type}"
             raise CheckpointError(what, str(error), hint=self._may_vary) from None
+
+    def unsupported(self, raw: Mapping[str, Any]) -> Iterator[CheckpointError]:
+        """Yield an error for each key of a config.json that is in `fixed` or `each` and has another value."""
+        for key, (supported, default) in self.fixed.items():
+            found = default if raw.get(key) is None else raw[key]
+            if found != supported:
+                yield self._unsupported(key, found, repr(supported))
+        for key, supported in self.each.items():
+            found = raw.get(key) or []
+            if not isinstance(found, list) or any(one != supported for one in found):
+                yield self._unsupported(key, found, f"{supported!r} for each layer")
+
+    def _unsupported(self, key: str, found: Any, supported: str) -> CheckpointError:
+        return CheckpointError(
+            f"a {self.model_type} model with {key} = {found!r:.80} is not supported",
+            f"etude supports only {key} = {supported}",
+            hint=self._may_vary,
+        )
 
     def to_hf(self, c: ModelConfig) -> dict[str, Any]:
         """Return the content of a config.json for the model `c`."""
@@ -460,7 +474,7 @@ def own_family_names() -> list[str]:
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
 
 
-def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
+def family_for(raw: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a config.json. Raises `CheckpointError`, which names an unknown architecture."""
     names, kind = raw.get("architectures"), raw.get("model_type")
     listed = names[0] if isinstance(names, list) and names else None

@@ -15,6 +15,7 @@ MAX_CONTEXT_TOKENS = 1 << 20
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65_535
 """A route has at most two bytes, and one value marks a missing route."""
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _PARTIAL = "partial_rotary_factor"
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 
@@ -96,9 +97,11 @@ def _rope_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _llama3(rope: Mapping[str, Any]) -> Llama3:
     key = "original_max_position_embeddings"
+    others = rope.keys() - {*_LLAMA3, key, "rope_type", "type", "rope_theta", _PARTIAL}
+    if others:
+        raise ValueError(f"{min(others)} = {rope[min(others)]!r} is not supported with rope_type = 'llama3'")
     return Llama3(
-        original_tokens=positive_int(rope, key),
-        **{name: positive_float(rope.get(name), name) for name in ("factor", "low_freq_factor", "high_freq_factor")},
+        original_tokens=positive_int(rope, key), **{name: positive_float(rope.get(name), name) for name in _LLAMA3}
     )
 
 
@@ -144,19 +147,17 @@ def _scaling_keys(scaling: Yarn | Llama3 | None) -> dict[str, Any]:
     if scaling is None:
         return {}
     if isinstance(scaling, Llama3):
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        found = {"rope_type": "llama3", **{name: getattr(scaling, name) for name in names}}
+        found: dict[str, Any] = {"rope_type": "llama3", **{name: getattr(scaling, name) for name in _LLAMA3}}
         return {**found, "original_max_position_embeddings": scaling.original_tokens}
-    yarn = scaling
     found = {
         "rope_type": "yarn",
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_tokens,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        **{key: getattr(yarn, key) for key in _SCALES if getattr(yarn, key) is not None},
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_tokens,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        **{key: getattr(scaling, key) for key in _SCALES if getattr(scaling, key) is not None},
     }
-    return found if yarn.truncate else {**found, "truncate": False}
+    return found if scaling.truncate else {**found, "truncate": False}
 
 
 def head_dim(raw: Mapping[str, Any], sizes: Mapping[str, int]) -> int:

@@ -44,5 +44,5 @@ MINIMAX = replace(
 )  # fmt: skip
 FAMILIES = {
     "qwen3-moe": MOE, "qwen3": DENSE, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "mixtral": MIXTRAL,
-    "llama": LLAMA, "qwen2": QWEN2, "glm4-moe": GLM, "minimax-m2": MINIMAX,
+    "glm4-moe": GLM, "minimax-m2": MINIMAX, "llama": LLAMA, "qwen2": QWEN2,
 }  # fmt: skip

@@ -32,7 +32,10 @@ class DeepseekV3(ModelFamily):
         "moe_layer_freq": (1, 1),
     }
     scores = Scores.SIGMOID
-    varies = "q_lora_rank, groups, routed_scaling_factor, shared experts, first_k_dense_replace, rope_interleave"
+    varies = (
+        "q_lora_rank, norm_topk_prob, groups, routed_scaling_factor, shared experts, first_k_dense_replace,"
+        " rope_interleave, tie_word_embeddings"
+    )
     no_external_engines = "stores products of the latent attention's weights, which weight updates do not reach"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,10 @@ class Glm4Moe(DeepseekV3):
     fixed = {"hidden_act": FIXED["hidden_act"]}
     defaults = {"rms_norm_eps": 1e-5}
     options = frozenset({"attention_bias", "qk_norm", "rotary_dim"})
-    varies = "attention_bias, use_qk_norm, partial_rotary_factor, groups, routed_scaling_factor, first_k_dense_replace"
+    varies = (
+        "attention_bias, use_qk_norm, partial_rotary_factor, norm_topk_prob, groups, routed_scaling_factor,"
+        " shared experts, first_k_dense_replace, tie_word_embeddings"
+    )
     no_external_engines = "was not tested with weights of this family"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,5 +48,5 @@ class Glm4Moe(DeepseekV3):
     def tiny(self) -> ModelConfig:
         sizes = {**self.tiny_sizes, "expert_size": 12, "dense_size": 20, "num_experts": 6, "top_k": 2, "num_shared": 1}
         routing = Routing(self.scores, scaling=2.5)
-        own = {"dense_layers": (0,), "attention_bias": True, "rotary_dim": 4, "routing": routing}
+        own: dict[str, Any] = {"dense_layers": (0,), "attention_bias": True, "rotary_dim": 4, "routing": routing}
         return ModelConfig(**sizes, **own, family=self.name)

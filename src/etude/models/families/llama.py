@@ -16,7 +16,6 @@ class Llama(Qwen3):
     model_type = "llama"
     hf_class = "LlamaForCausalLM"
     fixed = {**FIXED, "mlp_bias": (False, False)}
-    varies = "tie_word_embeddings"
     qk_norm = QkNorm.NONE
     no_external_engines = "was not tested with weights of this family"
 

@@ -26,6 +26,7 @@ class MinimaxM2(ModelFamily):
         "sliding_window": (None, None),
         "router_jitter_noise": (0.0, 0.0),
     }
+    each = {"attn_type_list": 1}  # 1: full attention
     defaults = {"rope_theta": 5e6}
     options = frozenset({"rotary_dim"})
     varies = "rotary_dim, tie_word_embeddings"
@@ -40,9 +41,6 @@ class MinimaxM2(ModelFamily):
     }
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = raw.get("attn_type_list") or []
-        if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
-            raise ValueError(f"attn_type_list = {kinds!r:.80}, only 1 (full attention) is supported")
         found = super().read({**raw, "norm_topk_prob": True})
         width = found["head_dim"]
         whole = 1.0 if raw.get("rotary_dim") is None else positive_int(raw, "rotary_dim") / width
