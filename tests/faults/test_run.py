@@ -139,8 +139,8 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     def start(path: Path, code: int = 1) -> str:
         return refuse(code, "run", game.config, "--name", "new", "--set", f"start={path}")
 
-    llama = damaged("llama", model_type="llama", architectures=["LlamaForCausalLM"])
-    assert "architecture LlamaForCausalLM" in start(llama, 2)
+    gemma = damaged("gemma", model_type="gemma3", architectures=["Gemma3ForCausalLM"])
+    assert "architecture Gemma3ForCausalLM" in start(gemma, 2)
     assert "attention_bias" in start(damaged("variant", attention_bias=True), 2)
     mute = damaged("mute")
     (mute / "tokenizer.json").unlink()

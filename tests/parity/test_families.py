@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.tiers import first_few
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -24,11 +25,19 @@ with warnings.catch_warnings():
         AutoModelForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MiniMaxM2Config,
+        MiniMaxM2ForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
         OlmoeConfig,
         OlmoeForCausalLM,
         PreTrainedModel,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -67,6 +76,26 @@ DEEPSEEK = {
 }
 OLMOE = {**SHARED, "num_key_value_heads": 2, "intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3}
 MIXTRAL = {**QWEN, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 3}
+GLM = {
+    **QWEN,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+}
+MINIMAX = {**MIXTRAL, "rotary_dim": 8}
+MANY = {"num_hidden_layers": 2, "num_experts_per_tok": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -84,6 +113,10 @@ def variant(kind: type[PreTrainedModel], sizes: dict[str, Any], layers_with_rout
         DeepseekV3ForCausalLM: DeepseekV3Config,
         OlmoeForCausalLM: OlmoeConfig,
         MixtralForCausalLM: MixtralConfig,
+        LlamaForCausalLM: LlamaConfig,
+        Qwen2ForCausalLM: Qwen2Config,
+        Glm4MoeForCausalLM: Glm4MoeConfig,
+        MiniMaxM2ForCausalLM: MiniMaxM2Config,
     }
     return Variant(kind, configs[kind](**{**sizes, **changed}), layers_with_router)
 
@@ -124,19 +157,58 @@ VARIANTS = {
     "mixtral": variant(MixtralForCausalLM, MIXTRAL, 3),
     "mixtral tied, yarn": variant(MixtralForCausalLM, MIXTRAL, 3, tie_word_embeddings=True, rope_parameters=YARN),
     "mixtral, heads as wide as the model allows": variant(MixtralForCausalLM, MIXTRAL, 3, head_dim=None),
+    "llama, llama3": variant(LlamaForCausalLM, QWEN, 0, rope_parameters=LLAMA3),
+    "qwen2": variant(Qwen2ForCausalLM, SHARED, 0, num_key_value_heads=2),
+    "glm4-moe": variant(Glm4MoeForCausalLM, GLM, 2),
+    "minimax-m2": variant(MiniMaxM2ForCausalLM, MINIMAX, 3),
+    **(FURTHER := {
+        "llama tied, a key for each head": variant(LlamaForCausalLM, SHARED, 0, tie_word_embeddings=True),
+        "llama yarn": variant(LlamaForCausalLM, QWEN, 0, rope_parameters=YARN),
+        "deepseek-v3 llama3": variant(DeepseekV3ForCausalLM, DEEPSEEK, 2, rope_parameters=LLAMA3),
+        "qwen2 tied, yarn": variant(
+            Qwen2ForCausalLM, SHARED, 0, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=YARN
+        ),
+        "glm4-moe norms, no biases, gates as they are": variant(
+            Glm4MoeForCausalLM, GLM, 3, attention_bias=False, use_qk_norm=True, norm_topk_prob=False,
+            first_k_dense_replace=0,
+        ),
+        "glm4-moe groups, a third rotated, yarn": variant(
+            Glm4MoeForCausalLM, GLM, 2, n_group=3, topk_group=2,
+            rope_parameters={**YARN, "partial_rotary_factor": 1 / 3},
+        ),
+        "glm4-moe all of a head rotated": variant(
+            Glm4MoeForCausalLM, GLM, 2, rope_parameters={"rope_type": "default", "partial_rotary_factor": 1.0}
+        ),
+        "glm4-moe 160 experts": variant(
+            Glm4MoeForCausalLM, GLM, 1, n_routed_experts=160, moe_intermediate_size=4, **MANY
+        ),
+        "minimax-m2 all of a head rotated, tied": variant(
+            MiniMaxM2ForCausalLM, MIXTRAL, 3, tie_word_embeddings=True
+        ),
+        "minimax-m2 256 experts": variant(
+            MiniMaxM2ForCausalLM, MINIMAX, 2, num_local_experts=256, intermediate_size=4, **MANY
+        ),
+    }),
 }  # fmt: skip
 
 
-FEW = ["qwen3-moe every second layer", "qwen3 tied, yarn", "deepseek-v3 yarn", "olmoe", "mixtral"]
+EACH = first_few(VARIANTS, len(VARIANTS) - len(FURTHER))
+FEW = [
+    "qwen3-moe every second layer", "qwen3 tied, yarn", "deepseek-v3 yarn", "olmoe", "mixtral", "glm4-moe",
+    "minimax-m2", "llama, llama3", "qwen2",
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random checkpoint of each variant, saved by transformers: sharp weights, norms that are not one, and biases."""
-    folder = tmp_path_factory.mktemp("families")
-    for number, (name, one) in enumerate(VARIANTS.items()):
-        torch.manual_seed(number)
-        model = one.kind(one.config)
+class Saved(dict[str, Path]):
+    """A random checkpoint of each variant, saved by transformers when it is first asked for: sharp weights, norms that
+    are not one, and biases."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        torch.manual_seed(list(VARIANTS).index(name))
+        model = VARIANTS[name].kind(VARIANTS[name].config)
         with torch.no_grad():
             for key, value in model.state_dict().items():
                 if "norm" in key:
@@ -145,8 +217,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                     value.copy_(0.3 * torch.randn(value.shape))
                 else:
                     value.copy_(torch.randn(value.shape) * 1.2 * value.shape[-1] ** -0.5)
-        model.save_pretrained(folder / name)
-    return {name: folder / name for name in VARIANTS}
+        model.save_pretrained(self.folder / name)
+        return self.setdefault(name, self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("families"))
 
 
 def theirs(folder: Path) -> PreTrainedModel:
@@ -158,9 +235,9 @@ def distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
     return float((ours - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EACH)
 @torch.no_grad()
-def test_logits_and_routes_are_those_of_transformers(saved: dict[str, Path], name: str) -> None:
+def test_logits_and_routes_are_those_of_transformers(saved: Saved, name: str) -> None:
     model = theirs(saved[name])
     seen: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -175,8 +252,8 @@ def test_logits_and_routes_are_those_of_transformers(saved: dict[str, Path], nam
             assert torch.equal(done.routes[:, layer].long().sort(-1).values, experts.sort(-1).values)
 
 
-@pytest.mark.parametrize("name", [*FEW, "deepseek-v3 two bytes a route"])
-def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize("name", first_few([*FEW, "deepseek-v3 two bytes a route"], 7))
+def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: Saved, name: str) -> None:
     expected = theirs(saved[name]).generate(
         TOKENS[None, :20], do_sample=False, max_new_tokens=10, eos_token_id=96, pad_token_id=0
     )
@@ -196,9 +273,9 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: dict[str, P
     assert asyncio.run(story()) == expected[0, 20:].tolist()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EACH)
 def test_transformers_reads_saved_checkpoints_and_saving_twice_gives_the_same_bytes(
-    saved: dict[str, Path], tmp_path: Path, name: str
+    saved: Saved, tmp_path: Path, name: str
 ) -> None:
     save_model(load_model(saved[name]), tmp_path / "ours", dtype="f32", assets=saved[name])
     save_model(load_model(tmp_path / "ours"), tmp_path / "again", dtype="f32", assets=tmp_path / "ours")

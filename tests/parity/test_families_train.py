@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.tiers import first_few
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -57,7 +58,7 @@ async def rollout(engine: ReferenceEngine, number: int) -> Sample:
     return Sample.uniform(request.request_id, trace.path(0), (-1.0) ** number)
 
 
-@pytest.mark.parametrize("sizes", families.FAMILIES.values(), ids=families.FAMILIES)
+@pytest.mark.parametrize("sizes", first_few(families.FAMILIES.values(), 7), ids=families.FAMILIES)
 def test_it_learns_agrees_with_its_engine_and_is_published_to_the_bit(
     corpus: Path, tmp_path: Path, sizes: ModelConfig
 ) -> None:

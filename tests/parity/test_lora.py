@@ -39,6 +39,7 @@ FAMILIES = {"qwen3_moe": replace(QWEN, num_kv_heads=2), "deepseek_v3": DEEPSEEK,
 WIDER = FAMILIES | {
     "without q_rank": replace(DEEPSEEK, latent=Latent(kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32)),
     "names of its own": replace(QWEN, num_kv_heads=2, family="mixtral"),
+    "biases": replace(DENSE, family="qwen2"),
 }
 LORA = LearnerConfig(lr=2e-2, lora_rank=3, lora_alpha=6.0)
 START = Version(step=0, incarnation="00000000", digest="00" * 32)

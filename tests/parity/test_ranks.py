@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.parity import ranked
 from tests.parity.ranked import Case, Told
-from tests.parity.test_exact import DEEPSEEK, QWEN
+from tests.parity.test_exact import DEEPSEEK, GLM, QWEN
 
 from etude.errors import ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
@@ -37,6 +37,7 @@ CASES = {
     "deepseek float32 tensor": Case(WHOLE_QUERIES, Exact(degree=2), Split.TENSOR),
     "deepseek float16 tensor": Case(LATENTS, Exact(torch.float16, degree=2), Split.TENSOR),
     "deepseek float32 expert": Case(LATENTS, Exact(), Split.EXPERT),
+    "glm bfloat16 tensor": Case(GLM, Exact(torch.bfloat16, degree=2), Split.TENSOR),
     "native": Case(QWEN, Native(), Split.TENSOR),
 }
 both_ways = pytest.mark.parametrize("name", [name for name in CASES if name != "native"])

@@ -20,8 +20,8 @@ with warnings.catch_warnings():
         AutoConfig,
         AutoModelForCausalLM,
         AutoTokenizer,
-        LlamaConfig,
-        LlamaForCausalLM,
+        PhiConfig,
+        PhiForCausalLM,
         Qwen3MoeConfig,
     )
 
@@ -104,10 +104,10 @@ def test_transformers_stops_our_model_at_the_end_of_a_message(tmp_path: Path) ->
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM"):
-        load_model(tmp_path / "llama")
+    config = PhiConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    PhiForCausalLM(config).save_pretrained(tmp_path / "phi")
+    with pytest.raises(CheckpointError, match="PhiForCausalLM"):
+        load_model(tmp_path / "phi")
 
 
 def test_older_transformers_configs_with_a_bare_rope_theta_are_read() -> None:

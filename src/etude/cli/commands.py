@@ -671,6 +671,16 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         "--quantise", choices=formats, default="none", help="format of the large matrices (default: %(default)s)"
     )
     export.add_argument("--adapter", action="store_true", help="only the LoRA adapter, in the format of peft and vLLM")
+    models = _group(commands, "models", "list the model families, check a checkpoint directory")
+    add(
+        models,
+        "list",
+        "models:list_families",
+        "list every model family: its architecture, what varies, what is refused",
+    )
+    about = "describe a checkpoint, and everything that etude cannot use in it; reads no weights"
+    check = add(models, "check", "models:check", about)
+    check.add_argument("folder", type=Path, metavar="DIR", help="a Hugging Face directory")
 
 
 def _add_parity_command(commands: Commands[Parser]) -> None:

@@ -152,8 +152,9 @@ class AttentionLayer(Protocol):
         operator's name and result."""
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return each weight as a view into the parameters. The names are those of
-        `components.AttentionKind.shapes`."""
+        """Return each weight as a view into the parameters.
+
+        The names are those of `components.AttentionKind.shapes`."""
 
     def matrices(self) -> dict[str, list[int]]:
         """Return for each parameter that the Muon optimiser updates: name → row counts of its matrices.
@@ -162,7 +163,9 @@ class AttentionLayer(Protocol):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE. Queries and keys are RMS-normalised as `GroupedQueries.qk_norm` says."""
+    """Grouped-query attention with RoPE, on all of a head's query and key or on their first part.
+
+    Queries and keys are RMS-normalised as `GroupedQueries.qk_norm` says."""
 
     def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
@@ -171,6 +174,7 @@ class Attention(nn.Module):
         self.operators, self.parallel, self.qk_norm = operators, parallel, kind.qk_norm
         self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
         self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(self.qkv.shape[0])) if kind.bias else None  # of queries, keys, values
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))
         norms = kind.norms(c)
         self.q_norm = nn.Parameter(torch.ones(norms["q_norm"])) if norms else None
@@ -179,13 +183,20 @@ class Attention(nn.Module):
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
         n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
         ops, parallel = self.operators, self.parallel
-        qkv = hook("attention.qkv", parallel.column_parallel(ops, x_ND, self.qkv))
+        qkv = parallel.column_parallel(ops, x_ND, self.qkv)
+        qkv = hook("attention.qkv", qkv if self.bias is None else qkv + self.bias.to(qkv.dtype))
         qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = hook("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
-        q, k = torch.split(hook("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
+        q, k = torch.split(hook("attention.rotated", self._rotated(qk, rope)), [h, g], 1)
         o = hook("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
         return hook("attention.out", parallel.row_parallel(ops, o, self.out, "attention.out"))
+
+    def _rotated(self, qk: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Return queries and keys after RoPE, [N, H + G, A]. Numbers beyond the width of `rope` stay as they are."""
+        width = rope.cos.shape[-1]
+        turned = self.operators.rotate(qk[..., :width], rope.cos, rope.sin)
+        return turned if width == self.head_dim else torch.cat([turned, qk[..., width:]], -1)
 
     def _normed(self, qk: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """Return queries and keys after their norms, [N, H + G, A]."""
@@ -198,9 +209,14 @@ class Attention(nn.Module):
         return ops.rms_norm(qk, None, self.eps) * scale
 
     def views(self) -> dict[str, torch.Tensor]:
-        q, k, v = torch.split(self.qkv, [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)])
-        found = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": self.out}
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        rows = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        found: dict[str, torch.Tensor] = {}
+        for part, fused in (("weight", self.qkv), ("bias", self.bias)):
+            if fused is not None:
+                parts = zip("qkv", torch.split(fused, rows), strict=True)
+                found |= {f"{letter}_proj.{part}": view for letter, view in parts}
+        found["o_proj.weight"] = self.out
+        norms = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
         return found | {name: norm for name, norm in norms.items() if norm is not None}
 
     def matrices(self) -> dict[str, list[int]]:

@@ -22,10 +22,10 @@ from etude.errors import CheckpointError, ConfigError
 from etude.file_checksums import verify_files
 from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter
-from etude.models.checkpoint_files import ASSETS, atomic_directory, read_json, save_tensors
+from etude.models.checkpoint_files import ASSETS, atomic_directory, save_tensors
 from etude.models.config import ModelConfig
 from etude.models.finite import find_non_finite
-from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, check_weights, shard_names
+from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, check_weights, read_json, shard_names
 from etude.models.packed_weights import pack_weights, read_stored
 from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
 from etude.models.tensor_parallel import full_shape, shard_tensor

@@ -6,7 +6,6 @@ fsynced and renamed into place."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -66,23 +65,6 @@ def open_safetensors(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Read the JSON object in a file. Raises `CheckpointError` when the file is missing or damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"no checkpoint at {path.parent}",
-            f"{path.name} cannot be read: {error.strerror}",
-            hint="give a Hugging Face directory, with config.json and *.safetensors",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged", "not a JSON object", hint=HINT_DAMAGED)
-    return content
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Components of model families: attention kinds, routing, YaRN. Torch-free.
+"""Components of model families: attention kinds, routing, RoPE scaling. Torch-free.
 
 A family (`config.ModelFamily`) chooses among them. The layers that compute them are in `attention`, `latent` and
 `experts`."""
@@ -56,9 +56,9 @@ class AttentionKind(Protocol):
         """The reason why tensor-parallel ranks cannot divide its heads, for an error message; "" where they can."""
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
-        """Return the shape of each weight, by its name under `self_attn` without `.weight`.
+        """Return the shape of each weight, by its name under `self_attn`.
 
-        Names of matrices end in `_proj`."""
+        Names of matrices end in `_proj.weight`."""
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
         """Return (out, in) of each matrix product of a layer, with the sizes of the model `c`."""
@@ -79,10 +79,13 @@ class QkNorm(enum.StrEnum):
 
 @dataclass(frozen=True)
 class GroupedQueries:
-    """Grouped-query attention (arXiv 2305.13245). `qk_norm`: how queries and keys are normalised."""
+    """Grouped-query attention (arXiv 2305.13245).
+
+    `qk_norm`: how queries and keys are normalised. `bias`: the projections to queries, keys and values have biases."""
 
     layer: ClassVar[str] = "etude.models.attention:Attention"
     qk_norm: QkNorm = QkNorm.HEAD
+    bias: bool = False
 
     @property
     def undivided(self) -> str:
@@ -90,8 +93,11 @@ class GroupedQueries:
 
     def shapes(self, c: Sizes) -> dict[str, Shape]:
         d, queries, keys = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        products: dict[str, Shape] = {"q_proj": (queries, d), "k_proj": (keys, d), "v_proj": (keys, d)}
-        return products | {"o_proj": (d, queries)} | self.norms(c)
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        found: dict[str, Shape] = {f"{name}.weight": (size, d) for name, size in rows.items()}
+        if self.bias:
+            found |= {f"{name}.bias": (size,) for name, size in rows.items()}
+        return found | {"o_proj.weight": (d, queries)} | {f"{name}.weight": n for name, n in self.norms(c).items()}
 
     def norms(self, c: Sizes) -> dict[str, Shape]:
         """Return the shapes of the norm weights of queries and keys; empty without such norms."""
@@ -186,7 +192,8 @@ class Latent:
             found = {"q_a_proj": (self.q_rank, d), "q_a_layernorm": (self.q_rank,), "q_b_proj": (queries, self.q_rank)}
         found |= {"kv_a_proj_with_mqa": (self.kv_rank + self.rope_dim, d), "kv_a_layernorm": (self.kv_rank,)}
         found["kv_b_proj"] = (c.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
-        return found | {"o_proj": (d, c.num_heads * self.value_dim)}
+        found["o_proj"] = (d, c.num_heads * self.value_dim)
+        return {f"{name}.weight": shape for name, shape in found.items()}
 
     def products(self, c: Sizes) -> set[tuple[int, int]]:
         d, heads, kept = c.hidden_size, c.num_heads, self.kv_rank + self.rope_dim
@@ -256,3 +263,25 @@ class Yarn:
         if low == high:
             high += 0.001
         return [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(rope_dim // 2)]
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """RoPE of Llama 3.1 for longer contexts than in pre-training, as transformers computes it (`rope_type` "llama3").
+
+    With n = `original_tokens`: a frequency with fewer than `low_freq_factor` rotations in n tokens is divided by
+    `factor`, one with more than `high_freq_factor` is kept, and those between are interpolated. Cosines and sines are
+    not scaled. The fields are those of config.json's `rope_scaling`; `original_tokens` is its
+    `original_max_position_embeddings`."""
+
+    factor: float = ranged(8.0, low=1.0)
+    low_freq_factor: float = ranged(1.0, low=0.0)
+    high_freq_factor: float = ranged(4.0, low=0.0)
+    original_tokens: int = ranged(8192, low=1)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor <= 1e6 or not 1e-6 <= self.low_freq_factor < self.high_freq_factor <= 1e6:
+            raise ValueError(
+                f"llama3's factor = {self.factor}, low_freq_factor = {self.low_freq_factor}, high_freq_factor ="
+                f" {self.high_freq_factor}: expected factor >= 1 and 0 < low_freq_factor < high_freq_factor"
+            )

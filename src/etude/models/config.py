@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -18,16 +18,28 @@ from typing import Any, ClassVar
 
 from etude.config import Plugin, ranged
 from etude.errors import CheckpointError, ConfigError, nearest
-from etude.models.components import AttentionKind, CacheLayout, GroupedQueries, Latent, QkNorm, Routing, Yarn
+from etude.models.components import (
+    AttentionKind,
+    CacheLayout,
+    GroupedQueries,
+    Latent,
+    Llama3,
+    QkNorm,
+    Routing,
+    Scores,
+    Yarn,
+)
 from etude.models.config_json import (
     MAX_CONTEXT_TOKENS,
     MAX_EXPERTS,
     MAX_LAYERS,
     boolean,
     head_dim,
+    partial_rotary,
     positive_float,
     positive_ints,
     read_rope,
+    rotary_share,
     write_rope,
 )
 from etude.models.quantised_storage import check_scheme
@@ -53,6 +65,8 @@ MOE = {**SIZES, "expert_size": "moe_intermediate_size", "num_experts": "num_expe
 WIDTH = "intermediate_size"
 """The key of config.json with the width of dense layers."""
 FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_bias": (False, False)}
+OPTIONS = {"attention_bias": False, "qk_norm": True, "rotary_dim": 0}
+"""The fields of `ModelConfig` that only some families have (`ModelFamily.options`), with the value in all others."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,10 @@ class ModelConfig:
     - `dense_layers`: indices of layers without a router. `dense_size`: their intermediate width; 0: `expert_size`.
     - `num_shared`: shared experts, which every token uses.
     - `latent`: sizes of latent attention; None: grouped-query attention.
-    - `yarn`: RoPE's extension to longer contexts; None: plain RoPE.
+    - `yarn`, `llama3`: RoPE's extension to longer contexts; None: plain RoPE.
+    - `attention_bias`, `qk_norm`: biases of the projections to queries, keys and values, and norms of queries and keys,
+      in families where they are optional.
+    - `rotary_dim`: how many numbers of a head RoPE rotates, in families where it is not all of them; 0: all.
 
     >>> ModelConfig().num_parameters
     1527872
@@ -96,6 +113,10 @@ class ModelConfig:
     routing: Routing = field(default_factory=Routing)
     latent: Latent | None = None
     yarn: Yarn | None = None
+    llama3: Llama3 | None = None
+    attention_bias: bool = False
+    qk_norm: bool = True
+    rotary_dim: int = ranged(0, low=0)
 
     def __post_init__(self) -> None:
         family = self.architecture  # checks the name
@@ -105,6 +126,13 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim = {self.head_dim}, of which RoPE rotates {self.rope_dim}: that must be even and at least 2"
             )
+        if self.rotary_dim >= self.head_dim:
+            raise ValueError(f"rotary_dim = {self.rotary_dim}: expected less than head_dim = {self.head_dim}; 0: all")
+        if self.llama3 is not None and self.yarn is not None:
+            raise ValueError("`llama3` and `yarn` are both set, and RoPE has one scaling: leave one of them out")
+        for name, usual in OPTIONS.items():
+            if getattr(self, name) != usual and name not in family.options:
+                raise ValueError(f"{name} = {getattr(self, name)}, but in family {family.name!r} it is always {usual}")
         if self.latent is not None and (self.num_kv_heads, self.head_dim) != (self.num_heads, self.latent.head_dim):
             raise ValueError(
                 f"num_kv_heads = {self.num_kv_heads}, head_dim = {self.head_dim}:"
@@ -156,7 +184,7 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """The width of the part of a head to which rotary positions apply."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return (self.rotary_dim or self.head_dim) if self.latent is None else self.latent.rope_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -231,7 +259,7 @@ class ModelConfig:
         """Read the content of a Hugging Face config.json.
 
         Raises `CheckpointError`, which names an unsupported key or architecture."""
-        family = _family_for(raw)
+        family = family_for(raw)
         check_scheme(raw)
         return family.from_hf(raw)
 
@@ -252,12 +280,20 @@ class ModelFamily:
     """Positive integers of config.json: field of `ModelConfig` → key of config.json."""
     fixed: ClassVar[Mapping[str, tuple[Any, Any]]] = FIXED
     """Keys of config.json with the only supported value and transformers' default. Other values are refused."""
+    each: ClassVar[Mapping[str, Any]] = {"layer_types": "full_attention"}
+    """Keys of config.json with one value for each layer, and the only supported value."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of keys that are missing in config.json, where they differ from the defaults of `from_hf`."""
     varies: ClassVar[str] = "norm_topk_prob, tie_word_embeddings"
     """What else may vary, beside sizes and positions. Shown in hints of errors."""
     qk_norm: ClassVar[QkNorm] = QkNorm.HEAD
     """Normalisation of queries and keys in grouped-query attention."""
+    qkv_bias: ClassVar[bool] = False
+    """Whether the projections to queries, keys and values have biases in every model of the family."""
+    scores: ClassVar[Scores] = Scores.SOFTMAX
+    """The activation of router logits."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Which of the fields `OPTIONS` of a `ModelConfig` may vary. `read` returns them."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Parts of tensor names that differ from etude's: etude's part → this family's part.
 
@@ -286,7 +322,7 @@ class ModelFamily:
         `raw`: the content of config.json. Returns field → value. Raises `ValueError` for an unsupported value."""
         key = self.sizes["num_experts"]
         sizes = positive_ints({**raw, key: raw.get(key, raw.get("num_local_experts"))}, self.sizes)
-        routing = Routing(normalise=boolean(raw, "norm_topk_prob", default=False))
+        routing = Routing(self.scores, normalise=boolean(raw, "norm_topk_prob", default=False))
         return {**sizes, "head_dim": head_dim(raw, sizes), "routing": routing}
 
     def write(self, c: ModelConfig) -> dict[str, Any]:
@@ -305,12 +341,13 @@ class ModelFamily:
             raise ValueError(f"family = {self.name!r} needs num_experts > 0")
 
     def check_plain(self, c: ModelConfig) -> None:
-        """Raise `ValueError` for latent attention, shared experts, or a router other than plain softmax."""
+        """Raise `ValueError` for latent attention, shared experts, or a router with scaling or groups."""
         if c.latent is not None:
             raise ValueError(f"family = {self.name!r} has no latent attention: leave out `latent`")
-        if c.num_shared or c.routing != Routing(normalise=c.routing.normalise):
+        if c.num_shared or c.routing != Routing(self.scores, normalise=c.routing.normalise):
             raise ValueError(
                 f"family = {self.name!r} supports only num_shared = 0, and of `routing` only the setting `normalise`"
+                f" with scores = {str(self.scores)!r}"
             )
 
     def check_routers(self, c: ModelConfig) -> None:
@@ -320,7 +357,9 @@ class ModelFamily:
 
     def attention(self, c: ModelConfig) -> AttentionKind:
         """Return the kind of attention of the layers of the model `c`."""
-        return GroupedQueries(self.qk_norm) if c.latent is None else c.latent
+        if c.latent is not None:
+            return c.latent
+        return GroupedQueries(self.qk_norm if c.qk_norm else QkNorm.NONE, bias=self.qkv_bias or c.attention_bias)
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
         """Return the names of tensors in a checkpoint that etude does not use. They are dropped, and reported to the
@@ -343,41 +382,55 @@ class ModelFamily:
 
     def tiny(self) -> ModelConfig:
         """Return the sizes of a model of this family that is small enough for a test."""
-        return ModelConfig(**self.tiny_sizes, expert_size=12, num_experts=4, top_k=2, family=self.name)
+        sizes = {**self.tiny_sizes, "expert_size": 12, "num_experts": 4, "top_k": 2}
+        return ModelConfig(**sizes, routing=Routing(self.scores), family=self.name)
 
     def from_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the content of a config.json of this family. Raises `CheckpointError` for an unsupported variant."""
-        for key, (supported, default) in self.fixed.items():
-            found = default if raw.get(key) is None else raw[key]
-            if found != supported:
-                raise CheckpointError(
-                    f"a {self.model_type} model with {key} = {found!r} is not supported",
-                    f"etude supports only {key} = {supported!r}",
-                    hint=self._may_vary,
-                )
+        for error in self.unsupported(raw):
+            raise error
         raw = {**self.defaults, **raw}
         try:
-            rope_theta, yarn = read_rope(raw)
+            fields = {**read_rope(raw), **self.read(raw)}
+            if "rotary_dim" not in self.options and partial_rotary(raw) != 1.0:
+                raise ValueError("partial_rotary_factor must be 1")
             return ModelConfig(
                 family=self.name,
-                rope_theta=rope_theta,
-                yarn=yarn,
                 rms_eps=positive_float(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
                 tie_embeddings=boolean(raw, "tie_word_embeddings", default=False),
-                **self.read(raw),
+                **fields,
             )
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
             what = f"config.json does not describe a supported {self.model_type}"
             raise CheckpointError(what, str(error), hint=self._may_vary) from None
 
+    def unsupported(self, raw: Mapping[str, Any]) -> Iterator[CheckpointError]:
+        """Yield an error for each key of a config.json that is in `fixed` or `each` and has another value."""
+        for key, (supported, default) in self.fixed.items():
+            found = default if raw.get(key) is None else raw[key]
+            if found != supported:
+                yield self._unsupported(key, found, repr(supported))
+        for key, supported in self.each.items():
+            found = raw.get(key) or []
+            if not isinstance(found, list) or any(one != supported for one in found):
+                yield self._unsupported(key, found, f"{supported!r} for each layer")
+
+    def _unsupported(self, key: str, found: Any, supported: str) -> CheckpointError:
+        return CheckpointError(
+            f"a {self.model_type} model with {key} = {found!r:.80} is not supported",
+            f"etude supports only {key} = {supported}",
+            hint=self._may_vary,
+        )
+
     def to_hf(self, c: ModelConfig) -> dict[str, Any]:
         """Return the content of a config.json for the model `c`."""
+        share = rotary_share(c.rope_dim, c.head_dim) if "rotary_dim" in self.options else None
         return {
             "architectures": [self.hf_class],
             "model_type": self.model_type,
             **self.write(c),
             WIDTH: c.dense_width,
-            **write_rope(c.rope_theta, c.yarn),
+            **write_rope(c.rope_theta, c.yarn or c.llama3, share),
             "rms_norm_eps": c.rms_eps,
             "tie_word_embeddings": c.tie_embeddings,
             **{key: supported for key, (supported, _) in self.fixed.items()},
@@ -387,7 +440,7 @@ class ModelFamily:
 
     @property
     def _may_vary(self) -> str:
-        return f"use a {self.model_type} model; supported variations: sizes, {self.varies}, plain RoPE or YaRN"
+        return f"use a {self.model_type} model; supported variations: sizes, {self.varies}, RoPE: plain, YaRN or llama3"
 
 
 @functools.cache
@@ -421,7 +474,7 @@ def own_family_names() -> list[str]:
     return [name for name in os.environ.get(OWN_FAMILIES, "").split(",") if name]
 
 
-def _family_for(raw: Mapping[str, Any]) -> ModelFamily:
+def family_for(raw: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a config.json. Raises `CheckpointError`, which names an unknown architecture."""
     names, kind = raw.get("architectures"), raw.get("model_type")
     listed = names[0] if isinstance(names, list) and names else None

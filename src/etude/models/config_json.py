@@ -8,13 +8,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from etude.models.components import Yarn
+from etude.models.components import Llama3, Yarn
 
 MAX_CONTEXT_TOKENS = 1 << 20
 """Bounds the memory of the RoPE tables that a config can make etude allocate."""
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65_535
 """A route has at most two bytes, and one value marks a missing route."""
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+_PARTIAL = "partial_rotary_factor"
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
 
 
@@ -53,28 +55,62 @@ def positive_float(value: Any, key: str) -> float:
     return float(value)
 
 
-def read_rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """Read the RoPE settings (theta, YaRN or None).
+def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the RoPE settings: `rope_theta`, and `yarn` or `llama3`, as fields of a `ModelConfig`.
 
     They are in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling` (transformers 4)."""
+    rope = _rope_section(raw)
+    theta = positive_float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind not in ("yarn", "llama3"):
+        raise ValueError(f"rope_type = {kind!r}, only 'default', 'yarn' and 'llama3' are supported")
+    if theta <= 1:
+        raise ValueError(f"rope_theta = {theta}, and {kind!r} needs more than 1")
+    return {"rope_theta": theta, kind: _yarn(raw, rope) if kind == "yarn" else _llama3(rope)}
+
+
+def partial_rotary(raw: Mapping[str, Any], *, default: float = 1.0) -> float:
+    """Read `partial_rotary_factor`: which part of a head RoPE rotates. `default`: where the key is missing."""
+    given = [one[_PARTIAL] for one in (_rope_section(raw), raw) if one.get(_PARTIAL) is not None]
+    return positive_float(given[0] if given else default, _PARTIAL)
+
+
+def rotary_dim(raw: Mapping[str, Any], head_width: int, *, default: float = 1.0) -> int:
+    """Read how many numbers of a head RoPE rotates; 0: all.
+
+    `head_width`: the width of a head. `default`: the `partial_rotary_factor` where the key is missing."""
+    factor = partial_rotary(raw, default=default)
+    width = int(head_width * min(factor, 1.0))
+    if factor > 1 or width < 2:
+        raise ValueError(f"{_PARTIAL} = {factor}, of a head of {head_width}: expected at most 1, and 2 numbers or more")
+    return 0 if width == head_width else width
+
+
+def _rope_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters = {rope!r:.80}, expected a section")
-    theta = positive_float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
-    if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (rope, raw)):
-        raise ValueError("partial_rotary_factor must be 1")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "yarn":
-        raise ValueError(f"rope_type = {kind!r}, only 'default' and 'yarn' are supported")
-    if theta <= 1:
-        raise ValueError(f"rope_theta = {theta}, and 'yarn' needs more than 1")
+    return rope
+
+
+def _llama3(rope: Mapping[str, Any]) -> Llama3:
+    key = "original_max_position_embeddings"
+    others = rope.keys() - {*_LLAMA3, key, "rope_type", "type", "rope_theta", _PARTIAL}
+    if others:
+        raise ValueError(f"{min(others)} = {rope[min(others)]!r} is not supported with rope_type = 'llama3'")
+    return Llama3(
+        original_tokens=positive_int(rope, key), **{name: positive_float(rope.get(name), name) for name in _LLAMA3}
+    )
+
+
+def _yarn(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Yarn:
     context = positive_int(raw, "max_position_embeddings")
     key = "original_max_position_embeddings"
     original = positive_int({key: raw.get(key, rope.get(key))}, key, default=context)
     factor = rope.get("factor")
-    return theta, Yarn(
+    return Yarn(
         factor=context / original if factor is None else positive_float(factor, "factor"),
         original_tokens=original,
         beta_fast=positive_float(rope.get("beta_fast") or 32, "beta_fast"),
@@ -84,22 +120,44 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     )
 
 
-def write_rope(theta: float, yarn: Yarn | None) -> dict[str, Any]:
-    """Return the keys of config.json that `read_rope` reads, for both major versions of transformers."""
-    if yarn is None:
-        return {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
-    scaling: dict[str, Any] = {
+def write_rope(theta: float, scaling: Yarn | Llama3 | None, share: float | None = None) -> dict[str, Any]:
+    """Return the keys of config.json that `read_rope` and `rotary_dim` read, for both major versions of transformers.
+
+    `share`: the part of a head that RoPE rotates; None: not written, it is 1."""
+    partial = {} if share is None else {_PARTIAL: share}
+    keys = _scaling_keys(scaling)
+    new = {"rope_theta": theta, "rope_type": "default", **keys, **partial}
+    old = {"rope_scaling": {"type": keys["rope_type"], **keys}} if keys else {}
+    return {"rope_theta": theta, "rope_parameters": new, **old, **partial}
+
+
+def rotary_share(width: int, head_width: int) -> float:
+    """Return the `partial_rotary_factor` with which transformers rotates `width` of the `head_width` numbers of a head.
+
+    It rounds down: 98 · (2 / 98) is a little less than 2.
+
+    >>> rotary_share(2, 4), int(98 * rotary_share(2, 98))
+    (0.5, 2)
+    """
+    share = width / head_width
+    return share if int(head_width * share) == width else math.nextafter(share, 1.0)
+
+
+def _scaling_keys(scaling: Yarn | Llama3 | None) -> dict[str, Any]:
+    if scaling is None:
+        return {}
+    if isinstance(scaling, Llama3):
+        found: dict[str, Any] = {"rope_type": "llama3", **{name: getattr(scaling, name) for name in _LLAMA3}}
+        return {**found, "original_max_position_embeddings": scaling.original_tokens}
+    found = {
         "rope_type": "yarn",
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_tokens,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        **{key: getattr(yarn, key) for key in _SCALES if getattr(yarn, key) is not None},
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_tokens,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        **{key: getattr(scaling, key) for key in _SCALES if getattr(scaling, key) is not None},
     }
-    if not yarn.truncate:
-        scaling["truncate"] = False
-    both = {"rope_parameters": {"rope_theta": theta, **scaling}, "rope_scaling": {"type": "yarn", **scaling}}
-    return {"rope_theta": theta, **both}
+    return found if scaling.truncate else {**found, "truncate": False}
 
 
 def head_dim(raw: Mapping[str, Any], sizes: Mapping[str, int]) -> int:

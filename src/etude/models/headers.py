@@ -6,6 +6,7 @@ data is found when loading."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -49,17 +50,29 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
 
     Raises `CheckpointError`, which names file, tensor, and found and expected shape."""
     found = read_headers(folder)
+    for error in weight_errors(folder, found, config):
+        raise error
+    return found
+
+
+def weight_errors(folder: Path, found: Mapping[str, StoredTensor], config: ModelConfig) -> Iterator[CheckpointError]:
+    """Yield an error for each tensor of a model that is missing or does not fit, then one for each other tensor.
+
+    `found`: the tensors of the directory `folder`."""
     known = {config.architecture.hf_name(HEAD)}  # some writers repeat a tied one: the loader compares it
     for name, shape in hf_weight_shapes(config):
-        known |= _check_tensor(name, found, shape, folder)
+        try:
+            known |= _check_tensor(name, found, shape, folder)
+        except CheckpointError as error:
+            known |= {name, name + FP8_SCALE}
+            yield error
     extra = sorted(found.keys() - known - config.architecture.unused(found, config))
-    if extra:
-        raise CheckpointError(
-            f"{found[extra[0]].file} has a tensor {extra[0]!r}",
+    for name in extra:
+        yield CheckpointError(
+            f"{found[name].file} has a tensor {name!r}",
             f"one of {len(extra)} that do not belong to the model of {folder / 'config.json'}",
             hint="config and weights are of different models: take both from one checkpoint",
         )
-    return found
 
 
 def check_blocks(config: ModelConfig, kind: Quantise) -> None:
@@ -172,7 +185,7 @@ def weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}."
         yield at + "input_layernorm.weight", (d,)
-        yield from ((f"{at}self_attn.{name}.weight", shape) for name, shape in attention.items())
+        yield from ((f"{at}self_attn.{name}", shape) for name, shape in attention.items())
         yield at + "post_attention_layernorm.weight", (d,)
         yield from _expert_shapes(config, at) if layer in moe else _mlp_shapes(at + "mlp.", d, config.dense_width)
     yield "model.norm.weight", (d,)
@@ -201,6 +214,23 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
     yield at + "gate_proj.weight", (hidden, width)
     yield at + "up_proj.weight", (hidden, width)
     yield at + "down_proj.weight", (width, hidden)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Read the JSON object in a file. Raises `CheckpointError` when the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint at {path.parent}",
+            f"{path.name} cannot be read: {error.strerror}",
+            hint="give a Hugging Face directory, with config.json and *.safetensors",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged", "not a JSON object", hint=HINT_DAMAGED)
+    return content
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:

@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         if self.q_up is not None and self.q_norm is not None:
             found = {"q_a_proj": q, "q_a_layernorm": self.q_norm, "q_b_proj": self.q_up}
         found |= {"kv_a_proj_with_mqa": kv, "kv_a_layernorm": self.kv_norm, "kv_b_proj": self.kv_up}
-        return found | {"o_proj": self.out}
+        return {f"{name}.weight": view for name, view in (found | {"o_proj": self.out}).items()}
 
     def matrices(self) -> dict[str, list[int]]:
         first, latent, rope = self.widths

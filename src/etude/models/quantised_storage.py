@@ -132,7 +132,8 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
             hint="copy or download the checkpoint again, or remove this key if the weights are not quantised",
         )
     method, blocks = found.get("quant_method"), found.get("weight_block_size")
-    deepseek = method == "fp8" and found.get("fmt", "e4m3") == "e4m3" and blocks == [FP8_BLOCK, FP8_BLOCK]
+    e4m3 = found.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    deepseek = method == "fp8" and e4m3 and blocks == [FP8_BLOCK, FP8_BLOCK]
     if deepseek or is_readable(found):
         return
     how = {key: found[key] for key in ("fmt", "format", "weight_block_size", "bits") if key in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ class Rope:
 
 
 def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute cosine and signed sine, float32 [context_tokens, A], with YaRN where the config has it.
+    """Compute cosine and signed sine, float32 [context_tokens, A], with the scaling of the config.
 
     They are computed on the CPU, whatever the default device, so that they are the same everywhere."""
     width = c.rope_dim
@@ -29,6 +30,10 @@ def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     if c.yarn is not None:
         kept = 1 - torch.tensor(c.yarn.interpolated(width, c.rope_theta), dtype=torch.float32, device="cpu")
         inverse, scale = 1.0 / (c.yarn.factor * waves) * (1 - kept) + inverse * kept, c.yarn.table_scale
+    elif c.llama3 is not None:
+        at, turns = c.llama3, c.llama3.original_tokens / (2 * math.pi / inverse)
+        kept = ((turns - at.low_freq_factor) / (at.high_freq_factor - at.low_freq_factor)).clamp(0.0, 1.0)
+        inverse = (1 - kept) * inverse / at.factor + kept * inverse
     angle = torch.arange(c.context_tokens, dtype=torch.float32, device="cpu")[:, None] * inverse
     cos, sin = angle.cos() * scale, angle.sin() * scale
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

@@ -13,10 +13,11 @@ from etude.models.weight_views import views
 from etude.numerics.parallel import Parallel
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-"""Matrices divided by rows, their outputs (column-parallel): full heads, or a part of a width."""
+"""Modules whose matrices and biases are divided by rows, their outputs (column-parallel): full heads, or a part of a
+width."""
 INPUTS = ("o_proj", "down_proj")
-"""Matrices divided by columns, their inputs (row-parallel). All other tensors are on each rank. With expert parallelism
-a rank has some experts, and no tensor is divided."""
+"""Modules whose matrices are divided by columns, their inputs (row-parallel). All other tensors are on each rank. With
+expert parallelism a rank has some experts, and no tensor is divided."""
 
 
 def shard_dimension(name: str, parallel: Parallel) -> int | None:
@@ -29,10 +30,11 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
     >>> [shard_dimension(f"model.layers.0.{name}.weight", two) for name in names]
     [0, 1, None]
     """
-    kind = name.removesuffix(".weight").rpartition(".")[2]
+    module, _, part = name.rpartition(".")
+    kind = module.rpartition(".")[2]
     if parallel.tensor.degree == 1:
         return None
-    return 0 if kind in OUTPUTS else 1 if kind in INPUTS else None
+    return 0 if kind in OUTPUTS else 1 if kind in INPUTS and part == "weight" else None
 
 
 def shard_tensor(name: str, full: torch.Tensor, parallel: Parallel) -> torch.Tensor:

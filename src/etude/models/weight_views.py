@@ -56,7 +56,7 @@ def _block_views(block: Block) -> dict[str, torch.Tensor]:
     attention = cast(AttentionLayer, block.attention)
     return {
         "input_layernorm.weight": block.attention_norm,
-        **{f"self_attn.{name}.weight": view for name, view in attention.views().items()},
+        **{f"self_attn.{name}": view for name, view in attention.views().items()},
         "post_attention_layernorm.weight": block.experts_norm,
         **({} if block.mlp is None else {f"mlp.{name}": view for name, view in block.mlp.views().items()}),
         **({} if block.experts is None else {f"mlp.{name}": view for name, view in block.experts.views().items()}),

@@ -69,6 +69,7 @@ class ModelFamilyContract(Contract):
     def test_other_values_than_those_that_are_computed_are_refused_by_their_key(self) -> None:
         family = self.make()
         changes: dict[str, object] = {key: f"not {supported}" for key, (supported, _) in family.fixed.items()}
+        changes |= {key: [supported, f"not {supported}"] for key, supported in family.each.items()}
         for key, value in {**changes, "architectures": ["AnotherForCausalLM"]}.items():
             message = ""
             try:

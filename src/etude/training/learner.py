@@ -24,7 +24,7 @@ from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, InputError, ParityError, WeightsError
 from etude.file_checksums import verify_files
-from etude.models.checkpoint_files import read_json
+from etude.models.headers import read_json
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.numerics.config import Mode, NumericsConfig

@@ -25,8 +25,9 @@ from etude.errors import CheckpointError, ParityError, RunError
 from etude.file_checksums import file_digest, files_in, verify_files
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, write_model
-from etude.models.checkpoint_files import atomic_directory, load_tensors, read_json, save_tensors
+from etude.models.checkpoint_files import atomic_directory, load_tensors, save_tensors
 from etude.models.config import ModelConfig
+from etude.models.headers import read_json
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.models.weight_views import hf_biases, hf_views

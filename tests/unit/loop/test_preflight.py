@@ -19,7 +19,7 @@ from etude.testing import ListSource
 @pytest.mark.parametrize(
     ("about", "says"),
     [
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM"),
+        ({"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]}, "architecture Gemma3ForCausalLM"),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias = True"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": True}, "does not describe a"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from etude.models import ModelConfig
-from etude.models.components import Latent, Routing, Scores, Yarn
+from etude.models.components import Latent, Llama3, Routing, Scores, Yarn
 
 MOE = ModelConfig(
     vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12,
@@ -28,4 +30,19 @@ MIXTRAL = ModelConfig(
     vocab_size=24, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12,
     num_experts=4, top_k=2, context_tokens=64, family="mixtral", rms_eps=1e-5,
 )  # fmt: skip
-FAMILIES = {"qwen3-moe": MOE, "qwen3": DENSE, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "mixtral": MIXTRAL}
+LLAMA = replace(
+    DENSE, family="llama", yarn=None, tie_embeddings=False,
+    llama3=Llama3(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=16),
+)  # fmt: skip
+QWEN2 = replace(DENSE, family="qwen2", yarn=None)
+GLM = replace(
+    MOE, family="glm4_moe", num_experts=6, dense_size=20, num_shared=1, attention_bias=True, rotary_dim=4,
+    rms_eps=1e-5, routing=Routing(Scores.SIGMOID, scaling=2.5),
+)  # fmt: skip
+MINIMAX = replace(
+    MOE, family="minimax_m2", dense_layers=(), num_experts=6, rotary_dim=4, routing=Routing(Scores.SIGMOID),
+)  # fmt: skip
+FAMILIES = {
+    "qwen3-moe": MOE, "qwen3": DENSE, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "mixtral": MIXTRAL,
+    "glm4-moe": GLM, "minimax-m2": MINIMAX, "llama": LLAMA, "qwen2": QWEN2,
+}  # fmt: skip

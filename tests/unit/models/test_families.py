@@ -54,7 +54,7 @@ def test_names_and_shapes_of_files_are_those_of_the_model_as_views_into_it(sizes
     views = hf_views(model)
     assert {name: tuple(view.shape) for name, view in views.items()} == dict(hf_weight_shapes(sizes))
     assert all(view.is_contiguous() for view in views.values())
-    biases = sum(view.numel() for name, view in views.items() if name.endswith("bias"))
+    biases = sum(view.numel() for name, view in views.items() if name.endswith("e_score_correction_bias"))
     assert sum(view.numel() for view in views.values()) - biases == sizes.num_parameters
     before, _ = model(tokens(9))
     for view in views.values():
@@ -180,6 +180,42 @@ QWEN_SIZES = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
     "rope_theta": 1000000.0, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False,
 }  # fmt: skip
+GLM_AIR_SIZES = {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096, "head_dim": 128,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "vocab_size": 151552, "max_position_embeddings": 131072, "attention_bias": True,
+    "use_qk_norm": False, "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None,
+    "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+MINIMAX_SIZES = {
+    "model_type": "minimax_m2", "architectures": ["MiniMaxM2ForCausalLM"], "hidden_size": 3072, "head_dim": 128,
+    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+    "num_local_experts": 256, "num_experts_per_tok": 8, "vocab_size": 200064, "max_position_embeddings": 196608,
+    "rope_theta": 5000000, "rotary_dim": 64, "rms_norm_eps": 1e-6, "scoring_func": "sigmoid", "use_qk_norm": True,
+    "use_routing_bias": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0, "attn_type_list": [1] * 62,
+    "sliding_window": None,
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
+    },
+}  # fmt: skip
+LLAMA_SIZES = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "attention_bias": False,
+    "mlp_bias": False, "tie_word_embeddings": False, "pretraining_tp": 1,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+QWEN2_SIZES = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,8 +224,12 @@ QWEN_SIZES = {
         (QWEN_SIZES, 30.5, 48 * 2 * 4 * 128, 48 * 8),
         (DEEPSEEK_SIZES, 671.0, 61 * (512 + 64), 58 * 8 * 2),
         (KIMI_SIZES, 1026.4, 61 * (512 + 64), 60 * 8 * 2),
+        (GLM_AIR_SIZES, 106.8, 46 * 2 * 8 * 128, 45 * 8),
+        (MINIMAX_SIZES, 228.7, 62 * 2 * 8 * 128, 62 * 8 * 2),
+        (LLAMA_SIZES, 8.03, 32 * 2 * 8 * 128, 0),
+        (QWEN2_SIZES, 7.62, 28 * 2 * 4 * 128, 0),
     ],
-    ids=["Qwen3-30B-A3B", "DeepSeek-V3", "Kimi-K2"],
+    ids=["Qwen3-30B-A3B", "DeepSeek-V3", "Kimi-K2", "GLM-4.5-Air", "MiniMax-M2", "Llama-3.1-8B", "Qwen2.5-7B"],
 )
 def test_published_checkpoints_have_the_size_that_is_published(
     raw: dict[str, Any], billions: float, kept_numbers: int, route_bytes: int
@@ -347,7 +387,7 @@ def is_none(raw: dict[str, Any]) -> bool:
         or not 0 < eps < float("inf")
         or type(tied) not in (bool, type(None))
         or raw["hidden_act"] not in ("silu", None)
-        or raw["attention_bias"] not in (False, None)
+        or (raw.get("attention_bias") not in (False, None) and raw["model_type"] not in ("qwen2", "glm4_moe"))
         or raw["model_type"] not in FAMILY_NAMES
     )
 

@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import build
+from etude.config import build, to_plain
 from etude.errors import CheckpointError, ConfigError, PluginRefused
 from etude.models import ModelConfig
 from etude.models.config import FAMILY_NAMES, OWN_FAMILIES, family_of
 
+ROTARY = {"rotary_dim": 2}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 OWN = """
 from pathlib import Path
 
@@ -63,6 +68,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_modules_name_is_its_familys_model_type() -> None:
     assert {"qwen3_moe", "qwen3", "deepseek_v3", "kimi_k2", "olmoe", "mixtral"} <= set(FAMILY_NAMES)
+    assert {"llama", "qwen2", "glm4_moe", "minimax_m2"} <= set(FAMILY_NAMES)
     assert [family_of(name).model_type for name in FAMILY_NAMES] == list(FAMILY_NAMES)
     assert [family_of(name).name for name in FAMILY_NAMES] == list(FAMILY_NAMES)
 
@@ -74,8 +80,8 @@ def test_an_unknown_family_of_a_config_is_refused_with_the_nearest() -> None:
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones() -> None:
-    raw = {**ModelConfig().to_hf(), "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    with pytest.raises(CheckpointError, match="LlamaForCausalLM") as raised:
+    raw = {**ModelConfig().to_hf(), "model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]}
+    with pytest.raises(CheckpointError, match="Gemma3ForCausalLM") as raised:
         ModelConfig.from_hf(raw)
     assert all(name in raised.value.facts for name in [*FAMILY_NAMES, "OlmoeForCausalLM"])
     assert OWN_FAMILIES in raised.value.hint
@@ -138,6 +144,28 @@ def test_a_module_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatc
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts = None"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias = True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "original_max_position_embeddings = None"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "0 < low_freq_factor < high_freq_factor"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ("deepseek_v3", {"rope_scaling": LLAMA3 | {"mscale_all_dim": 1.0}}, "mscale_all_dim = 1.0 is not supported"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types = 'full_attention' for each layer",
+        ),
+        ("glm4_moe", {"attention_bias": "yes"}, "attention_bias = 'yes'"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor = 1.5"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.7}}, "RoPE rotates 5"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias = False"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list = \[1, 0\] is not supported"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused_by_its_key(
@@ -146,6 +174,28 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(
     raw = family_of(family).tiny().to_hf() | change
     with pytest.raises(CheckpointError, match=says):
         ModelConfig.from_hf(raw)
+
+
+def test_settings_that_only_some_families_have_are_refused_in_others() -> None:
+    for family, change in (("qwen3_moe", {"qk_norm": False}), ("llama", {"attention_bias": True}), ("olmoe", ROTARY)):
+        with pytest.raises(ConfigError, match=f"{next(iter(change))} = .*, but in family '{family}' it is always"):
+            build(ModelConfig, to_plain(family_of(family).tiny()) | change)
+    with pytest.raises(ConfigError, match="rotary_dim = 8: expected less than head_dim = 8"):
+        build(ModelConfig, to_plain(family_of("glm4_moe").tiny()) | {"rotary_dim": 8})
+
+
+def test_partial_rope_is_read_from_each_of_its_keys() -> None:
+    glm, minimax = (family_of(name).tiny().to_hf() for name in ("glm4_moe", "minimax_m2"))
+    for raw in (glm, minimax):
+        for key in ("rope_parameters", "partial_rotary_factor", "rotary_dim"):
+            raw.pop(key, None)
+    assert ModelConfig.from_hf(glm).rotary_dim == 4  # half of a head where nothing is said, as in transformers
+    assert ModelConfig.from_hf(glm | {"partial_rotary_factor": 0.25}).rotary_dim == 2
+    assert ModelConfig.from_hf(glm | {"rope_parameters": {"partial_rotary_factor": 1.0}}).rotary_dim == 0
+    assert ModelConfig.from_hf(minimax).rotary_dim == 0
+    assert ModelConfig.from_hf(minimax | {"rotary_dim": 2}).rotary_dim == 2
+    both = {"rotary_dim": 2, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    assert ModelConfig.from_hf(minimax | both).rotary_dim == 4
 
 
 def test_heads_that_are_normalised_together_are_not_shared_by_tensor_parallel_ranks() -> None:

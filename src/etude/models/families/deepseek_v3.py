@@ -31,29 +31,35 @@ class DeepseekV3(ModelFamily):
         "topk_method": ("noaux_tc", "noaux_tc"),
         "moe_layer_freq": (1, 1),
     }
-    varies = "q_lora_rank, groups, routed_scaling_factor, shared experts, first_k_dense_replace, rope_interleave"
+    scores = Scores.SIGMOID
+    varies = (
+        "q_lora_rank, norm_topk_prob, groups, routed_scaling_factor, shared experts, first_k_dense_replace,"
+        " rope_interleave, tie_word_embeddings"
+    )
     no_external_engines = "stores products of the latent attention's weights, which weight updates do not reach"
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        raw = {**raw, "n_routed_experts": raw.get("n_routed_experts", raw.get("num_local_experts"))}
-        raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
-        sizes = positive_ints(raw, self.sizes)
+        raw = {"num_key_value_heads": raw.get("num_attention_heads"), **raw}
         latent = Latent(
             **positive_ints(raw, _LATENT),
             q_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
             interleaved=boolean(raw, "rope_interleave", default=True),
         )
+        return {**self.read_layers(raw), "head_dim": latent.head_dim, "latent": latent}
+
+    def read_layers(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the fields of a `ModelConfig` about sizes, experts and routers."""
+        raw = {**raw, "n_routed_experts": raw.get("n_routed_experts", raw.get("num_local_experts"))}
+        sizes = positive_ints(raw, self.sizes)
         first = raw.get("first_k_dense_replace", 0)
         if type(first) is not int or not 0 <= first <= sizes["num_layers"]:
             raise ValueError(f"first_k_dense_replace = {first!r}, expected 0 to {sizes['num_layers']}")
         return {
             **sizes,
-            "head_dim": latent.head_dim,
             "dense_layers": tuple(range(first)),
             "dense_size": positive_int(raw, WIDTH),
-            "latent": latent,
             "routing": Routing(
-                scores=Scores.SIGMOID,
+                scores=self.scores,
                 normalise=boolean(raw, "norm_topk_prob", default=True),
                 scaling=positive_float(raw.get("routed_scaling_factor", 1.0), "routed_scaling_factor"),
                 num_groups=positive_int(raw, "n_group", default=1),
@@ -64,10 +70,16 @@ class DeepseekV3(ModelFamily):
     def write(self, c: ModelConfig) -> dict[str, Any]:
         assert c.latent is not None
         return {
-            **{key: getattr(c, name) for name, key in self.sizes.items()},
+            **self.write_layers(c),
             **{key: getattr(c.latent, name) for name, key in _LATENT.items()},
             "q_lora_rank": c.latent.q_rank,
             "rope_interleave": c.latent.interleaved,
+        }
+
+    def write_layers(self, c: ModelConfig) -> dict[str, Any]:
+        """Return the keys of config.json that `read_layers` reads."""
+        return {
+            **{key: getattr(c, name) for name, key in self.sizes.items()},
             "first_k_dense_replace": len(c.dense_layers),
             "norm_topk_prob": c.routing.normalise,
             "routed_scaling_factor": c.routing.scaling,
@@ -77,14 +89,18 @@ class DeepseekV3(ModelFamily):
         }
 
     def check(self, c: ModelConfig) -> None:
-        self.check_experts(c)
+        self.check_layers(c)
         if c.latent is None:
             raise ValueError(f"family = {self.name!r} needs latent attention")
+
+    def check_layers(self, c: ModelConfig) -> None:
+        """Raise `ValueError` for experts, routers and dense layers that no model of this family has."""
+        self.check_experts(c)
         if c.dense_layers != tuple(range(len(c.dense_layers))):
             raise ValueError(
                 f"dense_layers = {list(c.dense_layers)[:8]}, but in this family the first layers are dense"
             )
-        if c.routing.scores is not Scores.SIGMOID:
+        if c.routing.scores is not self.scores:
             raise ValueError(f"routing.scores = {str(c.routing.scores)!r}, but family {self.name!r} has sigmoid")
         if not c.num_shared:
             raise ValueError(f"family = {self.name!r} needs num_shared > 0")
@@ -101,5 +117,5 @@ class DeepseekV3(ModelFamily):
         latent = Latent(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6, q_rank=10)
         sizes = {**self.tiny_sizes, "num_kv_heads": 2, "head_dim": latent.head_dim, "expert_size": 12, "dense_size": 20}
         sizes |= {"num_experts": 6, "top_k": 2, "num_shared": 1, "dense_layers": (0,)}
-        routing = Routing(Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2)
+        routing = Routing(self.scores, scaling=2.5, num_groups=3, top_groups=2)
         return ModelConfig(**sizes, routing=routing, latent=latent, family=self.name)

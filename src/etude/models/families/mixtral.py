@@ -17,6 +17,7 @@ class Mixtral(ModelFamily):
     sizes = {**MOE, "expert_size": WIDTH, "num_experts": "num_local_experts"}
     fixed = {**FIXED, "sliding_window": (None, None), "router_jitter_noise": (0.0, 0.0)}
     defaults = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    varies = "tie_word_embeddings"
     qk_norm = QkNorm.NONE
     renamed = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
 

@@ -16,12 +16,10 @@ class Qwen3(ModelFamily):
     hf_class = "Qwen3ForCausalLM"
     sizes = SIZES
     fixed = {**FIXED, "use_sliding_window": (False, False)}
+    varies = "tie_word_embeddings"
     no_external_engines = ""
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = raw.get("layer_types") or []
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            raise ValueError(f"layer_types = {kinds!r:.80}, only full_attention is supported")
         sizes = positive_ints(raw, self.sizes)
         dense = {"num_experts": 0, "top_k": 0, "dense_size": positive_int(raw, WIDTH)}
         return {**sizes, "head_dim": head_dim(raw, sizes), **dense}

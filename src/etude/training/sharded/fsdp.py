@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from etude.errors import ConfigError
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.checkpoint import RowRange, read_rows
-from etude.models.checkpoint_files import read_json
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights
+from etude.models.headers import check_weights, read_json
 from etude.models.lora import local_part
 from etude.models.transformer import Block, Stack, Transformer
 from etude.models.weight_views import hf_biases, hf_views
