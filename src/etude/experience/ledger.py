@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import each, marks
+from etude.experience.database import each
 from etude.experience.groups import Finished, Row
 from etude.experience.ledger_queries import FINISHED, QUARANTINE, SPEC, LedgerQueries, Quarantined
 from etude.experience.lineage import Lineage, append_version, by_step
@@ -184,12 +184,12 @@ class Ledger(LedgerQueries):
         have ended. If the rewards of the others differ, they run; if not, they are cancelled. Raises `LedgerError`
         for a rollout that was admitted before, or when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
-        sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
-        there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
-        again = [i for i, count in Counter([*ids, *{i for i, _ in there}.intersection(ids)]).items() if count > 1]
+        known = self._among(groups, "SELECT DISTINCT group_id FROM rollouts WHERE group_id IN (*)")
+        there = self._among(ids, "SELECT rollout_id FROM rollouts WHERE rollout_id IN (*)")
+        again = [i for i, count in Counter([*ids, *there]).items() if count > 1]
         if again:
             raise LedgerError(f"rollout {again[0]} was admitted before", hint="never reuse the id of a group")
-        self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
+        self.remember("groups", self.num_groups() + len(groups - known))
         state = {i: (State.HELD if i in held else State.ADMITTED).value for i in ids}
         born = [(spec.rollout_id, spec.group_id, state[spec.rollout_id], spec.attempt) for spec in specs]
         each(self._db, "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES ?", born)

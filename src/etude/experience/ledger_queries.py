@@ -128,8 +128,9 @@ class LedgerQueries:
 
     def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
         """Return the specs of rollouts whose rows were just read, in the same order."""
-        sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
-        stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
+        sql, stored = "SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN", dict[str, bytes]()
+        for some in parts([row.rollout_id for row in rows]):
+            stored |= dict(self._db.rows(f"{sql} ({marks(some)})", SPEC, *some))
         return [_spec(row, stored.get(row.rollout_id)) for row in rows]
 
     def history(self, rollout_id: str) -> list[dict[str, Any]]:
