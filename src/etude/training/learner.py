@@ -185,8 +185,8 @@ class TorchLearner:
         metrics = [BatchMetrics() for _ in self._group.own_shares(shares)]
         pairs: PairLoss | None = None
         try:
-            samples, hint_kl = with_hint_credit(batch.samples, self._score)
-            packed = self._packed(samples, self._replay())
+            hints = with_hint_credit(batch.samples, self._score, bound=math.log(self.model.config.vocab_size))
+            packed = self._packed(hints.samples, self._replay())
             if self.config.policy_loss is PolicyLossKind.DPO:
                 pairs = pair_loss(batch.pairs, self._log_ratios(packed), beta=self.config.dpo_beta)
                 packed = replace(packed, samples=pairs.weighted(packed.samples))
@@ -201,7 +201,7 @@ class TorchLearner:
             self._balance.clear()
             raise
         cpu_s = sum(self._group.all_gather(time.process_time() - began))
-        report = total.report(cpu_s=cpu_s, num_unique=packed.num_unique, hint_kl=hint_kl)
+        report = hints.added_to(total.report(cpu_s=cpu_s, num_unique=packed.num_unique))
         return report if pairs is None else pairs.added_to(report)
 
     def _packed(self, samples: Sequence[Sample], replay: RouteReplay | None) -> PackedSamples:
