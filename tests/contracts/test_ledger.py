@@ -79,6 +79,29 @@ def test_held_siblings_run_or_are_cancelled_in_the_transaction_that_decides(ledg
     assert ledger.slots() == (6, 8)
 
 
+def test_what_a_finished_rollout_decides_about_is_read_and_no_other_held_rollout(place, kit, monkeypatch):
+    read = dict[int, int]()
+    for many in (2, 60):
+        folder = place.replace("#", f"#{many}-") if isinstance(place, str) else place.with_name(f"{many}")
+        with contextlib.closing(Ledger(folder, capacity=4 * many)) as ledger:
+            for n in range(many):
+                ids = [f"g{n:06d}.{i}" for i in range(4)]
+                ledger.admit(*map(kit.spec, ids), held=ids[2:])
+            ledger.start(2)
+            rows, read[many] = ledger._db.rows, 0
+
+            def counting(*args, many=many, rows=rows):
+                found = rows(*args)
+                read[many] += len(found)
+                return found
+
+            monkeypatch.setattr(ledger._db, "rows", counting)
+            assert ledger.finish(kit.summary("g000000.0"), kit.graded(1.0))
+            assert ledger.finish(kit.summary("g000000.1"), kit.graded(0.0))
+            assert ledger.row("g000000.3").state is State.ADMITTED
+    assert read[60] == read[2]
+
+
 def test_a_forbidden_transition_is_refused_and_changes_nothing(ledger, kit):
     ledger.admit(kit.spec("g000000.0"))
     with pytest.raises(LedgerError, match="from admitted to trained"):

@@ -278,15 +278,16 @@ class Ledger(LedgerQueries):
         """Decide about the held rollouts of groups whose other rollouts have all ended.
 
         They run if the rewards of the others differ, or if fewer than two of these were graded. Otherwise they are
-        cancelled. The rewards are those of the rows."""
-        held, moves = [row for row in self.rows(states=[State.HELD]) if row.group_id in group_ids], list[_Move]()
-        for group_id, waiting in itertools.groupby(held, key=lambda row: row.group_id):
-            others = [row for row in self.group_rows(group_id) if row.state is not State.HELD]
+        cancelled. The rewards are those of the rows. Of groups without a held rollout nothing is read."""
+        sql, moves = f"SELECT DISTINCT group_id FROM rollouts WHERE state = '{State.HELD}'", list[_Move]()
+        for group_id in sorted(self._among(group_ids, f"{sql} AND group_id IN (*)")):
+            rows = self.group_rows(group_id)
+            others = [row for row in rows if row.state is not State.HELD]
             if all(row.state in ENDED for row in others):
                 rewards = [row.reward for row in others if row.state is State.GRADED]
                 agree = len(rewards) > 1 and len(set(rewards)) == 1
                 to, reason = (State.CANCELLED, AGREE) if agree else (State.ADMITTED, "")
-                moves += [_Move(row, to, reason) for row in waiting]
+                moves += [_Move(row, to, reason) for row in rows if row.state is State.HELD]
         self._move(moves)
 
     @_atomic
