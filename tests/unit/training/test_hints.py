@@ -52,7 +52,7 @@ def gain(learner: TorchLearner, sample: Sample, at: int, stop: int, temperature:
 
 def test_only_the_tokens_of_the_turn_get_what_the_hint_changes_times_its_weight(learner: TorchLearner) -> None:
     first, other = sampled(learner, 0, 0.25), sampled(learner, 1, -1.0)
-    done = with_hint_credit([hinted(first), other], learner._score, bound=20.0)
+    done = with_hint_credit([hinted(first), other], learner.passes.score, bound=20.0)
     credited = done.samples
     own = gain(learner, first, 3, 7)[1:]  # its tokens with loss are 4, 5 and 6
     expected = np.full(len(first.advantages), 0.25)
@@ -68,7 +68,7 @@ def test_hints_of_several_turns_are_scored_each_in_its_own_context(learner: Torc
     one = sampled(learner, 2, 0.0)
     end = len(one.path.mask)
     given = hinted(hinted(one, weight=1.0), at=8, stop=end, weight=2.0)
-    [credited] = with_hint_credit([given], learner._score, bound=20.0).samples
+    [credited] = with_hint_credit([given], learner.passes.score, bound=20.0).samples
     expected = np.concatenate([gain(learner, one, 3, 7)[1:], 2.0 * gain(learner, one, 8, end)[1:]])
     assert credited.advantages == pytest.approx(expected, abs=1e-5)
 
@@ -76,7 +76,7 @@ def test_hints_of_several_turns_are_scored_each_in_its_own_context(learner: Torc
 def test_tokens_are_scored_at_the_temperature_at_which_they_were_sampled(learner: TorchLearner) -> None:
     one = sampled(learner, 3, 0.0, temperature=0.5)
     own = replace(one, temperatures=np.full(len(one.advantages), 0.5, np.float32))
-    [credited] = with_hint_credit([hinted(own, weight=1.0)], learner._score, bound=20.0).samples
+    [credited] = with_hint_credit([hinted(own, weight=1.0)], learner.passes.score, bound=20.0).samples
     assert credited.advantages[:3] == pytest.approx(gain(learner, one, 3, 7, 0.5)[1:], abs=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_a_token_that_the_hint_makes_nearly_impossible_counts_for_no_more_than_t
 
 def test_a_step_with_hints_is_a_step_with_their_credit_as_advantages_to_the_bit(learner: TorchLearner) -> None:
     given = [hinted(sampled(learner, 0, 0.0)), sampled(learner, 1, -1.0)]
-    credited = with_hint_credit(given, learner._score, bound=math.log(SIZES.vocab_size))
+    credited = with_hint_credit(given, learner.passes.score, bound=math.log(SIZES.vocab_size))
     gradients, reports = [], []
     for samples in (given, credited.samples):
         reports.append(learner.forward_backward(batch(*samples)))
