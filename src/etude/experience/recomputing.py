@@ -13,7 +13,8 @@ from etude.experience.credit import Credited, better_than, paired, staged_credit
 from etude.experience.groups import in_first_stage
 from etude.experience.hints import HintFormat
 from etude.experience.packing import batch_of, exceeds_lag, samples_of
-from etude.experience.traces import RecordedStep, batch_digest
+from etude.experience.trace_reader import RecordedStep
+from etude.experience.traces import batch_digest
 from etude.records.reward import Reward
 from etude.records.rollout import Graded
 from etude.records.summary import BatchPlan, Member, oldest_steps, turn_places

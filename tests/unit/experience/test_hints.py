@@ -13,7 +13,8 @@ from etude.experience import SCHEMES, Finished, Group, make_batch, plan_batch, r
 from etude.experience.credit import Credit
 from etude.experience.hints import HintFormat
 from etude.experience.recomputing import recompute, recorded_composition
-from etude.experience.traces import read_step, trace_path
+from etude.experience.trace_reader import read_step
+from etude.experience.traces import trace_path
 from etude.records import Graded, Trace
 from etude.records.reward import Hint, Term
 from etude.records.rollout import TurnKind

@@ -13,7 +13,8 @@ from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_
 from etude.experience.credit import AllPairs, BestWorst, DrGrpo, Fork, advantages, staged_credit, turn_advantages
 from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
 from etude.experience.recomputing import recompute
-from etude.experience.traces import batch_digest, read_index, read_step, read_trace, trace_path
+from etude.experience.trace_reader import read_index, read_step, read_trace
+from etude.experience.traces import batch_digest, trace_path
 from etude.records import Completion, Graded, Trace
 from etude.records.reward import K1, SUBMITTED, Reward, Term
 from etude.records.rollout import TurnKind
