@@ -33,7 +33,8 @@ from benchmarks.runs import brief, new_folder, start_run
 from etude.config import load
 from etude.dashboard.run_view import RunView
 from etude.evals import read_rows
-from etude.experience.traces import read_outcomes, trace_path
+from etude.experience.trace_reader import read_outcomes
+from etude.experience.traces import trace_path
 from etude.loop.config import RunConfig
 from etude.records import Graded
 

@@ -211,7 +211,8 @@ class Grader(Protocol):
 class RewardTerm(Protocol):
     """Measures one part of the reward of a finished rollout, besides the grade. A plug-in of kind "reward" is one.
 
-    `version` is stored with every value; change it when the meaning of the value changes."""
+    `version` is stored with every value; change it when the meaning of the value changes. A class whose scores may have
+    hints has the attribute ``gives_hints = True``; without it, a config with `hints` for the term is refused."""
 
     version: str  # change it when the same rollout could get another value: siblings are compared within one version
 
@@ -231,7 +232,7 @@ class GroupRewardTerm(Protocol):
     """Measures one part of the rewards of all rollouts of a group at once, such as their ranking.
 
     A plug-in of kind "reward" may be one instead of a `RewardTerm`. `version` is stored with every value; change it
-    when the meaning of the value changes."""
+    when the meaning of the value changes. `gives_hints`: as in `RewardTerm`."""
 
     version: str
 

@@ -79,6 +79,29 @@ def test_held_siblings_run_or_are_cancelled_in_the_transaction_that_decides(ledg
     assert ledger.slots() == (6, 8)
 
 
+def test_what_a_finished_rollout_decides_about_is_read_and_no_other_held_rollout(place, kit, monkeypatch):
+    read = dict[int, int]()
+    for many in (2, 60):
+        folder = place.replace("#", f"#{many}-") if isinstance(place, str) else place.with_name(f"{many}")
+        with contextlib.closing(Ledger(folder, capacity=4 * many)) as ledger:
+            for n in range(many):
+                ids = [f"g{n:06d}.{i}" for i in range(4)]
+                ledger.admit(*map(kit.spec, ids), held=ids[2:])
+            ledger.start(2)
+            rows, read[many] = ledger._db.rows, 0
+
+            def counting(*args, many=many, rows=rows):
+                found = rows(*args)
+                read[many] += len(found)
+                return found
+
+            monkeypatch.setattr(ledger._db, "rows", counting)
+            assert ledger.finish(kit.summary("g000000.0"), kit.graded(1.0))
+            assert ledger.finish(kit.summary("g000000.1"), kit.graded(0.0))
+            assert ledger.row("g000000.3").state is State.ADMITTED
+    assert read[60] == read[2]
+
+
 def test_a_forbidden_transition_is_refused_and_changes_nothing(ledger, kit):
     ledger.admit(kit.spec("g000000.0"))
     with pytest.raises(LedgerError, match="from admitted to trained"):
@@ -489,11 +512,9 @@ def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(
         if isinstance(place, Path):
             ledger._db._connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 800)  # type: ignore[attr-defined]
         groups = [[f"g{group:06d}.{i}" for i in range(100)] for group in range(many // 100)]
-        for ids in groups:
-            ledger.admit(*map(kit.spec, ids))
         ids = [i for group in groups for i in group]
-        while ledger.start(200):
-            pass
+        ledger.admit(*map(kit.spec, ids))
+        assert len(ledger.start(many)) == many
         for first in range(0, many, 500):
             ledger.finish_all([(kit.summary(i), kit.graded(float(n % 2))) for n, i in enumerate(ids[first:][:500])])
         names = ledger.open_groups()

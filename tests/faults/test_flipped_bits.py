@@ -23,7 +23,7 @@ from etude.dashboard import RunView
 from etude.errors import EtudeError
 from etude.evals.rows import EvalRow, read_rows, write_rows
 from etude.experience import Ledger
-from etude.experience.traces import read_index, read_rollout, read_trace
+from etude.experience.trace_reader import read_index, read_rollout, read_trace
 from etude.harness import ChatFormat
 from etude.loop.checkpoints import copy_start_checkpoint
 from etude.loop.config import check_config_unchanged, read_config

@@ -14,7 +14,8 @@ import pytest
 from tests.judge_server import HIGH, ScriptedJudge, works_of
 from tests.running import Running
 
-from etude.experience.traces import read_rollout, read_trace, trace_path
+from etude.experience.trace_reader import read_rollout, read_trace
+from etude.experience.traces import trace_path
 from etude.harness import ChatFormat
 from etude.records import Graded
 from etude.rewards.judges.evidence import Evidence, Section, fenced

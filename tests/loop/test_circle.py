@@ -200,7 +200,7 @@ def test_training_seeds_of_a_recipe_are_evaluated_together(circle: Path, say: Ca
         "other@untrained",
     ]
     assert "own, both: 0.000" in say("leaderboard", "seeds")
-    assert "same label" in say("eval", "own", "--checkpoint", "tiny", "--checkpoint", "tiny", code=2)
+    assert "2 models have the same file" in say("eval", "own", "--checkpoint", "tiny", "--checkpoint", "tiny", code=2)
 
 
 def test_a_script_plays_a_suite_without_a_checkpoint(say: Callable[..., str]) -> None:

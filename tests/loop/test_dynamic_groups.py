@@ -15,7 +15,8 @@ from tests.played_run import PlayedRun, Players
 
 from etude.experience import SCHEMES, Credit, Ledger
 from etude.experience.recomputing import recompute, recorded_composition
-from etude.experience.traces import read_step, read_trace, trace_path
+from etude.experience.trace_reader import read_step, read_trace
+from etude.experience.traces import trace_path
 from etude.loop.replay import replay_step
 from etude.loop.rollout_result import RolloutResult
 from etude.records import Graded, RolloutSpec

@@ -16,7 +16,8 @@ from tests.conftest import Game
 from tests.played_run import PlayedRun
 
 from etude.errors import ParityError
-from etude.experience.traces import read_trace, trace_path
+from etude.experience.trace_reader import read_trace
+from etude.experience.traces import trace_path
 from etude.harness import ChatFormat
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks

@@ -11,7 +11,8 @@ import pytest
 from tests.running import Running
 
 from etude.errors import Exit
-from etude.experience.traces import read_outcomes, trace_path
+from etude.experience.trace_reader import read_outcomes
+from etude.experience.traces import trace_path
 from etude.records import Graded
 
 pytestmark = pytest.mark.timeout(1800)

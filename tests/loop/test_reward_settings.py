@@ -17,7 +17,8 @@ from tests.played_run import PlayedRun, Players
 from etude import cli
 from etude.errors import InputError
 from etude.experience import Ledger
-from etude.experience.traces import read_outcomes, read_step, trace_path
+from etude.experience.trace_reader import read_outcomes, read_step
+from etude.experience.traces import trace_path
 from etude.loop.replay import replay_step
 from etude.loop.reward_settings import RewardSettings, record_change
 from etude.loop.rollout_result import RolloutResult

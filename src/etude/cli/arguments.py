@@ -1,4 +1,4 @@
-"""The parser of the command line, and the types of its arguments.
+"""The parser of the command line, the types of its arguments, and arguments that several commands share.
 
 A type is a function that converts the text of an argument. For a text that is not allowed it raises
 `argparse.ArgumentTypeError`, or an `InputError`, which the command line prints."""
@@ -165,3 +165,44 @@ def add(commands: Commands[Parser], name: str, command: str, text: str) -> Parse
     parser: Parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=command)
     return parser
+
+
+def group(commands: Commands[Parser], name: str, help: str) -> Commands[Parser]:
+    """Add a command that has commands of its own, such as `etude weights`."""
+    return commands.add_parser(name, help=help, description=help).add_subparsers(required=True, metavar="COMMAND")
+
+
+def add_run(parser: Parser) -> None:
+    """Add the argument that names a run."""
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder (default: the newest in runs/)")
+
+
+def add_set(parser: Parser) -> None:
+    """Add `--set`."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="override a setting of the config (repeatable)"
+    )
+
+
+def add_channel(parser: Parser) -> None:
+    """Add `--name`, the name of a channel of weights."""
+    parser.add_argument("--name", type=channel, default="policy", metavar="CHANNEL", help="channel (default: policy)")
+
+
+def add_backend(parser: Parser) -> None:
+    """Add `--backend`, the kind of machines."""
+    parser.add_argument(
+        "--backend", default="namespace", metavar="NAME", help="kind of machines (default: %(default)s)"
+    )
+
+
+def add_backend_and_jobs(parser: Parser) -> None:
+    """Add `--backend` and `--jobs`."""
+    add_backend(parser)
+    parser.add_argument("--jobs", type=positive, metavar="N", help="machines in parallel (default: two per core)")
+
+
+def add_unbounded_memory(parser: Parser) -> None:
+    """Add `--unbounded-memory`, for commands that run code in machines that is not part of etude."""
+    what = "accept machines whose memory has no limit on this host"
+    parser.add_argument("--unbounded-memory", action="store_true", help=what)

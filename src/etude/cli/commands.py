@@ -10,25 +10,24 @@ from etude.cli.arguments import (
     Commands,
     Parser,
     add,
-    branch,
-    channel,
+    add_backend_and_jobs,
+    add_run,
+    add_set,
+    add_unbounded_memory,
     cluster,
-    duration,
+    group,
     output_file,
-    place,
     port,
     positive,
     public_key,
-    step,
     within,
 )
+from etude.cli.commands_machines import add_machine_commands
+from etude.cli.commands_weights import add_weights_commands
 from etude.errors import EXITS
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
-_WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
 _SPLITS = ["train", "validation", "heldout", "transfer"]
-_IMAGES = "store of machine images (default: ~/.local/share/etude/images)"
 
 
 def build_parser() -> Parser:
@@ -43,9 +42,9 @@ def build_parser() -> Parser:
     _add_corpus_commands(commands)
     _add_inspection_commands(commands)
     _add_task_commands(commands)
-    _add_machine_commands(commands)
+    add_machine_commands(commands)
     _add_engine_commands(commands)
-    _add_weights_commands(commands)
+    add_weights_commands(commands)
     _add_model_commands(commands)
     _add_fleet_commands(commands)
     _add_plugin_commands(commands)
@@ -53,46 +52,10 @@ def build_parser() -> Parser:
     return parser
 
 
-def _group(commands: Commands[Parser], name: str, help: str) -> Commands[Parser]:
-    """Add a command that has commands of its own, such as `etude weights`."""
-    return commands.add_parser(name, help=help, description=help).add_subparsers(required=True, metavar="COMMAND")
-
-
-def _add_run(parser: Parser) -> None:
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder (default: the newest in runs/)")
-
-
-def _add_set(parser: Parser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="a.b=value", help="override a setting of the config (repeatable)"
-    )
-
-
-def _add_channel(parser: Parser) -> None:
-    parser.add_argument("--name", type=channel, default="policy", metavar="CHANNEL", help="channel (default: policy)")
-
-
-def _add_backend(parser: Parser) -> None:
-    parser.add_argument(
-        "--backend", default="namespace", metavar="NAME", help="kind of machines (default: %(default)s)"
-    )
-
-
-def _add_backend_and_jobs(parser: Parser) -> None:
-    _add_backend(parser)
-    parser.add_argument("--jobs", type=positive, metavar="N", help="machines in parallel (default: two per core)")
-
-
-def _add_unbounded_memory(parser: Parser) -> None:
-    """For commands that run code in machines that is not part of etude."""
-    what = "accept machines whose memory has no limit on this host"
-    parser.add_argument("--unbounded-memory", action="store_true", help=what)
-
-
 def _add_run_commands(commands: Commands[Parser]) -> None:
     run = add(commands, "run", "run:run", "run a config: corpus, mid-training, RL, evaluations, report")
     run.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a config.toml (not needed with --resume)")
-    _add_set(run)
+    add_set(run)
     run.add_argument("--dry-run", action="store_true", help="validate everything, print all settings, and exit")
     run.add_argument("--resume", nargs="?", const="", metavar="RUN", help="resume a stopped run (default: the newest)")
     run.add_argument(
@@ -112,11 +75,11 @@ def _add_run_commands(commands: Commands[Parser]) -> None:
         "--start", type=Path, metavar="CHECKPOINT", help="model to start from (default: a small model, random weights)"
     )
     status = add(commands, "status", "run:status", "show what a run is doing")
-    _add_run(status)
+    add_run(status)
     status.add_argument("--watch", action="store_true", help="update the view until the run ends or Ctrl-C")
     status.add_argument("--words", action="store_true", help="also explain the terms in the view")
     stop = add(commands, "stop", "run:stop", "stop a run cleanly, so that it can be resumed")
-    _add_run(stop)
+    add_run(stop)
     stop.add_argument(
         "--deadline", type=float, default=60.0, metavar="SECONDS", help="how long to wait (default: %(default)g)"
     )
@@ -172,7 +135,7 @@ def _add_eval_commands(commands: Commands[Parser]) -> None:
     evaluate.add_argument(
         "--out", type=Path, default=Path("evals"), metavar="DIR", help="folder for results (default: %(default)s)"
     )
-    _add_set(evaluate)
+    add_set(evaluate)
     board = add(commands, "leaderboard", "evaluate:leaderboard", "compare the results of suites, as a table and a page")
     board.add_argument(
         "folder", nargs="?", type=Path, default=Path("evals"), metavar="DIR", help="results (default: %(default)s)"
@@ -183,7 +146,7 @@ def _add_eval_commands(commands: Commands[Parser]) -> None:
 def _add_plan_command(commands: Commands[Parser]) -> None:
     plan = add(commands, "plan", "plan:print_plan", "estimate memory, time and cost of a run, and its bottlenecks")
     plan.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml, or a checkpoint directory")
-    _add_set(plan)
+    add_set(plan)
     plan.add_argument(
         "--hardware", default="cpu", metavar="NAME", help="h100, h200, b200, or cpu: this machine, measured (default)"
     )
@@ -228,11 +191,11 @@ def _add_plan_command(commands: Commands[Parser]) -> None:
 
 
 def _add_corpus_commands(commands: Commands[Parser]) -> None:
-    corpus = _group(commands, "corpus", "build, show and verify training shards from your own text")
+    corpus = group(commands, "corpus", "build, show and verify training shards from your own text")
     build = add(corpus, "build", "corpus:build", "filter, deduplicate, decontaminate and encode texts as shards")
     build.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file with sources, tokenizer and phases")
     build.add_argument("folder", type=Path, metavar="DIR", help="the folder to create, or an unfinished build")
-    _add_set(build)
+    add_set(build)
     build.add_argument("--jobs", type=positive, metavar="N", help="number of processes (default: one per core)")
     look = add(corpus, "look", "corpus:look", "show counts, documents, and what was dropped and why")
     look.add_argument("folder", type=Path, metavar="DIR", help="a corpus")
@@ -249,31 +212,31 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     compare = add(commands, "compare", "reports:compare", "compare the held-out results of two runs, with intervals")
     compare.add_argument("run_a", type=Path, metavar="RUN", help="a run folder")
     compare.add_argument("run_b", type=Path, metavar="RUN", help="another run folder")
-    _add_run(add(commands, "report", "reports:report", "write report.html and summary.json of a run again"))
-    _add_run(add(commands, "fsck", "reports:fsck", "verify every file of a run against its checksum"))
+    add_run(add(commands, "report", "reports:report", "write report.html and summary.json of a run again"))
+    add_run(add(commands, "fsck", "reports:fsck", "verify every file of a run against its checksum"))
     replay = add(commands, "replay", "replay:run", "repeat a training step from disk; exit code 1 if any bit differs")
-    _add_run(replay)
+    add_run(replay)
     replay.add_argument("step", type=positive, metavar="STEP", help="a step that led to the current weights, from 1")
     replay.add_argument(
         "--from", dest="start", type=Path, metavar="CHECKPOINT", help="start from it (default: the nearest before STEP)"
     )
     replay.add_argument("--json", action="store_true", help="print digests and metrics of every step as JSON")
-    rollouts = _group(commands, "rollouts", "list and show rollouts")
+    rollouts = group(commands, "rollouts", "list and show rollouts")
     listing = add(rollouts, "list", "rollouts:list_rollouts", "list the last rollouts of a run, newest last")
-    _add_run(listing)
+    add_run(listing)
     listing.add_argument("--state", help="only rollouts in this state (not with --eval)")
     listing.add_argument(
         "--eval", metavar="NAME", help="rollouts of evals/NAME.parquet instead: before, after, during-000010, ..."
     )
     listing.add_argument("--limit", type=positive, default=40, help="at most so many rows (default: %(default)s)")
     show = add(rollouts, "show", "rollouts:show", "show one rollout of training or of an evaluation as a tree of turns")
-    _add_run(show)
+    add_run(show)
     show.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
     show.add_argument("--full", action="store_true", help="shorten no text")
     show.add_argument("--json", action="store_true", help="print everything as JSON")
-    rewards = _group(commands, "rewards", "list, change, recompute and explain the rewards of a run")
+    rewards = group(commands, "rewards", "list, change, recompute and explain the rewards of a run")
     terms = add(rewards, "list", "rewards:list_terms", "list the reward terms of a run, with means by step")
-    _add_run(terms)
+    add_run(terms)
     terms.add_argument("--steps", type=positive, default=4, metavar="N", help="the last N steps (default: %(default)s)")
     change = add(rewards, "set", "rewards:set_terms", "change or add reward terms for the later steps of a run")
     change.add_argument("run", type=Path, metavar="RUN", help="a run folder; the run may be running")
@@ -282,16 +245,16 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
         "--from-step", type=positive, metavar="STEP", help="the first step (default: the next possible)"
     )
     again = add(rewards, "recompute", "rewards:recompute_run", "compute rewards again; exit code 1 if any bit differs")
-    _add_run(again)
+    add_run(again)
     again.add_argument(
         "--set", action="append", default=[], metavar="TERM.weight=N", help="other settings (repeatable)"
     )
     again.add_argument("--step", type=positive, metavar="STEP", help="only this step")
     again.add_argument("--json", action="store_true", help="print JSON, with digests of the batches")
     explain = add(rewards, "explain", "rewards:explain", "show how the reward and advantage of a rollout came to be")
-    _add_run(explain)
+    add_run(explain)
     explain.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
-    judge = _group(commands, "judge", "measure judges, and what they spent")
+    judge = group(commands, "judge", "measure judges, and what they spent")
     calibrate = add(judge, "calibrate", "judge:calibrate_judge", "measure how a judge agrees with labels by people")
     calibrate.add_argument("labels", type=Path, metavar="LABELS", help="a file of labels, JSON lines")
     calibrate.add_argument("--config", type=Path, required=True, help="the config that has the judge as a reward term")
@@ -305,7 +268,7 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     )
     calibrate.add_argument("--run", type=Path, metavar="RUN", help="the run that has the rollouts of the labels")
     calibrate.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there, too")
-    _add_set(calibrate)
+    add_set(calibrate)
     labels = add(judge, "labels", "judge:write_labels", "write the graded rollouts of a run as labels")
     labels.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     tune = add(judge, "tune", "judge:tune", "train a checkpoint to judge with one token, from labels")
@@ -315,19 +278,19 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     for parser in (labels, tune):
         parser.add_argument("--config", type=Path, required=True, help="the config that has the judge as a reward term")
         parser.add_argument("--term", required=True, metavar="NAME", help="name of the reward term")
-        _add_set(parser)
+        add_set(parser)
     labels.add_argument("--out", type=output_file, required=True, metavar="FILE", help="the file of labels to write")
     tune.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the checkpoint to write")
     spent = add(judge, "accounts", "judge:accounts", "show what judges were asked, could not say, and spent")
     spent.add_argument("cache", nargs="?", type=Path, default=Path("judges.sqlite"), help="default: %(default)s")
-    ledger = _group(commands, "ledger", "check a run's record of its rollouts")
+    ledger = group(commands, "ledger", "check a run's record of its rollouts")
     audit = add(ledger, "audit", "reports:audit_ledger", "check that no rollout was lost or trained on twice")
-    _add_run(audit)
+    add_run(audit)
     audit.add_argument("--new", action="store_true", help="only what came after the last successful audit")
 
 
 def _add_task_commands(commands: Commands[Parser]) -> None:
-    tasks = _group(commands, "tasks", "check, show and mine tasks")
+    tasks = group(commands, "tasks", "check, show and mine tasks")
     check = add(tasks, "check", "tasks:check", "verify tasks: the reference solution scores 1, unchanged files 0")
     show = add(tasks, "show", "tasks:show", "show one task")
     source = "repair, humaneval:PATH, swe:PATH, harbor:PATH, verifiers:NAME or a directory"
@@ -348,8 +311,8 @@ def _add_task_commands(commands: Commands[Parser]) -> None:
         "--out", type=output_file, metavar="FILE.json", help="write a report; a repeated command resumes its mutants"
     )
     check.add_argument("--images", type=Path, metavar="STORE", help="store of task images; missing ones are built")
-    _add_backend_and_jobs(check)
-    _add_unbounded_memory(check)
+    add_backend_and_jobs(check)
+    add_unbounded_memory(check)
     show.add_argument("--split", choices=_SPLITS, default="train", help="split of the task (default: %(default)s)")
     show.add_argument("--index", type=int, default=0, help="index in the split, from 0 (default: %(default)s)")
     show.add_argument("--answer", action="store_true", help="also show the hidden answer")
@@ -372,131 +335,12 @@ def _add_task_commands(commands: Commands[Parser]) -> None:
     mine.add_argument(
         "--deadline", type=positive, default=60, metavar="S", help="seconds for each test run (default: %(default)s)"
     )
-    _add_backend_and_jobs(mine)
-    _add_unbounded_memory(mine)
-
-
-def _add_machine_commands(commands: Commands[Parser]) -> None:
-    machines = _group(commands, "machines", "isolated machines: probe, run, serve, check, images")
-    add(machines, "probe", "machines:probe", "show which backends work on this host, and why others do not")
-    run = add(machines, "run", "machines:run", "run a command in a machine; the exit code is the command's")
-    shell = add(machines, "shell", "machines:shell", "open a shell in a machine")
-    for parser in (run, shell):
-        parser.add_argument("--image", metavar="IMAGE", help="name or digest (default: the backend's own image)")
-        parser.add_argument("--store", type=Path, metavar="DIR", help=_IMAGES)
-        parser.add_argument("--files", type=Path, metavar="DIR", help="files to copy into the working directory")
-        parser.add_argument("--user", default="", help="user in the machine (default: the first user it has)")
-        _add_unbounded_memory(parser)
-    run.add_argument(
-        "--deadline",
-        type=duration,
-        default="10m",
-        metavar="TIME",
-        help="kill the command after this time (default: %(default)s)",
-    )
-    run.add_argument("argv", nargs="+", metavar="WORD", help="the command and its arguments, after --")
-    bench = add(machines, "bench", "machines:bench", "measure how long machines take to fork and to run commands")
-    bench.add_argument(
-        "--num", type=positive, default=100, metavar="N", help="number of machines (default: %(default)s)"
-    )
-    bench.add_argument("--json", action="store_true", help="print JSON")
-    for parser in (run, shell, bench):
-        _add_backend(parser)
-    serve = add(machines, "serve", "machines:serve", "offer machines over HTTP, with E2B's API")
-    _add_backend(serve)
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    serve.add_argument("--port", type=port, default=3000, help="port to listen on (default: %(default)s)")
-    serve.add_argument("--keys", type=Path, metavar="FILE", help="API keys and quotas (default: one new random key)")
-    serve.add_argument("--templates", type=Path, metavar="FILE", help="templates of machines, in addition to `base`")
-    serve.add_argument("--domain", default="", help="domain of your proxy: machines are at 49983-ID.DOMAIN")
-    serve.add_argument(
-        "--drain",
-        type=duration,
-        default="30s",
-        metavar="TIME",
-        help="time for running machines after SIGTERM (default: %(default)s)",
-    )
-    _add_unbounded_memory(serve)
-    check = add(
-        machines, "check", "machines_check:check", "run every attack; exit code 1 if an unexpected one succeeds"
-    )
-    _add_backend_and_jobs(check)
-    check.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="one attack, or one row of attacks (repeatable)"
-    )
-    check.add_argument("--out", type=output_file, metavar="FILE.json", help="write all findings")
-    check.add_argument("--verbose", action="store_true", help="print what stopped each attack")
-    parity = add(machines, "parity", "machines_check:parity", "measure whether two kinds of machines can be told apart")
-    parity.add_argument(
-        "a", metavar="A", help="a backend; plain: processes of this host; booted: microVMs that were never forked"
-    )
-    parity.add_argument("b", metavar="B", help="another one: the kind that your product uses")
-    parity.add_argument(
-        "--machines", type=positive, default=20, metavar="N", help="machines of each kind (default: %(default)s)"
-    )
-    parity.add_argument("--out", type=output_file, metavar="FILE.json", help="write the result")
-    _add_image_commands(machines)
-
-
-def _add_image_commands(machines: Commands[Parser]) -> None:
-    image = _group(machines, "image", "build and manage images of machines")
-    build = add(image, "build", "machines_image:build", "build an image and print its digest")
-    build.add_argument("source", metavar="SOURCE", help="a folder, repository, Dockerfile, OCI image, or debian:SUITE")
-    build.add_argument("--name", help="name of the image")
-    build.add_argument(
-        "--from",
-        dest="kind",
-        metavar="KIND",
-        help="kind of SOURCE: directory, repository, dockerfile, oci, debian (default: detected)",
-    )
-    build.add_argument("--keep-setuid", action="store_true", help="keep set-user-id bits")
-    build.add_argument("--workdir", metavar="DIR", help="directory in which commands start (folder, repository)")
-    build.add_argument("--commit", default="HEAD", help="commit of a repository (default: %(default)s)")
-    build.add_argument("--parent", metavar="IMAGE", help="image to which a repository is added")
-    build.add_argument("--file", default="Dockerfile", help="name of the Dockerfile (default: %(default)s)")
-    build.add_argument(
-        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an ARG of the Dockerfile (repeatable)"
-    )
-    build.add_argument("--target", default="", metavar="STAGE", help="stage of the Dockerfile (default: the last)")
-    build.add_argument(
-        "--backend", default="namespace", metavar="NAME", help="machines for RUN instructions (default: %(default)s)"
-    )
-    _add_unbounded_memory(build)
-    build.add_argument(
-        "--allow", action="append", default=[], metavar="HOST", help="host that RUN may access, logged (repeatable)"
-    )
-    build.add_argument("--tag", default="", help="tag of the image in a saved archive")
-    build.add_argument("--package", action="append", default=[], metavar="P", help="Debian package (repeatable)")
-    build.add_argument(
-        "--mirror", default="", metavar="URL", help="Debian mirror (default: the one that apt uses here)"
-    )
-    packages = add(
-        image,
-        "packages",
-        "machines_image:packages",
-        "store packages, so that RUN can use pip, npm, apt without a network",
-    )
-    packages.add_argument("packages", nargs="*", metavar="P", help="pip:NAME==VERSION, npm:N@V, apt:N=V, or a wheel")
-    packages.add_argument("--dependencies", action="store_true", help="also store the dependencies of pip packages")
-    listing = add(image, "list", "machines_image:list_images", "list the images in the store")
-    show = add(image, "show", "machines_image:show", "show the record of an image and its origin")
-    show.add_argument("--verify", action="store_true", help="verify every file of the image first")
-    remove = add(image, "remove", "machines_image:remove", "remove a name; the image is deleted with its last name")
-    for parser in (show, remove):
-        parser.add_argument("image", metavar="IMAGE", help="a name or a digest")
-    collect = add(image, "collect", "machines_image:collect", "delete every image without a name")
-    for parser in (build, packages, listing, show, remove, collect):
-        parser.add_argument("--store", type=Path, metavar="DIR", help=_IMAGES)
-    microvm = add(image, "microvm", "machines_image:microvm", "build the guest image of microVMs from Debian packages")
-    microvm.add_argument("--mirror", metavar="URL", help="Debian archive, or a snapshot of it (default: Debian's)")
-    microvm.add_argument("--suite", default="bookworm", help="with --mirror: the suite (default: %(default)s)")
-    microvm.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where guest images are stored (default: ~/.cache/etude/images)"
-    )
+    add_backend_and_jobs(mine)
+    add_unbounded_memory(mine)
 
 
 def _add_engine_commands(commands: Commands[Parser]) -> None:
-    engines = _group(commands, "engines", "install and check vLLM and SGLang")
+    engines = group(commands, "engines", "install and check vLLM and SGLang")
     install = add(engines, "install", "engines:install_kind", "create an environment with an engine; can be repeated")
     install.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="device of the engine (default: %(default)s)"
@@ -516,116 +360,6 @@ def _add_engine_commands(commands: Commands[Parser]) -> None:
             metavar="DIR",
             help="folder of the environment (default: $ETUDE_VLLM, $ETUDE_SGLANG, or the user's cache)",
         )
-
-
-def _add_weights_commands(commands: Commands[Parser]) -> None:
-    weights = _group(commands, "weights", "publish, follow, compare and verify versions of weights")
-    log = add(
-        weights, "log", "weights:log", "list every version: bytes, compression ratio, nearness to the smallest size"
-    )
-    log.add_argument(
-        "run", nargs="?", type=place, metavar="RUN|STORE", help="a run or a store (default: the newest in runs/)"
-    )
-    _add_channel(log)
-    diff = add(weights, "diff", "weights:diff", "show the changes between two checkpoints or versions, by tensor")
-    diff.add_argument("a", metavar="A", help="a checkpoint directory, a .safetensors file, or a version or its step")
-    diff.add_argument("b", metavar="B", help="another one of the same kind")
-    diff.add_argument(
-        "run", nargs="?", type=place, metavar="RUN|STORE", help="where the versions are (default: the newest in runs/)"
-    )
-    _add_channel(diff)
-    diff.add_argument("--plot", type=Path, metavar="OUT.html", help="write a page with plots (checkpoints)")
-    diff.add_argument("--all", action="store_true", help="show all tensors, not only the largest (checkpoints)")
-    encode = add(weights, "encode", "weights_files:encode", "write the delta file from checkpoint A to checkpoint B")
-    encode.add_argument("a", type=Path, metavar="A", help="the base checkpoint")
-    encode.add_argument("b", type=Path, metavar="B", help="the target checkpoint")
-    encode.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the delta file to write")
-    for parser in (diff, encode):
-        parser.add_argument(
-            "--mode", choices=["best", "fast"], default="best", help="smallest delta, or fastest (default: %(default)s)"
-        )
-    apply = add(weights, "apply", "weights_files:apply", "apply a delta file to checkpoint A, and write the result")
-    apply.add_argument("a", type=Path, metavar="A", help="the base checkpoint")
-    apply.add_argument("delta", type=Path, metavar="FILE", help="the delta file")
-    apply.add_argument("-o", "--out", type=Path, required=True, metavar="DIRECTORY", help="the checkpoint to write")
-    verify = add(weights, "verify", "weights:verify", "verify every digest of a run's versions, or of a delta file")
-    verify.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN|FILE", help="a run or a delta file (default: the newest in runs/)"
-    )
-    verify.add_argument("--base", type=Path, metavar="A", help="the base checkpoint of a delta FILE")
-    repair = add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
-    repair.add_argument("run", nargs="?", metavar="RUN|STORE", help="a run or a store (default: the newest in runs/)")
-    _add_channel(repair)
-    repair.add_argument("--key", type=Path, metavar="FILE", help="the private key, if the channel is signed")
-    _add_store_commands(weights)
-
-
-def _add_store_commands(weights: Commands[Parser]) -> None:
-    publish = add(weights, "publish", "weights_store:publish", "publish a checkpoint as the next version of a channel")
-    publish.add_argument("checkpoint", type=Path, metavar="DIR", help="a checkpoint directory, or a .safetensors file")
-    publish.add_argument(
-        "--step", type=step, metavar="N", help="step of the version (default: one more than the newest version's)"
-    )
-    publish.add_argument(
-        "--other-tensors",
-        action="store_true",
-        help="accept tensors with other names, dtypes or shapes than the newest version's",
-    )
-    follow = add(weights, "follow", "weights_store:follow", "keep a checkpoint directory at the newest version")
-    gc = add(weights, "gc", "weights_store:gc", "delete objects that no version needs; the first call deletes nothing")
-    gc.add_argument(
-        "--keep",
-        type=duration,
-        default="7d",
-        metavar="TIME",
-        help="keep versions that were the newest within this time (default: %(default)s)",
-    )
-    fsck = add(
-        weights, "fsck", "weights_store:check", "read a whole channel, and check that every version can be rebuilt"
-    )
-    point = add(
-        weights, "point", "weights_store:point", "point a branch or the channel at a version, e.g. to roll back"
-    )
-    relay = add(weights, "relay", "weights_store:relay", "serve a store over HTTP, read-only, to other hosts")
-    relay.add_argument(
-        "--listen", required=True, metavar="HOST:PORT", help="address; set $ETUDE_TOKEN if other hosts can reach it"
-    )
-    for parser in (publish, follow, relay, gc, fsck, point):
-        parser.add_argument(
-            "store",
-            type=place,
-            nargs="?" if parser is fsck else None,
-            metavar="STORE" if parser is publish else "RUN|STORE",
-            help={fsck: f"a run, {_READABLE} (default: the newest in runs/)", publish: _WRITABLE}.get(
-                parser, f"a run, {_WRITABLE if parser in (gc, point) else _READABLE}"
-            ),
-        )
-    for parser in (publish, follow, gc, fsck, point):
-        _add_channel(parser)
-    follow.add_argument(
-        "--apply", type=Path, required=True, metavar="DIR", help="the checkpoint directory; created if missing"
-    )
-    point.add_argument("version", metavar="VERSION", help="v000003, 3, or a longer part of its name")
-    for parser in (follow, point):
-        parser.add_argument(
-            "--branch", type=branch, default="", metavar="NAME", help="a branch, e.g. canary (default: the channel)"
-        )
-    for parser in (publish, gc, point):
-        parser.add_argument(
-            "--key", type=Path, metavar="FILE", help="the private key that signs the channel's pointers"
-        )
-    follow.add_argument(
-        "--public-key", type=public_key, metavar="HEX", help="accept only versions signed with the matching private key"
-    )
-    follow.add_argument(
-        "--poll", type=duration, default="1s", metavar="TIME", help="how often to check (default: %(default)s)"
-    )
-    follow.add_argument("--once", action="store_true", help="update to the newest version and exit")
-    for parser in (follow, relay):
-        parser.add_argument("--cache", type=Path, metavar="DIR", help="download cache, shared by a region")
-
-    key = add(weights, "key", "weights:key", "create a private key for signing, and print its public key")
-    key.add_argument("file", type=Path, metavar="FILE", help="the file for the private key")
 
 
 def _add_model_commands(commands: Commands[Parser]) -> None:
@@ -671,7 +405,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         "--quantise", choices=formats, default="none", help="format of the large matrices (default: %(default)s)"
     )
     export.add_argument("--adapter", action="store_true", help="only the LoRA adapter, in the format of peft and vLLM")
-    models = _group(commands, "models", "list the model families, check a checkpoint directory")
+    models = group(commands, "models", "list the model families, check a checkpoint directory")
     add(
         models,
         "list",
@@ -723,7 +457,7 @@ def _add_parity_command(commands: Commands[Parser]) -> None:
 
 
 def _add_fleet_commands(commands: Commands[Parser]) -> None:
-    fleet = _group(commands, "fleet", "list, drain and register the engines of a run")
+    fleet = group(commands, "fleet", "list, drain and register the engines of a run")
     listing = add(fleet, "list", "fleet:list_engines", "list the engines: state, version, load")
     drain = add(fleet, "drain", "fleet:drain", "send no new requests to an engine; it leaves when it is idle")
     join = add(fleet, "join", "fleet:join", "register an engine that is already running, and keep it registered")
@@ -740,7 +474,7 @@ def _add_fleet_commands(commands: Commands[Parser]) -> None:
 
 
 def _add_plugin_commands(commands: Commands[Parser]) -> None:
-    plugins = _group(commands, "plugins", "list the kinds of plug-ins, check a plug-in")
+    plugins = group(commands, "plugins", "list the kinds of plug-ins, check a plug-in")
     add(plugins, "list", "plugins:list_kinds", "list every kind of plug-in, its setting, and the built-in choices")
     check = add(plugins, "check", "plugins:check", "run the contract tests of its kind on a plug-in")
     check.add_argument("path", metavar="my_package.module:Name", help="import path of the class or function")
@@ -751,14 +485,14 @@ def _add_plugin_commands(commands: Commands[Parser]) -> None:
 
 
 def _add_harness_commands(commands: Commands[Parser]) -> None:
-    harness = _group(commands, "harness", "check the agent program of a config")
+    harness = group(commands, "harness", "check the agent program of a config")
     what = (
         "run one task through a config's agent program with a scripted model, and show what would be trained; "
         "exit code 1 if it finds a problem"
     )
     check = add(harness, "check", "harness:check", what)
     check.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml")
-    _add_set(check)
+    add_set(check)
     check.add_argument("--split", choices=_SPLITS, default="train", help="split of the task (default: %(default)s)")
     check.add_argument("--task", type=int, default=0, metavar="N", help="index of the task, from 0 (default: 0)")
     check.add_argument(

@@ -24,6 +24,7 @@ from etude.evals.costs import NO_PRICE, Price, price_of
 from etude.evals.curves import compare_curves
 from etude.evals.intervals import mean_over_seeds
 from etude.evals.records import (
+    FILE_CHARACTERS,
     EvalRecord,
     SeedsRecord,
     gate_reports,
@@ -40,8 +41,10 @@ from etude.prices import Prices, read_prices
 from etude.rollouts.model_url import Endpoint
 
 if TYPE_CHECKING:
+    from etude.loop.config import RunConfig
     from etude.loop.evaluation import WindowLoss
     from etude.loop.suites import Subject
+    from etude.records.task import Task
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -52,14 +55,7 @@ def evaluate(args: argparse.Namespace) -> int:
     or the recipe, does not pass a gate of the suite, and `InputError` for arguments that do not fit together."""
     suite = read_suite(args.suite, _suite_overrides(args))
     by_seed = _subjects(args, suite)
-    labels = [subject.label for group in by_seed for subject in group]
-    if len({record_path(args.out, suite.name, label) for label in labels}) < len(labels):
-        facts = f"the labels are {', '.join(labels)}"
-        raise InputError(
-            "two models have the same label, or the same file for their results",
-            facts,
-            hint="give runs with different folder names",
-        )
+    check_labels(args.out, suite.name, [subject.label for group in by_seed for subject in group])
     given = _settings(args, by_seed[0][0])
     played = [[_play(suite, subject, given, args) for subject in group] for group in by_seed]
     if len(played) > 1:
@@ -74,6 +70,21 @@ def evaluate(args: argparse.Namespace) -> int:
     print(json.dumps([plain(one) for one in records] if len(records) > 1 else plain(record), indent=2), flush=True)
     _require(suite, record, rollouts=record_path(args.out, suite.name, record.label).with_suffix(".parquet"))
     return 0
+
+
+def check_labels(out: Path, suite: str, labels: Sequence[str]) -> None:
+    """Raise `InputError` if the results of two models of a suite have the same file in the folder `out`."""
+    by_file: dict[str, list[str]] = {}
+    for label in labels:
+        by_file.setdefault(record_path(out, suite, label).name, []).append(label)
+    for file, same in by_file.items():
+        if len(same) > 1:
+            raise InputError(
+                f"{len(same)} models have the same file for their results",
+                f"{file} is that of the labels {', '.join(map(repr, same))}: in the name of a file, other characters "
+                f"than {FILE_CHARACTERS} become '-'",
+                hint="rename a run's folder, or evaluate the models one by one with --name",
+            )
 
 
 def _subjects(args: argparse.Namespace, suite: Suite) -> list[list[Subject]]:
@@ -138,33 +149,14 @@ class _Played(NamedTuple):
 
 def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argparse.Namespace) -> _Played:
     """Play a suite on one model, and store the result. Its gates are checked later."""
-    from etude.harness import ChatFormat
     from etude.loop.evaluation import RunEngines, bits_per_byte, evaluate_model
-    from etude.loop.limits import check_limits
-    from etude.loop.preflight import build_images, check_machines, check_start
-    from etude.loop.suites import config_for, general_text, refuse_trained, suite_tasks
+    from etude.loop.suites import general_text
 
-    model, report = subject.model, partial(print, file=sys.stderr)
-    if isinstance(model, Path) and not (model / "config.json").is_file():
-        raise NoCheckpoint(
-            f"{model} is not a checkpoint", "it has no config.json", hint="give a Hugging Face directory, or a run"
-        )
-    config = config_for(suite, given, subject, source=args.source)
-    if isinstance(model, Path):
-        check_start(model, context_tokens=config.engine.context_tokens, log=report)
-    if config.machines.images:
-        asyncio.run(build_images(config, report))
-    tasks = suite_tasks(suite, config)
-    if subject.run is not None:
-        refuse_trained(suite, tasks, subject.run)
-    if isinstance(model, Path | RunEngines):
-        chat = ChatFormat.load(model if isinstance(model, Path) else model.run / "tokenizer")
-        check_limits(config.harness, chat, tasks[:8], report)
-    check_machines(config)
-    total, text = suite.samples * len(tasks), general_text(suite)
+    config, tasks = _checked(suite, subject, given, source=args.source)
+    model, text = subject.model, general_text(suite)
+    total, path = suite.samples * len(tasks), record_path(args.out, suite.name, subject.label)
     where = f"asking {model.url}" if isinstance(model, Endpoint) else "starting its processes"
     print(f"evaluating {subject.label} on {suite.name} with {total} rollouts; {where}", file=sys.stderr, flush=True)
-    path = record_path(args.out, suite.name, subject.label)
     price_name, price = _price(args)
     with ProgressBar("rollouts", total) as progress:
         work = evaluate_model(
@@ -181,20 +173,16 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
             each=progress.advance,
         )
         result, general, version = asyncio.run(work)
-    label, shown = subject.label, str(model)
-    if isinstance(model, Endpoint):
-        shown = model.model
-    elif isinstance(model, RunEngines):
-        shown = str(model.run.path)
-        if not args.name:  # results of different steps of a run are separate files
-            label = f"{label}-{result.step:06d}"
-            path.with_suffix(".parquet").replace(record_path(args.out, suite.name, label).with_suffix(".parquet"))
+    label = subject.label
+    if isinstance(model, RunEngines) and not args.name:  # results of different steps of a run are separate files
+        label = f"{label}-{result.step:06d}"
+        path.with_suffix(".parquet").replace(record_path(args.out, suite.name, label).with_suffix(".parquet"))
     record = EvalRecord(
         suite=suite.name,
         purpose=suite.purpose,
         suite_digest=suite.digest(tasks),
         label=label,
-        model=shown,
+        model=_shown(subject),
         url=model.url if isinstance(model, Endpoint) else "",
         version=str(version) if version else None,
         prompted=bool(config.harness.prompt),
@@ -207,6 +195,46 @@ def _play(suite: Suite, subject: Subject, given: Mapping[str, Any], args: argpar
     )
     write_record(args.out, record)
     return _Played(record, general)
+
+
+def _checked(suite: Suite, subject: Subject, given: Mapping[str, Any], *, source: str) -> tuple[RunConfig, list[Task]]:
+    """Return the config and the tasks of a suite, after checks that the model can play them on this machine.
+
+    Builds the images of the tasks. Raises `NoCheckpoint`, and the errors of the checks before a run."""
+    from etude.harness import ChatFormat
+    from etude.loop.evaluation import RunEngines
+    from etude.loop.limits import check_limits
+    from etude.loop.preflight import build_images, check_machines, check_start
+    from etude.loop.suites import config_for, refuse_trained, suite_tasks
+
+    model, report = subject.model, partial(print, file=sys.stderr)
+    if isinstance(model, Path) and not (model / "config.json").is_file():
+        raise NoCheckpoint(
+            f"{model} is not a checkpoint", "it has no config.json", hint="give a Hugging Face directory, or a run"
+        )
+    config = config_for(suite, given, subject, source=source)
+    if isinstance(model, Path):
+        check_start(model, context_tokens=config.engine.context_tokens, log=report)
+    if config.machines.images:
+        asyncio.run(build_images(config, report))
+    tasks = suite_tasks(suite, config)
+    if subject.run is not None:
+        refuse_trained(suite, tasks, subject.run)
+    if isinstance(model, Path | RunEngines):
+        chat = ChatFormat.load(model if isinstance(model, Path) else model.run / "tokenizer")
+        check_limits(config.harness, chat, tasks[:8], report)
+    check_machines(config)
+    return config, tasks
+
+
+def _shown(subject: Subject) -> str:
+    """Return the model of a result: a path, the name of a model at a URL, or a baseline."""
+    from etude.loop.evaluation import RunEngines
+
+    model = subject.model
+    if isinstance(model, Endpoint):
+        return model.model
+    return str(model.run.path if isinstance(model, RunEngines) else model)
 
 
 def _price(args: argparse.Namespace) -> tuple[str, Price]:

@@ -21,7 +21,8 @@ from etude.experience.credit import Credit, advantages
 from etude.experience.database import NoLedger
 from etude.experience.groups import in_first_stage
 from etude.experience.recomputing import RecomputedStep, recompute, recorded_composition
-from etude.experience.traces import RecordedRollout, read_outcomes, read_step, recorded_steps, trace_path
+from etude.experience.trace_reader import RecordedRollout, read_outcomes, read_step
+from etude.experience.traces import recorded_steps, trace_path
 from etude.loop.config import RunConfig, read_config
 from etude.loop.hint_format import hint_format
 from etude.loop.locations import traces_folder

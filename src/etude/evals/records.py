@@ -87,8 +87,14 @@ class SeedsRecord(msgspec.Struct, frozen=True, kw_only=True):
 T = TypeVar("T", EvalRecord, SeedsRecord)
 
 
+FILE_CHARACTERS = "letters, digits, '@', '.', '_' and '-'"
+"""The characters that names of result files may have, in words."""
+
+
 def record_path(folder: Path, suite: str, label: str) -> Path:
     """Return the JSON file of a suite's result on a model. The rollouts are beside it, with the suffix ".parquet".
+
+    Other characters of the label than `FILE_CHARACTERS` become "-".
 
     >>> record_path(Path("evals"), "repair", "gpt-5 mini/high").as_posix()
     'evals/repair/gpt-5-mini-high.json'

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from etude.experience.ledger import Ledger
     from etude.experience.packing import make_batch, plan_batch, step_metrics
     from etude.experience.rollout_files import RolloutFiles
+    from etude.experience.trace_reader import read_trace
     from etude.experience.trace_writer import record_batch
-    from etude.experience.traces import read_trace
 
 __all__ = [
     "SCHEMES", "Credit", "ExperienceConfig", "Finished", "Group", "Ledger", "RolloutFiles", "Straggler", "Window",
@@ -43,7 +43,7 @@ __all__ = [
 _HOME = {
     "Credit": "credit", "ExperienceConfig": "config", "Finished": "groups", "Group": "groups", "Ledger": "ledger",
     "SCHEMES": "credit", "Straggler": "admission", "Window": "admission", "audit": "auditing",
-    "RolloutFiles": "rollout_files", "make_batch": "packing", "plan_batch": "packing", "read_trace": "traces",
+    "RolloutFiles": "rollout_files", "make_batch": "packing", "plan_batch": "packing", "read_trace": "trace_reader",
     "record_batch": "trace_writer", "step_metrics": "packing",
 }  # fmt: skip
 

@@ -17,7 +17,8 @@ from etude.experience.ledger import Ledger
 from etude.experience.ledger_queries import FINISHED
 from etude.experience.lineage import Lineage
 from etude.experience.rollout_files import RolloutFiles
-from etude.experience.traces import Index, TraceFolder, read_index, recorded_steps, trace_path
+from etude.experience.trace_reader import Index, read_index
+from etude.experience.traces import TraceFolder, recorded_steps, trace_path
 from etude.experience.transitions import HOLDING, State
 from etude.records.wire import unpack
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from etude.errors import PluginError
@@ -266,23 +266,28 @@ def turn_advantages(
     ]
 
 
-def better_than(rewards: Sequence[Reward], ids: Sequence[str], scheme: CreditScheme) -> list[tuple[str, ...]]:
+def better_than(
+    rewards: Sequence[Reward], ids: Sequence[str], scheme: CreditScheme, *, without: Collection[str] = ()
+) -> list[tuple[str, ...]]:
     """Return for each rollout of a group the sorted ids of the siblings that it is preferred to.
 
-    `ids`: of the rollouts, in the order of `rewards`. The tuples are empty if the scheme forms no pairs. Raises
-    `PluginError`, which names the scheme, if the scheme fails or a pair does not have the higher reward first."""
+    `ids`: of the rollouts, in the order of `rewards`. `without`: ids of rollouts that are in no pair. The tuples are
+    empty if the scheme forms no pairs. Raises `PluginError`, which names the scheme, if the scheme fails or a pair does
+    not have the higher reward first."""
     if not isinstance(scheme, PairCreditScheme):
         return [()] * len(rewards)
     found = list[list[str]]([] for _ in rewards)
+    rows = [row for row, one in enumerate(ids) if one not in without]
+    compared = [rewards[row] for row in rows]
 
     def ask() -> list[list[float]]:
-        for better, worse in set(scheme.pairs(rewards)):
-            if min(better, worse) < 0 or not rewards[better].value > rewards[worse].value:
+        for better, worse in set(scheme.pairs(compared)):
+            if min(better, worse) < 0 or not compared[better].value > compared[worse].value:
                 raise ValueError(f"the first reward of the pair ({better}, {worse}) is not higher than the second one")
-            found[better].append(ids[worse])
+            found[rows[better]].append(ids[rows[worse]])
         return []
 
-    _asked(scheme, rewards, ask, [], "pair")
+    _asked(scheme, compared, ask, [], "pair")
     return [tuple(sorted(worse)) for worse in found]
 
 

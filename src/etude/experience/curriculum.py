@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -104,16 +105,18 @@ class Signals:
     def count(self, plan: BatchPlan, known: Container[str]) -> None:
         """Add the groups of a step's batch to the counts.
 
-        Groups without a valid member are skipped, and so are the group ids in `known`: they were counted before a
-        restart went back to an earlier step."""
-        groups = dict[str, list[Member]]()
+        A group without a valid rollout is skipped, and so is one of which a single rollout of several is valid: it has
+        no advantage without siblings, so its strength is unknown, not 0. Also skipped are the group ids in `known`:
+        they were counted before a restart went back to an earlier step."""
+        groups, sizes = dict[str, list[Member]](), Counter[str]()
         first = in_first_stage(plan.rollout_ids, self.min_group_size)
         for member, is_first in zip(plan.members, first, strict=True):
+            sizes[member.group_id] += is_first
             if is_first and member.summary is not None and member.reward is not None:
                 groups.setdefault(member.group_id, []).append(member)
         for group_id, members in groups.items():
             summaries = [member.summary for member in members if member.summary is not None]
-            if group_id not in known:
+            if group_id not in known and not len(members) == 1 < sizes[group_id]:
                 self.add(
                     summaries[0].family,
                     strength=_mean(map(_squared, members)),

@@ -26,6 +26,7 @@ IN_ONE = 5_000  # values per statement
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, position)",
     "CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id)",
+    "CREATE INDEX IF NOT EXISTS rollouts_held ON rollouts (group_id) WHERE state = 'held'",
     "CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step)",
     "CREATE INDEX IF NOT EXISTS rollouts_open ON rollouts (group_id, position) WHERE batch_id IS NULL",
     "CREATE INDEX IF NOT EXISTS transitions_by_rollout ON transitions (rollout_id)",

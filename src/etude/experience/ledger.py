@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import each, marks
+from etude.experience.database import each
 from etude.experience.groups import Finished, Row
 from etude.experience.ledger_queries import FINISHED, QUARANTINE, SPEC, LedgerQueries, Quarantined
 from etude.experience.lineage import Lineage, append_version, by_step
@@ -185,12 +185,12 @@ class Ledger(LedgerQueries):
         ended. If the rewards of the others differ, they run; if not, they are cancelled. Raises `LedgerError` for a
         rollout that was admitted before, or when too few slots are free."""
         groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
-        sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
-        there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
-        again = [i for i, count in Counter([*ids, *{i for i, _ in there}.intersection(ids)]).items() if count > 1]
+        known = self._among(groups, "SELECT DISTINCT group_id FROM rollouts WHERE group_id IN (*)")
+        there = self._among(ids, "SELECT rollout_id FROM rollouts WHERE rollout_id IN (*)")
+        again = [i for i, count in Counter([*ids, *there]).items() if count > 1]
         if again:
             raise LedgerError(f"rollout {again[0]} was admitted before", hint="give each group a new id")
-        self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
+        self.remember("groups", self.num_groups() + len(groups - known))
         state = {i: (State.HELD if i in held else State.ADMITTED).value for i in ids}
         born = [(spec.rollout_id, spec.group_id, state[spec.rollout_id], spec.attempt) for spec in specs]
         each(self._db, "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES ?", born)
@@ -278,15 +278,16 @@ class Ledger(LedgerQueries):
         """Decide about the held rollouts of groups whose other rollouts have all ended.
 
         They run if the rewards of the others differ, or if fewer than two of these were graded. Otherwise they are
-        cancelled. The rewards are those of the rows."""
-        held, moves = [row for row in self.rows(states=[State.HELD]) if row.group_id in group_ids], list[_Move]()
-        for group_id, waiting in itertools.groupby(held, key=lambda row: row.group_id):
-            others = [row for row in self.group_rows(group_id) if row.state is not State.HELD]
+        cancelled. The rewards are those of the rows. Of groups without a held rollout nothing is read."""
+        sql, moves = f"SELECT DISTINCT group_id FROM rollouts WHERE state = '{State.HELD}'", list[_Move]()
+        for group_id in sorted(self._among(group_ids, f"{sql} AND group_id IN (*)")):
+            rows = self.group_rows(group_id)
+            others = [row for row in rows if row.state is not State.HELD]
             if all(row.state in ENDED for row in others):
                 rewards = [row.reward for row in others if row.state is State.GRADED]
                 agree = len(rewards) > 1 and len(set(rewards)) == 1
                 to, reason = (State.CANCELLED, AGREE) if agree else (State.ADMITTED, "")
-                moves += [_Move(row, to, reason) for row in waiting]
+                moves += [_Move(row, to, reason) for row in rows if row.state is State.HELD]
         self._move(moves)
 
     @_atomic

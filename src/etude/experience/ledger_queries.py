@@ -130,8 +130,9 @@ class LedgerQueries:
         """Return the specs (descriptions from which a worker runs a rollout) of these rows, in the same order.
 
         Raises `LedgerError` for a spec that `prune` deleted."""
-        sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
-        stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
+        sql, stored = "SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN", dict[str, bytes]()
+        for some in parts([row.rollout_id for row in rows]):
+            stored |= dict(self._db.rows(f"{sql} ({marks(some)})", SPEC, *some))
         return [_spec(row, stored.get(row.rollout_id)) for row in rows]
 
     def history(self, rollout_id: str) -> list[dict[str, Any]]:

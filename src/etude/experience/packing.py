@@ -8,7 +8,7 @@ ledger, the window or torch."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -105,9 +105,16 @@ def plan_batch(
       number, at most 1 (`Batch.lr_share`).
     - `min_group_size`: the number of rollouts in the first stage of a group (`credit.staged_credit`); 0: one stage.
 
+    A rollout with a token beyond the lag bound is in no preference pair: its pair would compare a part of a rollout,
+    without the masked tokens, with a whole one.
+
     Raises `EtudeError` when a reward or an advantage is not finite."""
     members = [
-        member for group in groups for member in _members(group, composition, scheme, straggler, k1, min_group_size)
+        member
+        for group in groups
+        for member in _members(
+            group, composition, scheme, straggler, k1, min_group_size, _too_old(group, step - 1, max_lag)
+        )
     ]
     return BatchPlan(
         batch_id=batch_id,
@@ -132,13 +139,16 @@ def _members(
     straggler: Straggler,
     k1: Mapping[str, float] | None,
     min_group_size: int,
+    unpaired: Collection[str],
 ) -> Iterator[Member]:
+    """Yield the members of a group. `unpaired`: ids of rollouts that are in no preference pair."""
     graded = [_with_k1(rollout, one, k1) for rollout, one in group.valid]
     ids = [rollout.rollout_id for rollout, _ in group.valid]
     places = [rollout.places for rollout, _ in group.valid]
     given = staged_credit(graded, places, in_first_stage(ids, min_group_size), composition, scheme)
     credit = dict(zip(ids, given, strict=True))
-    preferred = dict(zip(ids, better_than([one.reward for one in given], ids, scheme), strict=True))
+    pairs = better_than([one.reward for one in given], ids, scheme, without=unpaired)
+    preferred = dict(zip(ids, pairs, strict=True))
     in_pairs = paired(preferred)
     judged = dict(zip(ids, graded, strict=True))
     ended = {one.rollout_id: one for one in group.finished}
@@ -160,6 +170,16 @@ def _members(
                 hints=composition.hints_of(judged[i]) if i in judged else (),
                 masks_stale=straggler is Straggler.MASK or i in group.lost,
             )
+
+
+def _too_old(group: Group, learner_step: int, max_lag: int) -> list[str]:
+    """Return the ids of the valid rollouts with a token beyond the lag bound. They are in no preference pair."""
+    return [one.rollout_id for one, _ in group.valid if exceeds_lag(one.oldest_steps, learner_step, max_lag)]
+
+
+def exceeds_lag(oldest_steps: Iterable[int], learner_step: int, max_lag: int) -> bool:
+    """Return whether one of these version steps is beyond the lag bound of a step trained at `learner_step`."""
+    return any(learner_step - step > max_lag for step in oldest_steps)
 
 
 def _with_k1(rollout: RolloutSummary, graded: Graded, k1: Mapping[str, float] | None) -> Graded:
@@ -260,9 +280,10 @@ def has_fresh_signal(
 
     Then a step trained at `learner_step` has a sample of the group, even if all older tokens are masked. The KL penalty
     is not part of these advantages, since it is measured later."""
+    too_old = _too_old(group, learner_step, max_lag)
     return any(
         learner_step - step <= max_lag
-        for member in _members(group, composition, scheme, Straggler.WAIT, None, min_group_size)
+        for member in _members(group, composition, scheme, Straggler.WAIT, None, min_group_size, too_old)
         if member.summary is not None and member.credited
         for step in member.summary.oldest_steps
     )

@@ -12,11 +12,12 @@ from typing import Any
 from etude.experience.credit import Credited, better_than, paired, staged_credit
 from etude.experience.groups import in_first_stage
 from etude.experience.hints import HintFormat
-from etude.experience.packing import batch_of, samples_of
-from etude.experience.traces import RecordedStep, batch_digest
+from etude.experience.packing import batch_of, exceeds_lag, samples_of
+from etude.experience.trace_reader import RecordedStep
+from etude.experience.traces import batch_digest
 from etude.records.reward import Reward
 from etude.records.rollout import Graded
-from etude.records.summary import BatchPlan, Member, turn_places
+from etude.records.summary import BatchPlan, Member, oldest_steps, turn_places
 from etude.rewards import Composition
 from etude.seams import CreditScheme
 
@@ -90,7 +91,10 @@ def recompute(
         ids = [recorded.trees[i].rollout.rollout_id for i in some]
         given = staged_credit(outcomes, places, in_first_stage(ids, min_group_size), composition, scheme)
         credit |= dict(zip(some, given, strict=True))
-        preferred |= dict(zip(ids, better_than([one.reward for one in given], ids, scheme), strict=True))
+        oldest = [oldest_steps(recorded.trees[i].trace) for i in some]
+        late = [one for one, steps in zip(ids, oldest, strict=True) if exceeds_lag(steps, recorded.step - 1, max_lag)]
+        pairs = better_than([one.reward for one in given], ids, scheme, without=late)
+        preferred |= dict(zip(ids, pairs, strict=True))
     members, in_pairs = list[Member](), paired(preferred)
     for i, tree in enumerate(recorded.trees):
         reward, advantage, turns = credit.get(i, (None, 0.0, ()))

@@ -70,7 +70,7 @@ class EngineLeases:
     def __init__(self, run: RunFolder, processes: RunProcesses, telemetry: Telemetry) -> None:
         self._folder, self._processes, self._telemetry = run / FOLDER, processes, telemetry
         self._answer: Answer | None = None  # of the active lease
-        self._ends = 0.0
+        self._ends, self._held_until = 0.0, 0.0  # monotonic: end of the lease; until when its engines surely hold
         self._seen = ""  # id of the last request that was answered
 
     async def watch(self) -> None:
@@ -120,12 +120,13 @@ class EngineLeases:
             )
             self._refuse(request, facts)
             return
-        lent = await self._processes.lend(able[-count:])
+        lent, began = await self._processes.lend(able[-count:]), time.monotonic()
         versions = await self._hold(lent, HOLD_S)
         if len(lent) < count or {*versions.values()} != {self._processes.head}:
             await self._release(lent)
             return
-        self._seen, self._ends = request.id, time.monotonic() + min(request.seconds, MAX_LEASE_S)
+        self._seen, self._held_until = request.id, began + HOLD_S
+        self._ends = time.monotonic() + min(request.seconds, MAX_LEASE_S)
         urls = {name: engine.url for name, engine in lent.items()}
         self._answer = Answer(id=request.id, engines=urls, version=self._processes.head)
         self._write(self._answer)
@@ -142,11 +143,17 @@ class EngineLeases:
         return dict(zip(engines, await asyncio.gather(*map(one, engines.values())), strict=True))
 
     async def _renew(self, answer: Answer) -> str:
-        """Make the lent engines keep their version for longer. Returns why that failed; "": it succeeded."""
-        lent = await self._processes.lend(answer.engines)
+        """Make the lent engines keep their version for longer. Returns why that failed; "": it succeeded.
+
+        An engine that does not answer, as in a long computation, is not lost while its last answer makes it hold."""
+        lent, began = await self._processes.lend(answer.engines), time.monotonic()
         versions = await self._hold(lent, HOLD_S)
-        same = {lent[name].url for name in lent} == {*answer.engines.values()}
-        return "" if same and {*versions.values()} == {answer.version} else "an engine was lost"
+        same = {name: engine.url for name, engine in lent.items()} == answer.engines
+        if same and {*versions.values()} == {answer.version}:
+            self._held_until = began + HOLD_S
+        elif not same or {*versions.values()} - {answer.version, None} or time.monotonic() >= self._held_until:
+            return "an engine was lost"
+        return ""
 
     async def _take_back(self, answer: Answer, reason: str) -> None:
         self._answer = None

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from etude.errors import CheckpointError, InputError, LedgerError, WeightsError
 from etude.experience import read_trace
-from etude.experience.traces import RecordedBatch, trace_path
+from etude.experience.trace_reader import RecordedBatch
+from etude.experience.traces import trace_path
 from etude.loop.locations import traces_folder, weights_store
 from etude.loop.retention import steps_in
 from etude.records import Version

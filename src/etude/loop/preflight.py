@@ -30,6 +30,7 @@ from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.engine_registry import check_listen
 from etude.loop.limits import check_limits, first_tasks, start_model_config
 from etude.loop.locations import check_store, has_published, ledger_location, read_ledger
+from etude.loop.reward_settings import check_hints
 from etude.loop.rpc import MAX_FRAME_BYTES
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
@@ -76,6 +77,7 @@ def preflight(
         check_step(config, config.model, log)
         if config.learner.device.startswith("cuda"):
             log(f"mid-training runs on the CPU; learner.device = {config.learner.device!r} is used by RL only")
+    check_hints(config.rewards)
     for term in config.rewards.terms:
         if term.from_step > config.rl.steps:
             facts = f"its from_step is {term.from_step}, and rl.steps = {config.rl.steps}"

@@ -22,7 +22,7 @@ from etude.errors import ConfigError, InputError, RunError, RunRefused
 from etude.experience import Ledger
 from etude.file_checksums import sealed_list, verify_json
 from etude.loop.config import RunConfig, check_same_plugins, read_config
-from etude.plugins import check_all
+from etude.plugins import Kind, check_all, found, import_path
 from etude.records import Graded
 from etude.records.summary import BatchPlan
 from etude.rewards import Composition
@@ -174,6 +174,7 @@ def record_change(
     _require_open(from_step, last_step(), num_steps)
     replace(read_config(run), rewards=rewards)  # which checks it as a whole
     plugins = check_all(list(dict.fromkeys(plugins_in(rewards, "rewards"))))
+    check_hints(rewards)
     check_same_plugins(run, plugins, accept=False)
     known = {one["path"]: one for one in run.plugins()}
     if new := {one.path: msgspec.to_builtins(one) for one in plugins if one.path not in known}:
@@ -188,6 +189,18 @@ def record_change(
     ]
     write_durably(run / FILE, json.dumps(sealed_list(plain), indent=2).encode())
     return change
+
+
+def check_hints(rewards: RewardsConfig) -> None:
+    """Check that the terms with `hints` give hints, as their classes say (`seams.RewardTerm`). Raises `ConfigError`."""
+    for term in rewards.terms:
+        path = import_path(Kind.REWARD, term.kind.path)
+        if term.hints and not getattr(found(path), "gives_hints", False):
+            raise ConfigError(
+                f"the reward term {term.name!r} has hints = {term.hints:g}",
+                f"{path} gives no hints, so the setting has no effect",
+                hint=f"set {term.name}.hints = 0.0; if its scores have hints, give it the attribute gives_hints = True",
+            )
 
 
 def _require_open(from_step: int | None, last: int, num_steps: int) -> None:

@@ -10,7 +10,8 @@ from etude.errors import LedgerError
 from etude.evals import EvalRow
 from etude.experience import Ledger
 from etude.experience.groups import Row
-from etude.experience.traces import RecordedTree, read_rollout, trace_path
+from etude.experience.trace_reader import RecordedTree, read_rollout
+from etude.experience.traces import trace_path
 from etude.harness import ChatFormat
 from etude.loop.config import read_config
 from etude.loop.locations import rollout_files, traces_folder

@@ -126,7 +126,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     - `pair_accuracy`: the share of pairs in which the better rollout has the higher log-ratio to the reference; equal
       ones count half. `pair_margin`: the mean of beta times the difference of these log-ratios. None without pairs.
     - `hint_kl`: in nats, the mean of log p(token | context) - log p(token | context with the hint) over the tokens of
-      turns with a hint, an estimate of the reverse KL divergence; None without hints."""
+      turns with a hint, an estimate of the reverse KL divergence. `hint_clip_share`: the share of these tokens whose
+      difference is clipped in their credit (`training.hints`). None without hints."""
 
     num_tokens: int
     num_sampled: int
@@ -154,6 +155,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     pair_accuracy: float | None = None
     pair_margin: float | None = None
     hint_kl: float | None = None
+    hint_clip_share: float | None = None
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):

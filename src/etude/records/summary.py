@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -91,11 +91,21 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def oldest_steps(self) -> dict[int, int]:
         """Version step → number of sampled tokens whose oldest version has this step; ascending by step."""
-        steps: dict[int, int] = {}
-        for places, count in self.sampled_by:
-            oldest = min(self.versions[place].step for place in places)
-            steps[oldest] = steps.get(oldest, 0) + count
-        return dict(sorted(steps.items()))
+        return _by_oldest(self.versions, self.sampled_by)
+
+
+def oldest_steps(trace: Trace) -> dict[int, int]:
+    """Return `RolloutSummary.oldest_steps` of a rollout with this trace."""
+    versions = _versions(trace)
+    return _by_oldest(versions, _sampled_by(trace, versions).items())
+
+
+def _by_oldest(versions: Sequence[Version], sampled_by: Iterable[tuple[tuple[int, ...], int]]) -> dict[int, int]:
+    steps: dict[int, int] = {}
+    for places, count in sampled_by:
+        oldest = min(versions[place].step for place in places)
+        steps[oldest] = steps.get(oldest, 0) + count
+    return dict(sorted(steps.items()))
 
 
 def _versions(trace: Trace) -> tuple[Version, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 
@@ -28,6 +29,7 @@ _PATHS, _OLD, _NEW, _WHOLE = (
 class MalformedCalls(msgspec.Struct, frozen=True):
     """Minus the number of tool calls that could not be parsed. ``{fault}`` is the error message that the agent got."""
 
+    gives_hints: ClassVar[bool] = True
     hint: str = "Write the next call exactly as its tool defines it. Avoid this error: {fault}"
 
     @property
@@ -45,6 +47,7 @@ class RepeatedReads(msgspec.Struct, frozen=True):
     `tools`: names of the tools that count; () for all. A call repeats only calls in its own context, since another
     branch of the conversation may not have the output. ``{fault}`` is the call."""
 
+    gives_hints: ClassVar[bool] = True
     tools: tuple[str, ...] = ()
     hint: str = "You have the output of this call already, do not repeat it: {fault}"
 
@@ -73,6 +76,7 @@ class RevertedEdits(msgspec.Struct, frozen=True):
     An edit is a call with a path and a line and text, a path and the whole content, or a path, an old and a new text,
     whatever the tool is called."""
 
+    gives_hints: ClassVar[bool] = True
     hint: str = "Do not take back your earlier edit of this file: {fault}"
 
     @property
@@ -105,6 +109,7 @@ class NoTestsRun(msgspec.Struct, frozen=True):
     `pattern`: a regular expression for calls that run tests, searched in the name and arguments of each call. Raises
     `ConfigError` if it is not a regular expression."""
 
+    gives_hints: ClassVar[bool] = True
     pattern: str = r"\btests?\b|pytest|unittest|tox\b"
     hint: str = "Run the tests before you finish."
 

@@ -154,6 +154,11 @@ class RewardTermContract(Contract):
         first, again = ([(one.value, one.hints) for one in self.measured(term)] for _ in range(2))
         assert first == again, f"first {first}, then {again}"
 
+    def test_a_term_whose_scores_have_hints_says_that_it_gives_hints(self) -> None:
+        term = self.make()
+        says = getattr(term, "gives_hints", False)
+        assert says or not any(one.hints for one in self.measured(term)), "set its attribute gives_hints = True"
+
     def test_the_order_of_the_siblings_does_not_matter(self) -> None:
         term, siblings = self.make(), self.rollouts()
         forth, back = self.measured(term, siblings), self.measured(term, siblings[::-1])[::-1]

@@ -84,11 +84,11 @@ class BatchMetrics:
         self.num_slots += routes.numel()
         self.num_replayed += len(routes)
 
-    def report(self, *, cpu_s: float, num_unique: int | None = None, hint_kl: float | None = None) -> StepReport:
+    def report(self, *, cpu_s: float, num_unique: int | None = None) -> StepReport:
         """Return the metrics of the batch. A batch without samples has a loss of 0 and ratios of 1.
 
         `cpu_s`: CPU time of the batch in seconds. `num_unique`: tokens of the batch when a token that paths share
-        counts once; None: no tokens are shared. `hint_kl`: see `StepReport.hint_kl`, in nats; None without hints."""
+        counts once; None: no tokens are shared."""
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()
         live = torch.cat(self.live) if self.live else torch.zeros(0)
@@ -118,7 +118,6 @@ class BatchMetrics:
             cut_share=1.0 - float(weight.double().sum() / uncut.double().sum()),
             dropped_share=float((weight == 0).double().mean()),
             effective_share=effective_share(weight),
-            hint_kl=hint_kl,
         )
 
 

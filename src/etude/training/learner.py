@@ -14,10 +14,9 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from etude import progress
@@ -25,34 +24,28 @@ from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, InputError, ParityError, WeightsError
 from etude.file_checksums import verify_files
 from etude.models.headers import read_json
-from etude.models.hooks import ForwardHook, no_hook
 from etude.models.transformer import Forward, Transformer
 from etude.numerics.config import Mode, NumericsConfig
 from etude.numerics.factory import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.records.wire import F32
 from etude.training.balance import ExpertBalancer
 from etude.training.batch_metrics import BatchMetrics, merge_metrics
 from etude.training.config import CorrectionKind, DpoReference, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.flat_batch import FlatBatch, flatten_samples, microbatches, num_forwarded
+from etude.training.flat_batch import FlatBatch
+from etude.training.forward_passes import ForwardPasses, PackedSamples
 from etude.training.hints import with_hint_credit
 from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
 from etude.training.muon import Muon
 from etude.training.nan_check import (
-    check_logits,
     check_loss,
-    check_sampled,
     check_weights,
     checked_step,
-    describe_token,
 )
 from etude.training.optimizer import AdamW
-from etude.training.packing import Cost, pack, pack_prefixes
 from etude.training.pair_loss import PairLoss, pair_loss, weighted_tokens_loss
-from etude.training.prefix_tree import prefix_order
 from etude.training.process_group import SINGLE_PROCESS, ProcessGroup
 from etude.training.reference import Reference
 from etude.training.routes import RouteReplay
@@ -63,37 +56,6 @@ from etude.weights.tensors import Tensor
 
 METADATA_FORMAT = 1
 METADATA = "learner.json"  # beside the weights of a learner's checkpoint
-LEAST_SHARED = 0.25
-"""Prefixes are shared from this share of tokens on that need not be computed again."""
-UNREPLAYED_EVERY = 64
-"""One of this many samples is computed again without route replay, to measure the unreplayed ratio."""
-
-
-@dataclass(frozen=True)
-class PackedSamples:
-    """The samples of a batch, by forward pass.
-
-    `rows`: for each forward pass, and each data-parallel rank, the indices of its samples. `shared`: whether tokens
-    that paths share are computed once. `num_tokens`: tokens of all paths. `num_unique`: the same number with shared
-    tokens counted once."""
-
-    samples: Sequence[Sample]
-    rows: list[list[list[int]]]
-    shared: bool
-    num_tokens: int
-    num_unique: int
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """The part of a rank in the scores of a forward pass.
-
-    `samples`: indices of the samples in the pass. `rows`: indices, among their tokens with loss, of the rank's tokens.
-    `logprobs`: one for each of these."""
-
-    samples: list[int]
-    rows: list[int]
-    logprobs: list[float]
 
 
 class TorchLearner:
@@ -173,6 +135,23 @@ class TorchLearner:
         """The parity class: an engine of this class with the same weights computes bit-identical log-probabilities."""
         return self.model.parity
 
+    @property
+    def passes(self) -> ForwardPasses:
+        """The forward passes of the live weights."""
+        sizes, replay = self.model.config, None
+        if self.config.replays(self.numerics.mode) and sizes.num_moe_layers:
+            replay = RouteReplay(sizes, step=self.step, max_lag=self.config.replay_max_lag)
+        return ForwardPasses(
+            self.model,
+            self.config,
+            group=self._group,
+            device=self._device,
+            temperature=self._temperature,
+            replay=replay,
+            step=self.step,
+            share_prefixes=self.share_prefixes,
+        )
+
     # training
 
     def forward_backward(self, batch: Batch) -> StepReport:
@@ -185,88 +164,62 @@ class TorchLearner:
         metrics = [BatchMetrics() for _ in self._group.own_shares(shares)]
         pairs: PairLoss | None = None
         try:
-            samples, hint_kl = with_hint_credit(batch.samples, self._score)
-            packed = self._packed(samples, self._replay())
+            passes, bound = self.passes, math.log(self.model.config.vocab_size)
+            hints = with_hint_credit(batch.samples, passes.score, bound=bound)
+            packed = passes.pack(hints.samples)
             if self.config.policy_loss is PolicyLossKind.DPO:
-                pairs = pair_loss(batch.pairs, self._log_ratios(packed), beta=self.config.dpo_beta)
+                log_ratios = passes.log_ratios(packed, self._dpo_reference)
+                pairs = pair_loss(batch.pairs, log_ratios, beta=self.config.dpo_beta)
                 packed = replace(packed, samples=pairs.weighted(packed.samples))
             for row in packed.rows:
-                self._row(row, packed, batch.num_loss_tokens, metrics)
+                self._row(passes, row, packed, batch.num_loss_tokens, metrics)
             total = merge_metrics([share for rank in self._group.all_gather(metrics) for share in rank])
             if total.num_replayed:
-                total.live += self._unreplayed_log_ratios(batch)
+                total.live += passes.unreplayed_log_ratios(batch)
         except Exception:
             self._group.reset(self.model)
             self.optimizer.clear()
             self._balance.clear()
             raise
         cpu_s = sum(self._group.all_gather(time.process_time() - began))
-        report = total.report(cpu_s=cpu_s, num_unique=packed.num_unique, hint_kl=hint_kl)
+        report = hints.added_to(total.report(cpu_s=cpu_s, num_unique=packed.num_unique))
         return report if pairs is None else pairs.added_to(report)
 
-    def _packed(self, samples: Sequence[Sample], replay: RouteReplay | None) -> PackedSamples:
-        """Distribute samples over forward passes, and decide whether the passes share prefixes."""
-        lengths, cost = [num_forwarded(sample) for sample in samples], Cost.for_model(self.model.config)
-        found, budget, shares = prefix_order(samples, lengths, replay), self.config.budget_tokens, self.config.shares
-        shared = self.share_prefixes and found.num_unique < (1 - LEAST_SHARED) * sum(lengths)
-        if shared:
-            rows = pack_prefixes(found, shares=shares, budget_tokens=budget, cost=cost)
-        else:
-            rows = pack(lengths, shares=shares, budget_tokens=budget, cost=cost)
-        return PackedSamples(samples, rows, shared, sum(lengths), found.num_unique)
-
-    @torch.no_grad()
-    def _score(self, samples: Sequence[Sample]) -> list[F32]:
-        """Return the log-probability of each token with loss under the live weights, [S] per sample, on every rank.
-
-        No routes are replayed, since engines recorded none for contexts with hints."""
-        group, packed, found = self._group, self._packed(samples, None), list[_Scores]()
-        for row in packed.rows:
-            for share in group.own_shares(len(row)):
-                some = [samples[i] for i in row[share]]
-                with group.propagate_errors("hints"):
-                    flat = flatten_samples(some, share_prefixes=packed.shared)
-                rows = group.local_tokens(flat).to(self._device)
-                with group.collective("hints"):
-                    done = self._run(rows)
-                with group.propagate_errors("hints"):
-                    self._check_logits(done, some, rows)
-                    logprobs_R = self._logprobs(done.logits, rows).gather(1, rows.targets_R[:, None])[:, 0]
-                found.append(_Scores(row[share], rows.places_in(flat).tolist(), logprobs_R.tolist()))
-                progress.tick()
-        counts = [int(sample.path.mask.sum()) for sample in samples]
-        scores = [np.zeros(count, np.float32) for count in counts]
-        for one in [one for rank in group.all_gather(found) for one in rank if one.samples]:
-            whole = np.concatenate([scores[i] for i in one.samples])
-            whole[one.rows] = one.logprobs
-            parts = np.split(whole, np.cumsum([counts[i] for i in one.samples[:-1]]))
-            for i, part in zip(one.samples, parts, strict=True):
-                scores[i] = part
-        return scores
-
-    def _row(self, row: list[list[int]], packed: PackedSamples, normaliser: float, metrics: list[BatchMetrics]) -> None:
+    def _row(
+        self,
+        passes: ForwardPasses,
+        row: list[list[int]],
+        packed: PackedSamples,
+        normaliser: float,
+        metrics: list[BatchMetrics],
+    ) -> None:
         own = self._group.own_shares(len(row))
         accumulator = self._group.accumulator(self.optimizer, len(own))
         for share, share_metrics in zip(own, metrics, strict=True):
-            self._share([packed.samples[i] for i in row[share]], packed, normaliser, share_metrics)
+            self._share(passes, [packed.samples[i] for i in row[share]], packed, normaliser, share_metrics)
             if accumulator is not None:
                 accumulator.add_share()
         if accumulator is not None:
             accumulator.finish_row()
 
     def _share(
-        self, samples: Sequence[Sample], packed: PackedSamples, normaliser: float, share_metrics: BatchMetrics
+        self,
+        passes: ForwardPasses,
+        samples: Sequence[Sample],
+        packed: PackedSamples,
+        normaliser: float,
+        share_metrics: BatchMetrics,
     ) -> None:
         """Run the forward and backward pass of one share of the samples `packed`.
 
         `normaliser`: number of sampled tokens in the batch."""
         group, step = self._group, self.step + 1
-        rows = self._flatten(samples, packed)
+        rows = passes.flatten(samples, packed)
         with group.collective("forward pass"):
-            done = self._run(rows)
+            done = passes.run(rows)
         with group.propagate_errors("forward pass"):
-            self._check_logits(done, samples, rows)
-            logprobs_RV = self._logprobs(done.logits, rows)
+            passes.check_logits(done, samples, rows)
+            logprobs_RV = passes.logprobs(done.logits, rows)
             logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
             log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
             fresh_R = rows.per_row([self._is_fresh(sample) for sample in samples])
@@ -288,38 +241,6 @@ class TorchLearner:
             share_metrics.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
         progress.tick()
 
-    def _flatten(self, samples: Sequence[Sample], packed: PackedSamples) -> FlatBatch:
-        """Return this rank's part of the tokens of one forward pass, on its device."""
-        with self._group.propagate_errors("samples"):
-            flat = flatten_samples(samples, self._replay(), share_prefixes=packed.shared)
-            check_sampled(samples, flat, step=self.step + 1)
-        return self._group.local_tokens(flat).to(self._device)
-
-    @torch.no_grad()
-    def _log_ratios(self, packed: PackedSamples) -> dict[str, float]:
-        """Return log π − log π_ref of each rollout, in nats: the sum over its tokens with loss, on all ranks.
-
-        π_ref is the reference policy of the DPO loss. The sums are float64, and do not depend on how samples are
-        distributed over forward passes and ranks."""
-        own = list[tuple[str, float]]()
-        for row in packed.rows:
-            for share in self._group.own_shares(len(row)):
-                samples = [packed.samples[i] for i in row[share]]
-                rows = self._flatten(samples, packed)
-                with self._group.collective("forward pass"):
-                    done = self._run(rows)
-                with self._group.propagate_errors("forward pass"):
-                    self._check_logits(done, samples, rows)
-                    logprobs_R = self._logprobs(done.logits, rows).gather(1, rows.targets_R[:, None])[:, 0]
-                    log_ratio_R = (logprobs_R - self._dpo_reference(rows)).double().cpu()  # GPUs add in any order
-                    per_sample = log_ratio_R.new_zeros(len(samples)).index_add_(0, rows.sample_R.cpu(), log_ratio_R)
-                own += zip((sample.rollout_id for sample in samples), per_sample.tolist(), strict=True)
-                progress.tick()
-        parts: dict[str, list[float]] = {}
-        for rollout_id, part in (one for rank in self._group.all_gather(own) for one in rank):
-            parts.setdefault(rollout_id, []).append(part)
-        return {rollout_id: math.fsum(of) for rollout_id, of in parts.items()}
-
     def _dpo_reference(self, rows: FlatBatch) -> torch.Tensor:
         """Return the log-probability of each sampled token under the reference of the DPO loss, float32 [R]."""
         if self.config.dpo_reference is DpoReference.SAMPLER:
@@ -331,41 +252,6 @@ class TorchLearner:
                 hint="give TorchLearner a Reference, or set dpo_reference = 'sampler'",
             )
         return self._reference.logprobs(rows)
-
-    def _check_logits(self, done: Forward, samples: Sequence[Sample], rows: FlatBatch) -> None:
-        """Check that the logits of a forward pass of these samples are finite. Raises `NotFinite`."""
-        again = functools.partial(self._run, rows) if self._group.size == 1 else None
-        place = functools.partial(describe_token, samples, rows)
-        check_logits(done.logits, again, rows.rows_R, step=self.step + 1, place=place)
-
-    def _replay(self) -> RouteReplay | None:
-        if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):
-            return None
-        return RouteReplay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
-
-    def _run(self, rows: FlatBatch, hook: ForwardHook = no_hook) -> Forward:
-        return self.model.train().run(
-            rows.tokens_N,
-            self._group.cache(rows, self.model.operators),
-            rows.routes_NLK,
-            rows.rows_R,
-            plausible=self.config.replay_plausible,
-            counts=rows.counts_N,
-            hook=hook,
-        )
-
-    @torch.no_grad()
-    def _unreplayed_log_ratios(self, batch: Batch) -> list[torch.Tensor]:
-        """Return log-ratios of a few tokens, without replay: one sample in `UNREPLAYED_EVERY`, others each step.
-
-        This costs about a third of their training: about 0.5 % of the step."""
-        few = batch.samples[batch.step % UNREPLAYED_EVERY :: UNREPLAYED_EVERY] or batch.samples[:1]
-        found = []
-        for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
-            rows = self._group.local_tokens(flatten_samples(samples)).to(self._device)
-            logprobs_RV = self._logprobs(self._run(rows).logits, rows)
-            found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
-        return [one.cpu() for one in found]
 
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: FlatBatch, fresh_R: torch.Tensor, normaliser: float
@@ -397,9 +283,6 @@ class TorchLearner:
             case PolicyLossKind.PPO:
                 low, high = config.clip_low, config.clip_high
                 return ppo_loss(*rows, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
-
-    def _logprobs(self, logits_RV: torch.Tensor, rows: FlatBatch) -> torch.Tensor:
-        return self.model.operators.log_softmax(logits_RV, rows.temperature(self._temperature))
 
     def _fresh_ratio(
         self, samples: Sequence[Sample], rows: FlatBatch, log_ratio_R: torch.Tensor, fresh_R: torch.Tensor

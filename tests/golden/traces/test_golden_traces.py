@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from etude.experience import read_trace
-from etude.experience.traces import batch_digest, read_index, read_rollout
+from etude.experience.trace_reader import read_index, read_rollout
+from etude.experience.traces import batch_digest
 from etude.records import Graded
 
 FILE = Path(__file__).parent / "format-1" / "batch-000005.parquet"

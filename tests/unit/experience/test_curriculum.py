@@ -111,6 +111,14 @@ def test_a_group_that_went_on_counts_as_much_as_its_first_stage_says(kit) -> Non
     assert mean(0.5, 0) != pytest.approx(mean(0.1, 0), abs=0.02)
 
 
+@pytest.mark.parametrize("values", [[1.0, None, 0.0, 1.0], [1.0, None, None, None], [None, None, 0.0, 1.0]])
+def test_a_first_stage_with_a_single_valid_rollout_says_nothing_about_its_family(kit, values) -> None:
+    signals = Signals(min_group_size=2)
+    plan = plan_batch([kit.group("g000000", values)], batch_id="b", step=1, max_lag=1, scheme=Rloo(), min_group_size=2)
+    signals.count(plan, ())
+    assert signals.state["families"] == {}
+
+
 def test_advantages_are_counted_not_differences_of_rewards(kit) -> None:
     """A scheme that divides by the deviation makes a rare success as strong as a frequent one."""
     rare, even = kit.group("g000000", [1.0] + [0.0] * 7), kit.group("g000001", [1.0, 0.0] * 4)

@@ -13,7 +13,8 @@ from etude.experience import SCHEMES, Finished, Group, make_batch, plan_batch, r
 from etude.experience.credit import Credit
 from etude.experience.hints import HintFormat
 from etude.experience.recomputing import recompute, recorded_composition
-from etude.experience.traces import read_step, trace_path
+from etude.experience.trace_reader import read_step
+from etude.experience.traces import trace_path
 from etude.records import Graded, Trace
 from etude.records.reward import Hint, Term
 from etude.records.rollout import TurnKind
@@ -55,6 +56,22 @@ def test_a_hint_is_the_end_of_the_message_before_its_turn(kit: Any) -> None:
         assert placed.token_ids.tolist() == list(b"\nno")
         assert path.token_ids[at : at + 2].tolist() == END.tolist()
         assert path.mask[at:stop].tolist() == [False] * 2 + [True] * (stop - at - 2)
+
+
+def test_where_the_end_of_a_message_is_merged_with_its_text_the_tokens_of_the_turn_stay_those_that_were_sampled(
+    kit: Any,
+) -> None:
+    """A tokeniser may merge the last character of a tool's output with the newline of its end, so that only the shorter
+    end, that of a message of the user, is found. The hint is then behind the tool's own end."""
+    trace = kit.chain([(0, 4)], [(0, 5)])
+    merged = HintFormat(encode, (np.array([9, *END], np.int32), END), context_tokens=64)
+    path = trace.path(1)
+    placed = merged.place(Hint(1, "no", 0.5), path, trace, [0, 1])
+    assert placed is not None
+    completion = trace.turns[1].completion.token_ids
+    context = [*path.token_ids[: placed.at], *placed.token_ids, *path.token_ids[placed.at : placed.stop]]
+    assert context[-len(END) - len(completion) :] == [*END, *completion]
+    assert path.token_ids[placed.at : placed.stop][path.mask[placed.at : placed.stop]].tolist() == completion.tolist()
 
 
 def test_a_turn_goes_without_a_hint_where_it_cannot_have_one(kit: Any) -> None:

@@ -13,7 +13,8 @@ from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_
 from etude.experience.credit import AllPairs, BestWorst, DrGrpo, Fork, advantages, staged_credit, turn_advantages
 from etude.experience.packing import has_fresh_signal, num_not_plain, paths, reference_samples
 from etude.experience.recomputing import recompute
-from etude.experience.traces import batch_digest, read_index, read_step, read_trace, trace_path
+from etude.experience.trace_reader import read_index, read_step, read_trace
+from etude.experience.traces import batch_digest, trace_path
 from etude.records import Completion, Graded, Trace
 from etude.records.reward import K1, SUBMITTED, Reward, Term
 from etude.records.rollout import TurnKind
@@ -374,6 +375,22 @@ def test_a_pair_of_which_one_rollout_is_too_old_is_left_out(kit: Any) -> None:
 
     assert pairs(max_lag=3) == (("g000000.0", "g000000.1"), ("g000000.0", "g000000.2"))
     assert pairs(max_lag=2) == (("g000000.0", "g000000.2"),)
+
+
+def test_a_rollout_that_has_lost_a_part_to_the_lag_bound_is_in_no_pair(kit: Any, tmp_path: Path) -> None:
+    """Its margin would be that of a part of it, against the whole of its sibling."""
+    group = kit.group("g000000", [1.0, 0.0, 0.0, 0.5], kit.chain([(3, 4)], [(3, 4)]))
+    partly = kit.summary("g000000.1", kit.chain([(0, 4)], [(3, 4)]))
+    finished = list(group.finished)
+    finished[1] = msgspec.structs.replace(finished[1], summary=partly)
+    group = type(group)(group.group_id, group.rollout_ids, tuple(finished))
+    masks: dict[str, Any] = {"max_lag": 2, "straggler": Straggler.MASK}
+    plan = plan_batch([group], batch_id="b", step=4, scheme=AllPairs(), **masks)
+    batch, _ = record_batch(tmp_path, plan, kit.read)
+    assert {one for pair in batch.pairs for one in pair} == {"g000000.0", "g000000.2", "g000000.3"}
+    extremes = plan_batch([group], batch_id="b", step=4, scheme=BestWorst(), **masks)
+    assert make_batch(extremes, kit.read).pairs == (("g000000.0", "g000000.2"),), "the worst one of the others"
+    assert recompute(read_step(trace_path(tmp_path, 4)), Composition(), AllPairs(), max_lag=2).equal
 
 
 def test_both_rollouts_of_a_pair_are_trained_on_whatever_their_advantages(kit: Any, tmp_path: Path) -> None:

@@ -25,10 +25,12 @@ from etude.experience import (
     read_trace,
     record_batch,
     step_metrics,
+    trace_reader,
     trace_writer,
 )
 from etude.experience import traces as trace_module
-from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
+from etude.experience.trace_reader import read_index, read_rollout
+from etude.experience.traces import SCHEMA, trace_path
 from etude.records import Batch, Completion, Sampling, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Start, Trace, Turn, TurnKind
@@ -120,7 +122,7 @@ def test_writing_the_same_batch_again_gives_the_same_bytes(tmp_path, kit):
 @pytest.mark.parametrize("name", ["read_index", "read_trace"])
 def test_reading_leaves_no_thread_that_could_abort_the_interpreter_at_its_end(tmp_path, kit, threads_left, name):
     _, path = recorded(tmp_path, kit, max_lag=1)
-    assert threads_left(f"etude.experience.traces:{name}", path) == 0
+    assert threads_left(f"etude.experience.trace_reader:{name}", path) == 0
 
 
 def test_a_missing_trace_is_named(tmp_path):
@@ -338,8 +340,8 @@ def test_a_turn_that_was_not_sampled_plainly_is_recorded_and_counted_but_not_tra
     assert [(s.rollout_id, int(s.path.mask.sum())) for s in batch.samples] == [("g000000.0", 2)]
     turns = [row["sampling"] for row in rows if row["row"] == "turn"]
     assert [bool(row["others"]) for row in turns] == [True, False, True]
-    table, _ = trace_module._read(trace_path(tmp_path, 5))
-    found = [turn.sampling for _, trace, _ in trace_module._rollouts(table) for turn in trace.turns]
+    table, _ = trace_reader._read(trace_path(tmp_path, 5))
+    found = [turn.sampling for _, trace, _ in trace_reader._rollouts(table) for turn in trace.turns]
     assert found == [odd, SAMPLING, odd]
     (tmp_path / "again").mkdir()
     plan = plan_batch(groups, batch_id="b", step=5, max_lag=4)
@@ -386,8 +388,8 @@ def test_every_turn_of_any_tree_is_read_back(tmp_path, kit, seed, kind, group_by
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace_writer, "ROW_GROUP_BYTES", group_bytes)
         written(tmp_path, kit, *(of_traces(kit, f"g00000{i}", some) for i, some in enumerate(traces)))
-    table, _ = trace_module._read(trace_path(tmp_path, 5))
-    found = [trace.turns for _, trace, _ in trace_module._rollouts(table)]
+    table, _ = trace_reader._read(trace_path(tmp_path, 5))
+    found = [trace.turns for _, trace, _ in trace_reader._rollouts(table)]
     assert len(found) == 8
     for turns, was in zip(found, (trace for some in traces for trace in some), strict=True):
         for turn, written_turn in zip(turns, was.turns, strict=True):

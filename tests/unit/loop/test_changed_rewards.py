@@ -13,7 +13,7 @@ from etude.cli.run import changed_rewards
 from etude.config import leaves, to_toml
 from etude.errors import ConfigError, InputError, RunError, RunRefused
 from etude.loop.config import RunConfig, build, config_to_resume, read_config
-from etude.loop.reward_settings import FILE, RewardSettings, read_changes, record_change
+from etude.loop.reward_settings import FILE, RewardSettings, check_hints, read_changes, record_change
 from etude.rewards import Composition
 from etude.run import RunFolder
 
@@ -59,6 +59,35 @@ def test_rewards_that_do_not_fit_the_loss_of_the_run_are_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"learner\.policy_loss = 'dpo'"):
         record_change(folder, rewards, from_step=1, last_step=lambda: 0, num_steps=9)
     assert read_changes(folder) == []
+
+
+class Hinting:
+    gives_hints, version = True, "1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "gives"),
+    [
+        ("repeated-reads", True),
+        ("etude.rewards.process:NoTestsRun", True),
+        (f"{__name__}:Hinting", True),
+        ("effort", False),
+        ("judge", False),
+        ("examples.plugins.rewards:FewTurns", False),
+    ],
+)
+def test_hints_of_a_term_that_gives_none_are_refused(run: RunFolder, kind: str, gives: bool) -> None:
+    term = {"name": "own", "kind": kind, "hints": 0.5}
+    rewards = build(RunConfig, {"rewards": {"terms": [term]}}).rewards
+    if gives:
+        check_hints(rewards)
+        return
+    with pytest.raises(ConfigError, match=r"the reward term 'own' has hints = 0\.5"):
+        check_hints(rewards)
+    if kind == "effort":  # a judge needs its settings first
+        with pytest.raises(ConfigError, match="gives no hints, so the setting has no effect"):
+            record_change(run, rewards, from_step=1, last_step=lambda: 0, num_steps=9)
+    check_hints(build(RunConfig, {"rewards": {"terms": [term | {"hints": 0.0}]}}).rewards)
 
 
 def test_a_change_that_another_process_records_meanwhile_is_not_lost(

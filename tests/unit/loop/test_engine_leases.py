@@ -29,9 +29,11 @@ class Held:
 
     def __init__(self, name: str, version: Version = HEAD) -> None:
         self.url, self.version, self.seconds, self.gone = f"http://{name}", version, 0.0, False
+        self.unanswered = 0
 
     async def hold(self, seconds: float) -> Version:
         if self.gone:
+            self.unanswered += 1
             raise EngineError("it does not answer", self.url, hint="start it")
         self.seconds = seconds
         return self.version
@@ -128,13 +130,36 @@ def test_the_time_of_a_lease_is_bounded_and_work_ends_with_it(run: RunFolder) ->
     play(run, processes, story)
 
 
-def test_an_engine_that_is_lost_ends_the_lease(run: RunFolder) -> None:
+def test_an_engine_that_is_lost_ends_the_lease(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_leases, "HOLD_S", 0.3)
     processes = Processes(REFERENCE, REFERENCE)
 
     async def story() -> None:
         async with borrowed_engines(run, share=0.5, seconds=60) as lease:
             assert await lease.during(asyncio.sleep(0.05, "done")) == "done"
             processes.all["engine-1"].gone = True
+            with pytest.raises(DeadlineExceeded) as ended:
+                await lease.during(asyncio.sleep(60))
+            assert ended.value.facts == "an engine was lost"
+
+    play(run, processes, story)
+
+
+def test_an_engine_that_answers_late_keeps_the_lease_while_it_holds_and_loses_it_with_another_version(
+    run: RunFolder,
+) -> None:
+    processes = Processes(REFERENCE, REFERENCE)
+    engine = processes.all["engine-1"]
+
+    async def story() -> None:
+        async with borrowed_engines(run, share=0.5, seconds=60) as lease:
+            engine.gone = True
+            async with asyncio.timeout(10):  # HOLD_S is longer
+                while engine.unanswered < 3:  # noqa: ASYNC110  the other side polls
+                    await asyncio.sleep(0.01)
+            engine.gone = False
+            assert await lease.during(asyncio.sleep(0.1, "done")) == "done"
+            engine.version = OLD
             with pytest.raises(DeadlineExceeded) as ended:
                 await lease.during(asyncio.sleep(60))
             assert ended.value.facts == "an engine was lost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +52,13 @@ def gain(learner: TorchLearner, sample: Sample, at: int, stop: int, temperature:
 
 def test_only_the_tokens_of_the_turn_get_what_the_hint_changes_times_its_weight(learner: TorchLearner) -> None:
     first, other = sampled(learner, 0, 0.25), sampled(learner, 1, -1.0)
-    credited, kl = with_hint_credit([hinted(first), other], learner._score)
+    done = with_hint_credit([hinted(first), other], learner.passes.score, bound=20.0)
+    credited = done.samples
     own = gain(learner, first, 3, 7)[1:]  # its tokens with loss are 4, 5 and 6
     expected = np.full(len(first.advantages), 0.25)
     expected[:3] += 0.5 * own
     assert credited[0].advantages == pytest.approx(expected, abs=1e-5)
-    assert kl == pytest.approx(-own.mean(), abs=1e-6)
+    assert (done.kl, done.clip_share) == (pytest.approx(-own.mean(), abs=1e-6), 0.0)
     assert abs(own).max() > 1e-3, "the hint changes something"
     assert credited[1] is other
     assert not credited[0].hints
@@ -65,7 +67,8 @@ def test_only_the_tokens_of_the_turn_get_what_the_hint_changes_times_its_weight(
 def test_hints_of_several_turns_are_scored_each_in_its_own_context(learner: TorchLearner) -> None:
     one = sampled(learner, 2, 0.0)
     end = len(one.path.mask)
-    [credited], _ = with_hint_credit([hinted(hinted(one, weight=1.0), at=8, stop=end, weight=2.0)], learner._score)
+    given = hinted(hinted(one, weight=1.0), at=8, stop=end, weight=2.0)
+    [credited] = with_hint_credit([given], learner.passes.score, bound=20.0).samples
     expected = np.concatenate([gain(learner, one, 3, 7)[1:], 2.0 * gain(learner, one, 8, end)[1:]])
     assert credited.advantages == pytest.approx(expected, abs=1e-5)
 
@@ -73,22 +76,36 @@ def test_hints_of_several_turns_are_scored_each_in_its_own_context(learner: Torc
 def test_tokens_are_scored_at_the_temperature_at_which_they_were_sampled(learner: TorchLearner) -> None:
     one = sampled(learner, 3, 0.0, temperature=0.5)
     own = replace(one, temperatures=np.full(len(one.advantages), 0.5, np.float32))
-    [credited], _ = with_hint_credit([hinted(own, weight=1.0)], learner._score)
+    [credited] = with_hint_credit([hinted(own, weight=1.0)], learner.passes.score, bound=20.0).samples
     assert credited.advantages[:3] == pytest.approx(gain(learner, one, 3, 7, 0.5)[1:], abs=1e-5)
+
+
+def test_a_token_that_the_hint_makes_nearly_impossible_counts_for_no_more_than_the_bound(
+    learner: TorchLearner,
+) -> None:
+    one = replace(sampled(learner, 0, 0.0), hints=())
+    logprobs = [[-1.0, -0.5, -9.0], [-60.0, -1.5, -2.0]]  # of the three tokens of the turn: without the hint, with it
+    done = with_hint_credit(
+        [hinted(one)], lambda scored: [np.array(own, np.float32) for own in logprobs[: len(scored)]], bound=6.0
+    )
+    assert done.samples[0].advantages[:3].tolist() == [-3.0, -0.5, 3.0]
+    assert done.clip_share == pytest.approx(2 / 3)
+    assert done.kl == pytest.approx((59.0 + 1.0 - 7.0) / 3), "the estimate of the divergence is not clipped"
 
 
 def test_a_step_with_hints_is_a_step_with_their_credit_as_advantages_to_the_bit(learner: TorchLearner) -> None:
     given = [hinted(sampled(learner, 0, 0.0)), sampled(learner, 1, -1.0)]
-    credited, kl = with_hint_credit(given, learner._score)
+    credited = with_hint_credit(given, learner.passes.score, bound=math.log(SIZES.vocab_size))
     gradients, reports = [], []
-    for samples in (given, credited):
+    for samples in (given, credited.samples):
         reports.append(learner.forward_backward(batch(*samples)))
         gradients.append(learner.optimizer.grad.clone())
         learner.optimizer.clear()
     assert torch.equal(*gradients)
     assert gradients[0].any()
     assert [one.loss for one in reports] == [reports[0].loss] * 2
-    assert [one.hint_kl for one in reports] == [kl, None]
+    assert [one.hint_kl for one in reports] == [credited.kl, None]
+    assert [one.hint_clip_share for one in reports] == [credited.clip_share, None]
 
 
 def test_a_step_moves_each_token_towards_its_probability_with_the_hint(learner: TorchLearner) -> None:
