@@ -313,7 +313,7 @@ class ReferenceEngine:
         if self._speculator is not None:
             self._speculator.record(plan, time.perf_counter() - begin)
         for draft in plan.drafts:
-            counters.drafted_tokens += len(draft.token_ids) - 1
+            counters.drafted_tokens += draft.num_drafted
             counters.accepted_tokens += draft.num_accepted
             counters.tokens += draft.num_accepted
             counters.production_tokens += draft.num_accepted * draft.sequence.production

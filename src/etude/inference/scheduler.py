@@ -180,6 +180,11 @@ class Draft:
         return self.start + len(self.token_ids)
 
     @property
+    def num_drafted(self) -> int:
+        """How many of the tokens are drafts."""
+        return len(self.token_ids) - 1
+
+    @property
     def num_accepted(self) -> int:
         """After the step: how many tokens the sequence got beyond the one that it gets without drafts."""
         return self.sequence.num_computed - self.start - 1

@@ -141,7 +141,7 @@ class Speculator:
                 drafts[sequence] = Draft(sequence, sequence.num_computed, [sequence.token_ids[-1], *found])
                 room -= len(found)
                 gain += sum(shares[sequence] ** depth for depth in range(1, len(found) + 1))
-        num_drafts = sum(len(draft.token_ids) - 1 for draft in drafts.values())
+        num_drafts = sum(draft.num_drafted for draft in drafts.values())
         if not drafts or gain < tokens_per_s * self.costs.drafts_s(num_drafts):
             return plan
         rest = [s for s in plan.decode if s not in drafts]
@@ -150,12 +150,12 @@ class Speculator:
     def record(self, plan: Plan, seconds: float) -> None:
         """Record a computed plan, and how long it took."""
         for draft in plan.drafts:
-            num, accepted = len(draft.token_ids) - 1, draft.num_accepted
-            tried = min(num, accepted + 1)
+            accepted = draft.num_accepted
+            tried = min(draft.num_drafted, accepted + 1)
             self._slots[draft.sequence.row].acceptance.add(accepted, tried, self._step)
             self._all.add(accepted, tried, self._step)
         if not plan.chunks:
-            num_drafts = sum(len(draft.token_ids) - 1 for draft in plan.drafts)
+            num_drafts = sum(draft.num_drafted for draft in plan.drafts)
             self.costs.add(len(plan.decode) + len(plan.drafts), num_drafts, seconds)
 
     def _state(self, sequence: Sequence) -> _SlotState:

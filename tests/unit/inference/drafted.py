@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence as Many
-from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -154,7 +153,7 @@ def made_request(rng: np.random.Generator, name: str, **fields: Any) -> Completi
     ids = rng.integers(0, TINY.vocab_size, size).astype(np.int32)
     if rng.random() < 0.5:
         ids = np.tile(ids[:4], 10)[:size]
-    request = ask(name, ids, int(rng.integers(1, 40)), **fields)
+    request = ask(name, ids, int(rng.integers(1, 25)), **fields)
     chosen = SAMPLINGS[rng.integers(len(SAMPLINGS))]
     given = {**chosen, "min_tokens": min(chosen.get("min_tokens", 0), request.sampling.max_tokens)}
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **given))
@@ -163,7 +162,3 @@ def made_request(rng: np.random.Generator, name: str, **fields: Any) -> Completi
 def answers_of(requests: Many[CompletionRequest], done: Many[Completion]) -> dict[tuple[int, ...], list[int]]:
     """What `Known` takes. The prompts must differ."""
     return {tuple(r.prompt_ids.tolist()): d.token_ids.tolist() for r, d in zip(requests, done, strict=True)}
-
-
-def rejected(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is not None

@@ -41,7 +41,7 @@ def drafter_of(kind: str, requests: Many[CompletionRequest], seed: int) -> Any:
     return Known(answers, right={"right": 1.0, "wrong": 0.0, "random": 0.8}[kind], seed=seed)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(KINDS))
 def test_no_bit_depends_on_drafts_across_swaps_stops_preemption_and_cancelled_requests(seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)
@@ -65,9 +65,7 @@ def test_no_bit_depends_on_drafts_across_swaps_stops_preemption_and_cancelled_re
     kept = [one for one in running if not one.future.cancelled()]
     for one, done in zip(kept, served.finish(kept), strict=True):
         assert said(done) == said(alone(one.request, done))
-    seen = served.engine.counters
-    assert seen.accepted_tokens <= seen.drafted_tokens
-    assert kind != "wrong" or seen.accepted_tokens == 0 or seen.swaps  # after a swap a wrong draft may be right
+    assert served.engine.counters.accepted_tokens <= served.engine.counters.drafted_tokens
 
 
 @pytest.mark.parametrize(("right", "fewest", "most"), [(1.0, 4, 6), (0.0, 41, 42)])
@@ -105,7 +103,7 @@ def test_the_keys_of_rejected_drafts_are_not_reused_by_the_next_turn() -> None:
     assert served.engine.counters.drafted_tokens > 0
     prompt = np.concatenate([first.prompt_ids, done.token_ids, np.array([3, 4], np.int32)])
     second = ask("two", prompt, 6, session="s", temperature=0.0)
-    served.engine._speculator = None
+    served.engine._speculator = None  # the drafter does not know this request
     [after] = served.answers(second)
     assert after.num_cached == 31  # all but the last sampled token, whose key was never computed
     assert said(after) == said(ByHand().answers(second)[0])
@@ -195,7 +193,7 @@ def decoding(number: int, ids: Many[int] = (1, 2, 3), *, max_tokens: int = 100) 
 
 def drafted(speculator: Speculator, *sequences: Sequence) -> list[int]:
     """How many drafts the sequences get that have some, in order of slot."""
-    return [len(draft.token_ids) - 1 for draft in speculator.with_drafts(Plan([*sequences], [])).drafts]
+    return [draft.num_drafted for draft in speculator.with_drafts(Plan([*sequences], [])).drafts]
 
 
 def measured(costs: StepCosts, seconds: Any, *, rows: Many[tuple[int, int]], times: int = 40) -> StepCosts:
