@@ -79,7 +79,7 @@ class LookUp:
         own = self._tokens[slot]
         if len(own) < GRAM:
             return []
-        found, agreeing, code = None, GRAM - 1, self._older[slot][-1]  # the latest place is the end of the sequence
+        found, agreeing, code = None, GRAM - 1, self._latest[_hash(own, len(own))]
         for _ in range(CANDIDATES):
             source, place = code >> _SLOT_BITS, code & ((1 << _SLOT_BITS) - 1)
             tokens = self._tokens.get(source)
