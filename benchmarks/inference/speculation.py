@@ -9,8 +9,9 @@ model's own.
 - *edits*: the same with another token at every `EVERY`-th place.
 - *new*: nothing of it was seen before. What speculation costs where it finds nothing.
 
-Both ways take turns, after a warm-up; `ratio` is the median of the turns' ratios. Tokens, log-probabilities and routes
-must be the same. `[--repeats N] [--batches 1,8,64] [--tokens N] [--modes exact native]`
+Both ways take turns, after a warm-up; `ratio` is the median of the turns' ratios by wall time, `cpu_ratio` that by CPU
+time of the process. Tokens, log-probabilities and routes must be the same in exact mode.
+`[--repeats N] [--batches 1,8,64] [--tokens N] [--modes exact native]`
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def text(kind: str, num_tokens: int) -> tuple[list[int], torch.Tensor]:
 
 async def served(
     model: Writing, prompt: list[int], batch: int, num_tokens: int, speculation: Speculation
-) -> tuple[list[Completion], float, Counters]:
-    """Completions of a batch, the seconds in which all but their first tokens were sampled, and the counters."""
+) -> tuple[list[Completion], tuple[float, float], Counters]:
+    """Completions of a batch, the wall and CPU seconds in which they were sampled, and the engine's counters."""
     config = EngineConfig(context_tokens=CONTEXT, max_sequences=SLOTS, speculation=speculation)
     async with ReferenceEngine(model, version=VERSION, config=config) as engine:
 
@@ -91,9 +92,9 @@ async def served(
             )
 
         for tokens in (1, num_tokens):  # the first computes the prompt
-            began = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             done = await asyncio.gather(*(engine.generate(request(i, tokens)) for i in range(batch)))
-        return done, time.perf_counter() - began, engine.counters
+        return done, (time.perf_counter() - wall, time.process_time() - cpu), engine.counters
 
 
 def said(done: list[Completion]) -> list[Any]:
@@ -103,7 +104,8 @@ def said(done: list[Completion]) -> list[Any]:
 def compared(mode: str, kind: str, batch: int, num_tokens: int, repeats: int) -> dict[str, Any]:
     model = Writing(SIZES, seed=1, operators=OPERATORS[mode]())
     prompt, model.following = text(kind, num_tokens)
-    ways, ratios, step_ms = (Speculation.OFF, Speculation.LOOK_UP), list[float](), list[float]()
+    ways, step_ms = (Speculation.OFF, Speculation.LOOK_UP), list[float]()
+    ratios, cpu_ratios = list[float](), list[float]()
     for turn in range(repeats + 1):
         found = {
             way: asyncio.run(served(model, prompt, batch, num_tokens, way)) for way in ways[:: -1 if turn % 2 else 1]
@@ -112,13 +114,15 @@ def compared(mode: str, kind: str, batch: int, num_tokens: int, repeats: int) ->
         same = said(before) == said(after)
         assert same or mode == "native"
         if turn:
-            ratios.append(plain_s / drafted_s)
+            ratios.append(plain_s[0] / drafted_s[0])
+            cpu_ratios.append(plain_s[1] / drafted_s[1])
             step_ms.append(1e3 * plain.busy_s / plain.steps)
     return {
         "mode": mode,
         "text": kind,
         "batch": batch,
         "ratio": round(statistics.median(ratios), 3),
+        "cpu_ratio": round(statistics.median(cpu_ratios), 3),
         "ratios": [round(one, 3) for one in ratios],
         "goal": GOALS[kind].get(batch),
         "same": same,

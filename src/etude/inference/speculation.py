@@ -25,7 +25,8 @@ from etude.inference.scheduler import Draft, Plan, Sequence
 
 MOST = 16  # drafts of one sequence in a step
 HOPE = 0.8  # probability that a draft is accepted, before any was
-_OF_ENGINE, _OF_SLOT = 1 / 256, 1 / 8  # forgotten of what is known of drafts, per step of the engine, or of a slot
+_MEMORY, _MEMORY_OF_SLOT = 128, 16  # drafts that an average is of: of all sequences, and of one
+_IDLE = 8  # steps that forget as much as one draft
 _OF_COSTS = 1 / 256  # forgotten of the steps' times, per step
 _RIDGE = 1e-3  # of a step; where less is known, a cost is taken for 0
 _OUTLIER = 4.0  # a longer time than this many times the expected one counts as much
@@ -33,9 +34,9 @@ _OUTLIER = 4.0  # a longer time than this many times the expected one counts as 
 
 @dataclass(slots=True)
 class _Acceptance:
-    """The share of drafts that are accepted, as a moving average. `forgotten`: its part that each step forgets."""
+    """The share of drafts that are accepted, as a moving average of about the latest `memory` drafts."""
 
-    forgotten: float
+    memory: int
     accepted: float = 0.0
     tried: float = 0.0
     at: int = 0  # step
@@ -43,7 +44,8 @@ class _Acceptance:
     def add(self, accepted: int, tried: int, step: int) -> None:
         """Add the drafts of a step, of which `tried` were compared with a token."""
         self._forget(step)
-        self.accepted, self.tried = self.accepted + accepted, self.tried + tried
+        kept = (1.0 - 1.0 / self.memory) ** tried
+        self.accepted, self.tried = self.accepted * kept + accepted, self.tried * kept + tried
 
     def share(self, step: int, expected: float) -> float:
         """Return the share. `expected` counts as one more draft."""
@@ -52,7 +54,7 @@ class _Acceptance:
 
     def _forget(self, step: int) -> None:
         if step > self.at:
-            kept = (1.0 - self.forgotten) ** (step - self.at)
+            kept = (1.0 - 1.0 / (_IDLE * self.memory)) ** (step - self.at)
             self.accepted, self.tried, self.at = self.accepted * kept, self.tried * kept, step
 
 
@@ -63,7 +65,7 @@ class _SlotState:
 
     token_ids: list[int] = field(default_factory=list)
     num_known: int = -1
-    acceptance: _Acceptance = field(default_factory=lambda: _Acceptance(_OF_SLOT))
+    acceptance: _Acceptance = field(default_factory=lambda: _Acceptance(_MEMORY_OF_SLOT))
 
 
 class StepCosts:
@@ -117,7 +119,7 @@ class Speculator:
         self.drafter, self.costs, self._vocab_size = drafter, costs or StepCosts(), vocab_size
         self._max_rows = max(num_slots, MOST + 1)
         self._slots = [_SlotState() for _ in range(num_slots)]
-        self._all = _Acceptance(_OF_ENGINE)
+        self._all = _Acceptance(_MEMORY)
         self._step = 0
 
     def with_drafts(self, plan: Plan) -> Plan:
