@@ -12,6 +12,7 @@ line of JSON a case, its name and the error, if there is one; "exact", which nee
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import traceback
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from etude.inference.device_runner import DeviceRunner
-from etude.inference.scheduler import Scheduler, Sequence
+from etude.inference.scheduler import Draft, Plan, Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
 from etude.numerics.native import Native
@@ -97,23 +98,36 @@ class CountingRunner(DeviceRunner):
         return [1] * len(tokens_R), [-1.0] * len(tokens_R)
 
 
+def drafted(plan: Plan) -> Plan:
+    """The plan with a right and a wrong draft for its last decoding sequence, if that wants so many tokens."""
+    if not plan.decode or plan.decode[-1].num_missing < 3:
+        return plan
+    last = plan.decode[-1]
+    drafts = [Draft(last, last.num_computed, [last.token_ids[-1], 1, 2])]
+    return dataclasses.replace(plan, decode=plan.decode[:-1], drafts=drafts)
+
+
 def stepped() -> None:
-    """Prompts in chunks beside decoding rows, then decoding alone; sampled and greedy."""
+    """Prompts in chunks beside decoding rows, then decoding alone, both with drafts; sampled and greedy."""
     runner = CountingRunner(model(torch.bfloat16), num_slots=4, context_tokens=32)
     scheduler = Scheduler(num_slots=4, context_tokens=32, chunk_tokens=4, step_tokens=4, max_waiting=4)
     for i in range(3):
-        sampling = Sampling(max_tokens=4, stop_token_ids=(), temperature=0.7 * (i > 0), seed=i)
+        sampling = Sampling(max_tokens=7, stop_token_ids=(), temperature=0.7 * (i > 0), seed=i)
         prompt = np.arange((3, 6, 7)[i], dtype=np.int32)  # chunks of 2 and more: a single number would be sent for real
         request = CompletionRequest(request_id=f"r{i}", session_id=f"r{i}", prompt_ids=prompt, sampling=sampling)
         scheduler.submit(Sequence(request, arrived=0.0))
-    steps = mixed = 0
+    steps = mixed = num_drafts = 0
     while plan := scheduler.plan():
-        runner.step(plan)
         steps, mixed = steps + 1, mixed + bool(plan.chunks and plan.decode)
+        plan = drafted(plan)
+        runner.step(plan)
+        num_drafts += len(plan.drafts)
+        assert all(draft.num_accepted == 1 for draft in plan.drafts)
         for sequence in [s for s in scheduler.running if s.finished]:
             scheduler.finish(sequence)
         assert runner.waits <= steps < 20
     assert mixed
+    assert num_drafts >= 4
     assert runner.waits >= 4
 
 

@@ -92,6 +92,7 @@ pin_lease_s = 2.0
 stall_s = 50.0
 dtype = "bfloat16"
 device = "cpu"
+speculation = "look-up"
 
 [fleet]
 engines = ["reference"]

@@ -21,6 +21,13 @@ class EngineKind(enum.StrEnum):
     SGLANG = "sglang"  # SGLang in a separate environment; not exact
 
 
+class Speculation(enum.StrEnum):
+    """Where the drafts of speculative decoding come from. They change how fast tokens come, and no token."""
+
+    OFF = "off"
+    LOOK_UP = "look-up"  # `look_up.LookUp`: n-grams of the sequence itself and of others in the engine
+
+
 SERVERS = {
     EngineKind.REFERENCE: "etude.inference.server",
     EngineKind.VLLM: "etude.inference.vllm.server",
@@ -42,6 +49,7 @@ class EngineConfig:
     - `stall_s`: a step that takes longer, in seconds, counts as a hang.
     - `dtype`: the dtype of the computation. In exact mode it must be the learner's.
     - `device`: "auto", "cpu", "cuda" or "cuda:N", for reference engines only. In exact mode it must be the learner's.
+    - `speculation`: "off" or "look-up": speculative decoding, for reference engines only.
 
     >>> EngineConfig(max_sequences=8).context_tokens
     1024
@@ -56,6 +64,7 @@ class EngineConfig:
     stall_s: float = ranged(60.0, low=0.1)
     dtype: ComputeDtype = ComputeDtype.FLOAT32
     device: str = "auto"
+    speculation: Speculation = Speculation.OFF
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -63,7 +72,7 @@ class EngineConfig:
     def arguments(self) -> list[str]:
         """Return all settings as command-line arguments of an engine's process. `serving.config_of` parses them.
 
-        >>> EngineConfig(device="cpu").arguments()[-2:]
+        >>> EngineConfig(device="cpu").arguments()[-4:-2]
         ['--device', 'cpu']
         """
         settings = ((f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))) for field in fields(self))

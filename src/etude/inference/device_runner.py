@@ -5,7 +5,7 @@ row, and waits once, for its tokens and log-probabilities. Routes are copied whe
 
 A decode-only step replays a CUDA graph, captured before the first request for each of a few batch sizes: launching a
 step's several hundred kernels one by one takes the host longer than the device computes. The batch is padded to the
-graph's size with rows of a spare slot. A step with chunks of prompts is launched kernel by kernel.
+graph's size with rows of a spare slot. A step with chunks of prompts or with drafts is launched kernel by kernel.
 
 Shapes: B rows of a decoding step, R rows that sample, L layers with a router, K experts per token."""
 
@@ -22,9 +22,9 @@ import torch
 
 from etude.inference.device_memory import DeviceMemory, DeviceStep
 from etude.inference.kv import I64, Span
-from etude.inference.runner import NonFiniteReporter, Runner, sampling_rows
+from etude.inference.runner import NonFiniteReporter, Runner, append_verified, sampled_positions, sampling_rows
 from etude.inference.sampler import finish_sampling, is_special
-from etude.inference.scheduler import Plan, Sequence
+from etude.inference.scheduler import Draft, Plan, Sequence
 from etude.models import Transformer
 from etude.numerics.device import on_device
 from etude.numerics.sampling import sample_on_device, uniform
@@ -113,21 +113,38 @@ class DeviceRunner:
             for copy in plan.copies:
                 self.kv.copy(copy.source, copy.target, copy.stop)
                 self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
-            tokens, logprobs, logits = self._mixed(plan, sampling) if plan.chunks else self._decode(plan.decode)
+            mixed = plan.chunks or plan.drafts
+            tokens, logprobs, logits = self._mixed(plan, sampling) if mixed else self._decode(plan.decode)
             for sequence in plan.decode:
                 sequence.num_computed += 1
             for chunk in plan.chunks:
                 chunk.sequence.num_computed = chunk.stop
-            tokens, logprobs = tokens[: len(sampling)], logprobs[: len(sampling)]
+            num = len(sampling)
+            rows = num + sum(len(draft.token_ids) for draft in plan.drafts)
+            tokens, logprobs = tokens[:rows], logprobs[:rows]
             if any(map(is_special, sampling)):
                 tokens, logprobs = finish_sampling(sampling, logits, tokens, logprobs, self.model.operators)
-                self.next_tokens[torch.from_numpy(_rows_of(sampling)).to(self.device)] = tokens
-            sampled = self.sampled(tokens, logprobs) if sampling else ([], [])
-        for sequence, token, logprob in zip(sampling, *sampled, strict=True):
+                self.next_tokens[torch.from_numpy(_rows_of(sampling)).to(self.device)] = tokens[:num]
+            sampled = self.sampled(tokens, logprobs) if rows else ([], [])
+            if plan.drafts:
+                self._verify(plan.drafts, (tokens[num:], logprobs[num:], logits[num:]), *(one[num:] for one in sampled))
+        for sequence, token, logprob in zip(sampling, *(one[:num] for one in sampled), strict=True):
             sequence.append(token, logprob)
             if not math.isfinite(logprob):
                 self._non_finite.report(sequence)
-        return sampling
+        return sampling + [draft.sequence for draft in plan.drafts]
+
+    def _verify(self, drafts: list[Draft], rows: Sampled, tokens: list[int], logprobs: list[float]) -> None:
+        def finish(sequences: list[Sequence], at: list[int]) -> tuple[list[int], list[float]]:
+            index = torch.from_numpy(np.array(at, np.int64)).to(self.device)
+            tokens_R, logprobs_R, logits_RV = (one[index] for one in rows)
+            return self.sampled(*finish_sampling(sequences, logits_RV, tokens_R, logprobs_R, self.model.operators))
+
+        append_verified(drafts, tokens, logprobs, finish, self._non_finite)
+        sequences = [draft.sequence for draft in drafts]
+        latest = np.array([sequence.token_ids[-1] for sequence in sequences], np.int64)
+        slots_R, tokens_R = torch.from_numpy(np.stack([_rows_of(sequences), latest])).to(self.device)
+        self.next_tokens[slots_R] = tokens_R
 
     def sampled(self, tokens_R: torch.Tensor, logprobs_R: torch.Tensor) -> tuple[list[int], list[float]]:
         """Copy sampled tokens and their log-probabilities to the host, and return them as lists.
@@ -142,15 +159,16 @@ class DeviceRunner:
         graph.fill(_rows_of(sequences), positions, _draws(sequences, positions + 1))
         return graph.run()
 
-    def _mixed(self, plan: Plan, sampling: Many[Sequence]) -> Sampled:
-        prompts = [c.sequence.request.prompt_ids[c.start : c.stop] for c in plan.chunks]
-        spans = [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks]
+    def _mixed(self, plan: Plan, sampling: list[Sequence]) -> Sampled:
+        parts = [*plan.chunks, *plan.drafts]
+        spans = [Span(p.sequence.row, p.start, p.stop) for p in parts]
         cache = self.kv.step(_rows_of(plan.decode), _positions_of(plan.decode), spans)
-        given = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self.device)
+        given = torch.from_numpy(np.concatenate([p.token_ids for p in parts]).astype(np.int64)).to(self.device)
         tokens_N = torch.cat([self.next_tokens[cache.slots[: len(plan.decode)]], given])
-        rows_R, slots_R = torch.from_numpy(np.stack([sampling_rows(plan), _rows_of(sampling)])).to(self.device)
         own = [s.num_computed + 1 for s in plan.decode] + [c.stop for c in plan.chunks if c.last]
-        draws = torch.from_numpy(_draws(sampling, np.array(own, np.int64))).to(self.device)
+        owners, own = sampled_positions(sampling, own, plan.drafts)
+        rows_R, slots_R = torch.from_numpy(np.stack([sampling_rows(plan), _rows_of(owners)])).to(self.device)
+        draws = torch.from_numpy(_draws(owners, np.array(own, np.int64))).to(self.device)
         return self.compute(tokens_N, cache, rows_R, _Draws.of(slots_R, draws))
 
     def compute(self, tokens_N: torch.Tensor, cache: DeviceStep, rows_R: torch.Tensor | None, draws: _Draws) -> Sampled:

@@ -28,11 +28,13 @@ from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.compiled_grammars import CompiledGrammars
 from etude.inference.config import EngineConfig
 from etude.inference.device_runner import runner_for
+from etude.inference.look_up import Drafter
 from etude.inference.metrics import Counters, exposition
 from etude.inference.operator_trace import as_wire, engine_results
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.inference.shaping import Shaping
+from etude.inference.speculation import Speculator, drafter_for
 from etude.inference.step_thread import StepThread, fail
 from etude.inference.wire import OperatorResult
 from etude.models import Transformer
@@ -65,7 +67,8 @@ class ReferenceEngine:
     Use it as an async context manager, or call `start` and `close`. From `start` on, nothing else may use the model.
     Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. `tokenizer` is
     the tokenizer.json of the checkpoint, which grammars need. With `share_prefixes` False every prompt is computed
-    whole, for comparisons. Raises `EngineError` when the context of `config` is longer than the model's."""
+    whole, for comparisons. `drafter` replaces the drafter that `config` names. Raises `EngineError` when the context of
+    `config` is longer than the model's."""
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class ReferenceEngine:
         config: EngineConfig | None = None,
         tokenizer: Path | None = None,
         share_prefixes: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         self.name, self.version, self.config = name, version, config or EngineConfig()
         if self.config.context_tokens > model.config.context_tokens:
@@ -98,6 +102,8 @@ class ReferenceEngine:
         )
         slots, length = self.config.max_sequences, self.config.context_tokens
         self._runner = runner_for(model, num_slots=slots, context_tokens=length)
+        drafter = drafter or drafter_for(self.config.speculation)
+        self._speculator = Speculator(drafter, num_slots=slots, vocab_size=model.config.vocab_size) if drafter else None
         self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self.parity = model.parity
         self._pins = VersionPins(lease_s=self.config.pin_lease_s)
@@ -298,12 +304,21 @@ class ReferenceEngine:
 
     def _step(self, plan: Plan) -> None:
         begin, counters = time.perf_counter(), self.counters
+        if self._speculator is not None:
+            plan = self._speculator.with_drafts(plan)
         for chunk in plan.chunks:
             counters.prefill_tokens += chunk.stop - chunk.start
             if chunk.start == chunk.sequence.num_cached > 0:
                 counters.cached_requests += 1
                 counters.cached_tokens += chunk.start
         sampled = self._runner.step(plan)
+        if self._speculator is not None:
+            self._speculator.record(plan, time.perf_counter() - begin)
+        for draft in plan.drafts:
+            counters.drafted_tokens += draft.num_drafted
+            counters.accepted_tokens += draft.num_accepted
+            counters.tokens += draft.num_accepted
+            counters.production_tokens += draft.num_accepted * draft.sequence.production
         counters.tokens += len(sampled)
         counters.steps += 1
         counters.rollouts_preempted = self._scheduler.num_preempted

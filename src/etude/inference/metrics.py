@@ -22,6 +22,8 @@ class Counters:
     - `tokens`: tokens decoded.
     - `prefill_tokens`, `cached_tokens`: prompt tokens that were computed, and those whose KV was reused.
     - `cached_requests`: requests that began with reused KV, of their own session or of another request.
+    - `drafted_tokens`, `accepted_tokens`: drafts that were computed (speculative decoding), and those that were
+      accepted, each of which is one of `tokens`. Their ratio is the acceptance rate.
     - `swaps`: replacements of the weights."""
 
     requests: int = 0
@@ -35,6 +37,8 @@ class Counters:
     prefill_tokens: int = 0
     cached_tokens: int = 0
     cached_requests: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     swaps: int = 0
     busy_s: float = 0.0
 
@@ -78,5 +82,7 @@ class Load:
             "tokens": now.tokens - before.tokens,
             "prefill_tokens": now.prefill_tokens - before.prefill_tokens,
             "cached_tokens": now.cached_tokens - before.cached_tokens,
+            "drafted_tokens": now.drafted_tokens - before.drafted_tokens,
+            "accepted_tokens": now.accepted_tokens - before.accepted_tokens,
             "busy_share": round(min(1.0, (now.busy_s - before.busy_s) / wall_s), 4),
         }

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
+from itertools import accumulate, count
 
 import numpy as np
 import torch
 
 from etude.inference.kv import I64, KVCache, Span, StepCache
-from etude.inference.sampler import finish_sampling
-from etude.inference.scheduler import Plan, Sequence
+from etude.inference.sampler import finish_sampling, is_special
+from etude.inference.scheduler import Draft, Plan, Sequence
 from etude.models import Transformer
 from etude.models.finite import first_non_finite
 from etude.numerics.sampling import sample
@@ -48,9 +50,10 @@ class Runner:
             self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
         slots = np.array([s.row for s in plan.decode], np.int64)
         positions = np.array([s.num_computed for s in plan.decode], np.int64)
-        cache = StepCache(self.kv, slots, positions, [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks])
-        for c in plan.chunks:
-            self._tokens[c.sequence.row, c.start : c.stop] = c.sequence.request.prompt_ids[c.start : c.stop]
+        parts = [*plan.chunks, *plan.drafts]
+        cache = StepCache(self.kv, slots, positions, [Span(p.sequence.row, p.start, p.stop) for p in parts])
+        for part in parts:
+            self._tokens[part.sequence.row, part.start : part.stop] = part.token_ids
         tokens = torch.from_numpy(self._tokens[cache.row_slots, cache.row_positions])
         rows = None if not plan.chunks else torch.from_numpy(sampling_rows(plan))
         logits, routes = self.model(tokens, cache, rows=rows)
@@ -60,15 +63,18 @@ class Runner:
         for chunk in plan.chunks:
             chunk.sequence.num_computed = chunk.stop
         sampling = plan.decode + [c.sequence for c in plan.chunks if c.last]
-        if sampling:
-            self._sample(sampling, logits)
-        return sampling
+        if sampling or plan.drafts:
+            self._sample(sampling, plan.drafts, logits)
+        return sampling + [d.sequence for d in plan.drafts]
 
-    def _sample(self, sequences: list[Sequence], logits_RV: torch.Tensor) -> None:
-        samplings = [s.request.sampling for s in sequences]
-        positions = np.array([s.num_computed for s in sequences], np.int64)
+    def _sample(self, sequences: list[Sequence], drafts: list[Draft], logits_RV: torch.Tensor) -> None:
+        num, (owners, own) = len(sequences), sampled_positions(sequences, [s.num_computed for s in sequences], drafts)
+        samplings, positions = [s.request.sampling for s in owners], np.array(own, np.int64)
         temperatures, seeds = [a.temperature for a in samplings], [a.seed for a in samplings]
         tokens, logprobs = sample(logits_RV, temperatures, seeds, positions, self.model.operators)
+        if drafts:
+            self._verify(drafts, logits_RV[num:], tokens[num:], logprobs[num:])
+            logits_RV, positions, tokens, logprobs = (t[:num] for t in (logits_RV, positions, tokens, logprobs))
         tokens, logprobs = finish_sampling(sequences, logits_RV, tokens, logprobs, self.model.operators)
         sampled: list[int] = tokens.tolist()
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
@@ -78,6 +84,19 @@ class Runner:
         has_next = positions < self._tokens.shape[1]  # the last token of a full context is never computed
         slots = np.array([s.row for s in sequences], np.int64)
         self._tokens[slots[has_next], positions[has_next]] = tokens.numpy()[has_next]
+
+    def _verify(
+        self, drafts: list[Draft], logits_RV: torch.Tensor, tokens_R: torch.Tensor, logprobs_R: torch.Tensor
+    ) -> None:
+        def finish(sequences: list[Sequence], rows: list[int]) -> tuple[list[int], list[float]]:
+            parts = logits_RV[rows], tokens_R[rows], logprobs_R[rows]
+            tokens, logprobs = finish_sampling(sequences, *parts, self.model.operators)
+            return tokens.tolist(), logprobs.tolist()
+
+        append_verified(drafts, tokens_R.tolist(), logprobs_R.tolist(), finish, self._non_finite)
+        for sequence in (draft.sequence for draft in drafts):
+            if sequence.num_computed < self._tokens.shape[1]:
+                self._tokens[sequence.row, sequence.num_computed] = sequence.token_ids[-1]
 
     def synchronize(self) -> None:
         """Wait until all computation is done. Nothing to do on a CPU."""
@@ -111,10 +130,60 @@ class NonFiniteReporter:
 
 
 def sampling_rows(plan: Plan) -> I64:
-    """Return the indices of the rows whose logits are needed: all decoding rows, and the last row of each prompt."""
+    """Return the indices of the rows whose logits are needed: all decoding rows, the last row of each prompt, and all
+    rows of drafts."""
     rows, at = list(range(len(plan.decode))), len(plan.decode)
     for chunk in plan.chunks:
         at += chunk.stop - chunk.start
         if chunk.last:
             rows.append(at - 1)
+    for draft in plan.drafts:
+        rows += range(at, at + len(draft.token_ids))
+        at += len(draft.token_ids)
     return np.array(rows, np.int64)
+
+
+def sampled_positions(
+    sequences: list[Sequence], positions: list[int], drafts: list[Draft]
+) -> tuple[list[Sequence], list[int]]:
+    """Return for each row that samples its sequence, and the position of the token that it samples.
+
+    `positions` are those of `sequences`, which have one row each. The rows of `drafts` follow."""
+    for draft in drafts:
+        sequences = sequences + [draft.sequence] * len(draft.token_ids)
+        positions = positions + list(range(draft.start + 1, draft.stop + 1))
+    return sequences, positions
+
+
+def append_verified(
+    drafts: list[Draft],
+    tokens: list[int],
+    logprobs: list[float],
+    finish: Callable[[list[Sequence], list[int]], tuple[list[int], list[float]]],
+    non_finite: NonFiniteReporter,
+) -> None:
+    """Append to each drafted sequence the tokens that its rows sampled, up to the first one that differs from its
+    draft. The sequence is then as after as many steps of one token.
+
+    `tokens` and `logprobs` are those of all rows, sampled plainly. `finish` samples some of the rows again, for
+    sequences that are not sampled plainly: it is called for a row once the sequence has all tokens before it."""
+    firsts = accumulate((len(draft.token_ids) for draft in drafts), initial=0)
+    going = list(zip(drafts, firsts, strict=False))  # with the row that computes its latest token
+    for depth in count():
+        for draft, _ in going:
+            draft.sequence.num_computed += 1
+        if special := [(draft.sequence, row) for draft, row in going if is_special(draft.sequence)]:
+            rows = [row + depth for _, row in special]
+            for row, token, logprob in zip(rows, *finish([s for s, _ in special], rows), strict=True):
+                tokens[row], logprobs[row] = token, logprob
+        for draft, row in going:
+            draft.sequence.append(tokens[row + depth], logprobs[row + depth])
+            if not math.isfinite(logprobs[row + depth]):
+                non_finite.report(draft.sequence)
+        going = [
+            (draft, row)
+            for draft, row in going
+            if draft.token_ids[depth + 1 : depth + 2] == [tokens[row + depth]] and not draft.sequence.ended
+        ]
+        if not going:
+            return

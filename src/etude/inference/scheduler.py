@@ -30,6 +30,7 @@ from etude.inference.errors import EngineBusy, EngineLate
 from etude.inference.shaping import Shaping
 from etude.inference.slots import BLOCK, Prefix, Slot, SlotTable
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
+from etude.records.wire import I32
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,16 @@ class Sequence:
         return bool(ids) and (len(ids) >= sampling.max_tokens or ids[-1] in sampling.stop_token_ids)
 
     @property
+    def num_missing(self) -> int:
+        """The most tokens that it can still get."""
+        return self.request.sampling.max_tokens - len(self.token_ids)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it gets no further token: it is finished, or its grammar failed."""
+        return self.finished or (self.shaping is not None and self.shaping.failure is not None)
+
+    @property
     def phase(self) -> str:
         """A description of its progress, for errors."""
         if self.slot is None:
@@ -146,6 +157,38 @@ class Chunk:
         """Whether it is the last chunk of its prompt."""
         return self.stop == self.sequence.num_prompt
 
+    @property
+    def token_ids(self) -> I32:
+        """The tokens that are computed."""
+        return self.sequence.request.prompt_ids[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The latest token of a decoding sequence, at position `start`, and drafts of the tokens after it.
+
+    All `token_ids` are computed in one step, and each row samples the token after its own. The sequence gets these
+    tokens up to the first one that differs from its draft (`runner.append_verified`)."""
+
+    sequence: Sequence
+    start: int
+    token_ids: list[int]
+
+    @property
+    def stop(self) -> int:
+        """The position after the last draft."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def num_drafted(self) -> int:
+        """How many of the tokens are drafts."""
+        return len(self.token_ids) - 1
+
+    @property
+    def num_accepted(self) -> int:
+        """After the step: how many tokens the sequence got beyond the one that it gets without drafts."""
+        return self.sequence.num_computed - self.start - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -161,14 +204,16 @@ class Plan:
     """What the next step computes. `Scheduler.plan` makes one; it is false when there is nothing to compute.
 
     First the `copies` are made, in order. Then one forward pass computes one token of each sequence in `decode` (in
-    order of slot) and the `chunks` of prompts. There are no copies without chunks."""
+    order of slot), the `chunks` of prompts, and the `drafts` of further decoding sequences, which `Scheduler.plan`
+    leaves empty (`speculation` adds them). There are no copies without chunks."""
 
     decode: list[Sequence]
     chunks: list[Chunk]
     copies: list[Copy] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.decode or self.chunks)
+        return bool(self.decode or self.chunks or self.drafts)
 
 
 class Scheduler:

@@ -18,7 +18,7 @@ from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, St
 from etude.experience import SCHEMES
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig
+from etude.inference.config import EngineConfig, EngineKind, ExternalEngineConfig, Speculation
 from etude.inference.external.environment import SERVER_KINDS
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
@@ -224,6 +224,12 @@ class RunConfig:
                     what,
                     f"{make} does not round as numerics.quantise = {str(self.numerics.quantise)!r} does",
                     hint="set numerics.quantise = 'none', or use reference engines only",
+                )
+            if self.engine.speculation is not Speculation.OFF:
+                raise ConfigError(
+                    what,
+                    f"{make} has no engine.speculation = {str(self.engine.speculation)!r}",
+                    hint="set engine.speculation = 'off', or use reference engines only",
                 )
             if kind is EngineKind.SGLANG and self.learner.lora_rank:
                 raise ConfigError(

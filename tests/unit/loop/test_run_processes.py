@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import to_toml
-from etude.inference.config import SERVERS, EngineConfig, EngineKind, ExternalEngineConfig
+from etude.inference.config import SERVERS, EngineConfig, EngineKind, ExternalEngineConfig, Speculation
 from etude.inference.external.serving import make_parser
 from etude.inference.serving import config_of
 from etude.loop.config import FleetConfig, RunConfig
@@ -26,6 +26,7 @@ ENGINE = EngineConfig(
     stall_s=300.0,
     dtype=ComputeDtype.BFLOAT16,
     device="cuda:1",
+    speculation=Speculation.LOOK_UP,
 )
 
 
@@ -34,8 +35,10 @@ def test_an_engine_is_started_with_every_setting_of_the_run(kind: EngineKind, tm
     default = EngineConfig()
     assert all(getattr(ENGINE, f.name) != getattr(default, f.name) for f in dataclasses.fields(ENGINE))
     foreign = ExternalEngineConfig(environment=tmp_path, kv_tokens=4096, arguments=("--a=b", "--c=d"))
+    speculation = Speculation.LOOK_UP if kind is EngineKind.REFERENCE else Speculation.OFF  # others refuse it
+    sizes = dataclasses.replace(ENGINE, speculation=speculation)
     config = RunConfig(
-        engine=ENGINE,
+        engine=sizes,
         numerics=NumericsConfig(mode=Mode.NATIVE),
         fleet=FleetConfig(engines=(kind,)),
         model=dataclasses.replace(RunConfig().model, context_tokens=600),
@@ -46,7 +49,7 @@ def test_an_engine_is_started_with_every_setting_of_the_run(kind: EngineKind, tm
     module, server, *words = engine_argv(run, config, "engine-0", kind)
     assert (module, server) == ("-m", SERVERS[kind])
     args, unknown = make_parser("any", "engine").parse_known_args(words)
-    assert config_of(args) == ENGINE
+    assert config_of(args) == sizes
     if kind is EngineKind.REFERENCE:
         assert unknown == ["--mode", "native", "--quantise", "none", "--degree", "1"]
     else:

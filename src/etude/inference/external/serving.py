@@ -14,6 +14,7 @@ from pathlib import Path
 
 from etude.errors import CheckpointError, DeadlineExceeded, EngineError, EtudeError
 from etude.inference.app import build_app
+from etude.inference.config import Speculation
 from etude.inference.external.engine import ExternalEngine
 from etude.inference.external.environment import ServerKind, environment
 from etude.inference.external.process import ServerProcess
@@ -104,6 +105,9 @@ def serve_external(
 
     `start` is the function of `vllm.process` or `sglang.process`. `make_weight_sync` is called when there is a store.
     `folder` is for temporary files. Raises the `EtudeError` of a failed start."""
+    if args.speculation not in (None, Speculation.OFF):
+        what, facts = f"{args.name} cannot be started", f"{kind.name} has no --speculation {args.speculation}"
+        raise EngineError(what, facts, hint="leave it out, or start a reference engine")
     token, listener = read_token(args.host), listen(args.host, args.port)
     held, has_checkpoint = environment(args.environment, kind), args.checkpoint is not None
     device = held.require().device

@@ -15,7 +15,7 @@ import pytest
 from etude import grammars
 from etude.cli import main
 from etude.errors import ConfigError, EngineError, MalformedRequest
-from etude.inference.config import EngineKind
+from etude.inference.config import EngineConfig, EngineKind, Speculation
 from etude.inference.errors import InvalidGrammar
 from etude.inference.external import answers
 from etude.inference.external.answers import AnswerPart, BrokenAnswer
@@ -197,6 +197,14 @@ def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
     assert "uses its own order of summation" in caught.value.facts
+
+
+@pytest.mark.parametrize("kind", [EngineKind.SGLANG, EngineKind.VLLM])
+def test_the_speculation_of_reference_engines_is_refused_for_others(kind: EngineKind) -> None:
+    fleet, native = FleetConfig(engines=(EngineKind.REFERENCE, kind)), NumericsConfig(mode=Mode.NATIVE)
+    with pytest.raises(ConfigError, match=kind) as caught:
+        RunConfig(fleet=fleet, numerics=native, engine=EngineConfig(speculation=Speculation.LOOK_UP))
+    assert "has no engine.speculation = 'look-up'" in caught.value.facts
 
 
 def asked(**sampling: Any) -> CompletionRequest:
