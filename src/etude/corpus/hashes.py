@@ -20,7 +20,7 @@ def mixed(values: U64) -> U64:
     >>> hex(int(mixed(np.array([1], np.uint64))[0]))
     '0x5692161d100b05e5'
     """
-    h = values ^ (values >> np.uint64(30))
+    h: U64 = values ^ (values >> np.uint64(30))
     h = h * np.uint64(0xBF58476D1CE4E5B9)
     h ^= h >> np.uint64(27)
     h = h * np.uint64(0x94D049BB133111EB)
