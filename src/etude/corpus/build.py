@@ -227,7 +227,7 @@ class _Build:
                 facts = f"dropped: {dropped}" if dropped else "the sources have no document"
                 raise CorpusError("no document is left", facts, hint="loosen the filters that the counts name")
             phases = [self._write_phase(pool, drawn, tokens) for drawn in draw(self.config, supplies)]
-        facts = {
+        by_source = {
             name: SourceFacts(
                 documents=one.documents,
                 kept=sum(one.licences.values()),
@@ -245,7 +245,7 @@ class _Build:
             version=VERSION,
             tokenizer=self.encoder.facts,
             heldout=heldout,
-            sources=facts,
+            sources=by_source,
             phases=tuple(phases),
             config=self.plain,
         )

@@ -24,7 +24,7 @@ from etude.inference.device_memory import DeviceMemory, DeviceStep
 from etude.inference.kv import I64, Span
 from etude.inference.runner import NonFiniteReporter, Runner, append_verified, sampled_positions, sampling_rows
 from etude.inference.sampler import finish_sampling, is_special
-from etude.inference.scheduler import Draft, Plan, Sequence
+from etude.inference.scheduler import Chunk, Draft, Plan, Sequence
 from etude.models import Transformer
 from etude.numerics.device import on_device
 from etude.numerics.sampling import sample_on_device, uniform
@@ -125,10 +125,11 @@ class DeviceRunner:
             if any(map(is_special, sampling)):
                 tokens, logprobs = finish_sampling(sampling, logits, tokens, logprobs, self.model.operators)
                 self.next_tokens[torch.from_numpy(_rows_of(sampling)).to(self.device)] = tokens[:num]
-            sampled = self.sampled(tokens, logprobs) if rows else ([], [])
+            token_ids, values = self.sampled(tokens, logprobs) if rows else ([], [])
             if plan.drafts:
-                self._verify(plan.drafts, (tokens[num:], logprobs[num:], logits[num:]), *(one[num:] for one in sampled))
-        for sequence, token, logprob in zip(sampling, *(one[:num] for one in sampled), strict=True):
+                drafted = tokens[num:], logprobs[num:], logits[num:]
+                self._verify(plan.drafts, drafted, token_ids[num:], values[num:])
+        for sequence, token, logprob in zip(sampling, token_ids[:num], values[:num], strict=True):
             sequence.append(token, logprob)
             if not math.isfinite(logprob):
                 self._non_finite.report(sequence)
@@ -160,7 +161,7 @@ class DeviceRunner:
         return graph.run()
 
     def _mixed(self, plan: Plan, sampling: list[Sequence]) -> Sampled:
-        parts = [*plan.chunks, *plan.drafts]
+        parts: list[Chunk | Draft] = [*plan.chunks, *plan.drafts]
         spans = [Span(p.sequence.row, p.start, p.stop) for p in parts]
         cache = self.kv.step(_rows_of(plan.decode), _positions_of(plan.decode), spans)
         given = torch.from_numpy(np.concatenate([p.token_ids for p in parts]).astype(np.int64)).to(self.device)

@@ -14,7 +14,7 @@ import torch
 
 from etude.inference.kv import I64, KVCache, Span, StepCache
 from etude.inference.sampler import finish_sampling, is_special
-from etude.inference.scheduler import Draft, Plan, Sequence
+from etude.inference.scheduler import Chunk, Draft, Plan, Sequence
 from etude.models import Transformer
 from etude.models.finite import first_non_finite
 from etude.numerics.sampling import sample
@@ -50,7 +50,7 @@ class Runner:
             self._routes[copy.target, : copy.stop] = self._routes[copy.source, : copy.stop]
         slots = np.array([s.row for s in plan.decode], np.int64)
         positions = np.array([s.num_computed for s in plan.decode], np.int64)
-        parts = [*plan.chunks, *plan.drafts]
+        parts: list[Chunk | Draft] = [*plan.chunks, *plan.drafts]
         cache = StepCache(self.kv, slots, positions, [Span(p.sequence.row, p.start, p.stop) for p in parts])
         for part in parts:
             self._tokens[part.sequence.row, part.start : part.stop] = part.token_ids
@@ -74,7 +74,7 @@ class Runner:
         tokens, logprobs = sample(logits_RV, temperatures, seeds, positions, self.model.operators)
         if drafts:
             self._verify(drafts, logits_RV[num:], tokens[num:], logprobs[num:])
-            logits_RV, positions, tokens, logprobs = (t[:num] for t in (logits_RV, positions, tokens, logprobs))
+            logits_RV, tokens, logprobs, positions = logits_RV[:num], tokens[:num], logprobs[:num], positions[:num]
         tokens, logprobs = finish_sampling(sequences, logits_RV, tokens, logprobs, self.model.operators)
         sampled: list[int] = tokens.tolist()
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
