@@ -218,7 +218,7 @@ def test_a_group_is_taken_by_one_batch_only(ledger, finish_group):
 def test_a_batch_with_a_running_member_is_refused_as_a_whole(ledger, kit, finish_group):
     finish_group("g000000", [1.0, 0.0])
     ledger.admit(kit.spec("g000000.2"))
-    with pytest.raises(LedgerError, match="is still admitted"):
+    with pytest.raises(LedgerError, match="its state is admitted"):
         ledger.batch(batch_of(ledger, "g000000"))
     assert ledger.states() == {"graded": 2, "admitted": 1}
     assert ledger.open_groups() == ["g000000"]

@@ -237,7 +237,7 @@ def test_routes_that_the_build_tells_are_those_of_layers_with_a_router() -> None
     np.save(packed, every)
     told = base64.b64encode(packed.getvalue()).decode()
     assert np.array_equal(protocol.decode_routes(told, MODEL, count=4), every[:, [0, 2]])
-    with pytest.raises(ValueError, match=r"routes of shape \[4, 3, 2\] for 5 positions"):
+    with pytest.raises(ValueError, match=r"routes have shape \[4, 3, 2\], expected \[5, "):
         protocol.decode_routes(told, MODEL, count=5)
 
 
