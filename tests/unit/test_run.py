@@ -26,7 +26,7 @@ def test_a_run_of_another_format_is_refused_by_name(tmp_path):
     run = RunFolder.create(tmp_path / "a", config_toml="", seed=1)
     text = (run / "run.json").read_text().replace('"format": 1', '"format": 99')
     (run / "run.json").write_text(text)
-    with pytest.raises(RunError, match="format 99"):
+    with pytest.raises(RunError, match="format version 99"):
         RunFolder.open(run.path)
 
 

@@ -165,7 +165,7 @@ def test_what_few_shared_problems_say_does_not_decide_a_comparison() -> None:
 
 def test_the_variance_between_seeds_is_told_from_two_seeds_on() -> None:
     assert over_seeds([0.9, 0.9]) == Interval(0.9, 0.9, 0.9)
-    with pytest.raises(ValueError, match="1 seed"):
+    with pytest.raises(ValueError, match="got 1"):
         over_seeds([0.9])
 
 

@@ -164,7 +164,7 @@ def test_routes_are_those_of_layers_with_a_router() -> None:
     assert routes.dtype == MODEL.route_dtype
     assert np.array_equal(routes, told[:, [0, 2]])
     assert answers.any_missing(protocol.decode_routes(None, MODEL, count=4))
-    with pytest.raises(ValueError, match="for 5 positions"):
+    with pytest.raises(ValueError, match="routes of 5 positions"):
         protocol.decode_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=5)
     with pytest.raises(ValueError, match="names expert 263, but the model has 8 experts"):
         protocol.decode_routes(base64.b64encode((told + 256).tobytes()).decode(), MODEL, count=4)
