@@ -7,6 +7,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +24,16 @@ PIECE_BYTES = 32 << 20
 _LINE_BYTES = 2 * MAX_BYTES  # JSON escapes some characters
 
 
-class Divided:
+class Divided(ABC):
     """Base class of the built-in sources: `documents` from `pieces` and `read`."""
 
+    @abstractmethod
     def pieces(self) -> Sequence[Any]:
-        """See `DividedSource`."""
-        raise NotImplementedError
+        """Return the pieces in order. A piece is plain JSON data, and differs if its content was changed."""
 
+    @abstractmethod
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
-        """See `DividedSource`."""
-        raise NotImplementedError
+        """Yield the documents of a piece, in order."""
 
     def documents(self) -> Iterable[Document | Dropped]:
         """Yield the documents of all pieces, in order."""
