@@ -562,7 +562,7 @@ def test_a_pinned_request_is_never_swapped_under(tell: Callable[[Story], None]) 
 
 def test_an_adoption_that_does_not_come_is_named(tell: Callable[[Story], None]) -> None:
     async def story(world: World) -> None:
-        with pytest.raises(EngineError, match=r"(?s)did not reach step 7 within 0.2 s: it holds v000000"):
+        with pytest.raises(EngineError, match=r"(?s)did not reach step 7 within 0.2 s: its version is v000000"):
             await world.engine.adopt(7, deadline_s=0.2)
 
     tell(story)
