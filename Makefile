@@ -9,7 +9,7 @@ AGENT  := src/etude/environments/agent/etude-agent
 CRATES := native native/agent
 CARGO  := --release --quiet --locked --offline
 
-.PHONY: run test test-all mutants lint bench wheel clean
+.PHONY: run test test-native test-all mutants lint lint-python lint-native bench wheel clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.python:
@@ -29,18 +29,27 @@ $(VENV)/.dev: $(VENV)/.run
 run: $(VENV)/.run
 	$(BIN)/etude run examples/laptop/config.toml
 
-lint: $(VENV)/.dev
+# Lint and the tests of the crates use one processor each: two at a time.
+MAKEFLAGS += --jobs=2
+
+lint: lint-python lint-native
+
+lint-python: $(VENV)/.dev
 	$(BIN)/ruff check src tests benchmarks hatch_build.py
 	$(BIN)/ruff format --check src tests benchmarks hatch_build.py
 	$(BIN)/mypy
+
+lint-native: $(VENV)/.dev
 	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo fmt --version > /dev/null 2>&1; then \
 		for crate in $(CRATES); do (cd $$crate && cargo fmt --check) || exit 1; done; fi
 	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo clippy --version > /dev/null 2>&1; then \
 		for crate in $(CRATES); do (cd $$crate && cargo clippy $(CARGO) --all-targets -- -D warnings) || exit 1; done; fi
 
-test: lint
+test-native: lint-native
 	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo --version > /dev/null 2>&1; then \
 		for crate in $(CRATES); do (cd $$crate && cargo test $(CARGO)) || exit 1; done; fi
+
+test: lint test-native
 	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: lint
