@@ -30,6 +30,7 @@ from etude.records.adapter import BASE_CHANNEL, B, lora_names
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, LiveWeights, TorchLearner
 from etude.training.config import LoraOn
+from etude.training.trainable import LoadRequest
 from etude.weights import Channel, Follower
 from etude.weights.chain.channel import publish_once
 from etude.weights.chain.history import stored
@@ -253,6 +254,33 @@ def test_a_learner_goes_on_from_its_adapters_as_if_it_had_not_stopped(tmp_path: 
     }
     for name, view in hf_views(again.model).items():
         assert torch.equal(view, hf_views(first.model)[name]), name
+
+
+@pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
+def test_a_frozen_model_in_bf16_trains_the_adapters_to_the_bits_of_one_in_float32(
+    tmp_path: Path, sizes: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    start = start_of(tmp_path, sizes)
+    narrow, wide = (
+        TorchLearner(replace(LORA, dtype=ComputeDtype.BFLOAT16), numerics=NumericsConfig(Mode.NATIVE)) for _ in range(2)
+    )
+    narrow.load(start)
+    monkeypatch.setattr(LoadRequest, "frozen_dtype", torch.float32)
+    wide.load(start)
+    kinds = {p.dtype for one in (narrow, wide) for p in one.model.parameters()}
+    assert kinds == {torch.bfloat16, torch.float32}
+    assert {p.dtype for p in narrow.model.parameters()} == {torch.bfloat16}, "2 bytes of each number"
+    samples = asyncio.run(sampled(narrow))
+    for _ in range(2):
+        for learner in (narrow, wide):
+            step(learner, samples)
+    published, expected = narrow.exported(), wide.exported()
+    assert published.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert published[name].codes.tobytes() == tensor.codes.tobytes(), name
+    for name, view in hf_views(wide.model).items():
+        assert torch.equal(hf_views(narrow.model)[name].float(), view.float()), name
 
 
 def step(learner: TorchLearner, samples: list[Sample]) -> None:

@@ -371,4 +371,5 @@ def _bytes(value: float) -> str:
 def _memory(memory: Any) -> str:
     parts = {name: getattr(memory, name) for name in ("weights", "optimiser", "activations", "cache")}
     used = ", ".join(f"{name} {_bytes(value)}" for name, value in parts.items() if value)
-    return f"{used}; {'fits' if memory.fits else 'does NOT fit'} in {_bytes(memory.capacity)}"
+    host = f"; {_bytes(memory.host)} in the memory of the host" if memory.host else ""
+    return f"{used}; {'fits' if memory.fits else 'does NOT fit'} in {_bytes(memory.capacity)}{host}"

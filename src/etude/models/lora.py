@@ -34,7 +34,7 @@ class _Adapter:
 
     parameter: str  # the merged one's name in the model
     names: tuple[str, ...]  # Hugging Face's, of its rows in order
-    base: torch.Tensor
+    base: torch.Tensor  # in host memory
     pairs: LoraPairs
     rows: slice | None = None  # this rank's rows of base and merged matrix; None: all
 
@@ -114,7 +114,7 @@ class Adapters(nn.Module):
         Base and merged matrices then have only this rank's rows, and A and B stay complete on every rank. `rows`:
         parameter name → this rank's rows."""
         self._adapters = [
-            replace(one, base=self._memory(one).to(self.dtype, copy=True), rows=rows[one.parameter])
+            replace(one, base=_on_host(self._memory(one), self.dtype), rows=rows[one.parameter])
             for one in self._adapters
         ]
 
@@ -124,7 +124,9 @@ class Adapters(nn.Module):
 
     @property
     def bases(self) -> dict[str, torch.Tensor]:
-        """The frozen base matrix W, or this rank's rows of it, by name of the adapted parameter in the model."""
+        """The frozen base matrix W, or this rank's rows of it, by name of the adapted parameter in the model.
+
+        In host memory."""
         return {one.parameter: one.base for one in self._adapters}
 
     @property
@@ -141,7 +143,8 @@ class Adapters(nn.Module):
 
     @property
     def base(self) -> dict[str, torch.Tensor]:
-        """Every weight of the base by Hugging Face name. Weights without an adapter share memory with the model."""
+        """Every weight of the base by Hugging Face name. Weights without an adapter share memory with the model; the
+        others are in host memory."""
         found = hf_views(*self._model)
         for one in self._adapters:
             rows = [found[name].shape[0] for name in one.names]
@@ -229,5 +232,10 @@ def _adapter(
     kind = {**options, "device": options["device"] or weight.device}
     a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, **kind))
     b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, **kind))
-    base = weight.detach().to(dtype, copy=True)
+    base = weight.detach() if weight.is_meta else _on_host(weight.detach(), dtype)
     return _Adapter(name, tuple(matrix.rows), base, LoraPairs(a, b, tuple(rows), config.scale))
+
+
+def _on_host(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Copy a frozen matrix to host memory, where `merge_lora` computes: it takes no memory of an accelerator."""
+    return weight.to("cpu", dtype, copy=True)

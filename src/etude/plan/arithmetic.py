@@ -141,16 +141,24 @@ def trained_parameters(model: ModelConfig, training: Training) -> int:
 
 
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
-    """Compute the bytes of the float32 weights on one of `ranks` fully sharded learner ranks.
+    """Compute the bytes of the weights in the device memory of one of `ranks` fully sharded learner ranks.
 
-    A matrix with a LoRA adapter is stored twice, frozen and merged. Adapters count as in `adapter_parameters_per_rank`.
-    """
-    count = model.num_parameters / ranks
-    if training.lora_rank:
-        count += sum(map(prod, matrices(model, training.lora_on))) / ranks + adapter_parameters_per_rank(
-            model, training
-        )
-    return float(FLOAT32_BYTES) * count
+    Trained weights are float32. The model of a learner with LoRA adapters is frozen, with one copy in the dtype in
+    which it is gathered. Adapters count as in `adapter_parameters_per_rank`."""
+    if not training.lora_rank:
+        return FLOAT32_BYTES * model.num_parameters / ranks
+    frozen = training.gathered_bytes * model.num_parameters / ranks
+    return frozen + float(FLOAT32_BYTES) * adapter_parameters_per_rank(model, training)
+
+
+def base_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
+    """Compute the bytes of the matrices below LoRA adapters in the host memory of one of `ranks` learner ranks.
+
+    They are in the published dtype, and each optimiser step merges the adapters into them."""
+    if not training.lora_rank:
+        return 0.0
+    width = BF16_BYTES if training.masters else FLOAT32_BYTES
+    return float(width) * sum(map(prod, matrices(model, training.lora_on))) / ranks
 
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:

@@ -27,13 +27,14 @@ class Memory:
     """Memory use of one learner rank or one engine device, in bytes.
 
     `optimiser` includes master weights, moments and gradients. `cache` is the KV cache. `capacity` is the device's
-    memory."""
+    memory. `host`: in the host's memory, beside the `total` on the device."""
 
     weights: float
     optimiser: float
     activations: float
     cache: float
     capacity: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -138,9 +139,9 @@ def memory_of(model: ModelConfig, layout: Layout, capacity: float, engine_capaci
     training, shared = layout.training, layout.learner_ranks
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)
-    learner = Memory(
-        weights, optimiser, arithmetic.activation_bytes(model, layout.budget_tokens, training), 0.0, capacity
-    )
+    activations = arithmetic.activation_bytes(model, layout.budget_tokens, training)
+    base = arithmetic.base_bytes(model, training, shared)
+    learner = Memory(weights, optimiser, activations, 0.0, capacity, host=base)
     cache = arithmetic.kv_bytes_device(model, layout.engine_ranks, layout.dtype_bytes) * layout.kv_tokens
     engine_weights = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / layout.engine_ranks
     return learner, Memory(engine_weights, 0.0, 0.0, cache, engine_capacity)

@@ -104,6 +104,15 @@ class LoadRequest:
         Raises `CheckpointError` when the base of an adapter is missing."""
         return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
 
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """The dtype in which the model of a learner with adapters is in memory: bf16 if all its numbers are bf16.
+
+        Merged matrices and frozen weights are rounded to the published dtype. Operators that multiply bf16 with bf16
+        read them as they are; exact operators need float32."""
+        published = stored_dtype(self.config.weights)
+        return published if self.operators.storage_dtype is published else torch.float32
+
     def check_kind(self) -> None:
         """Raise `CheckpointError` unless the checkpoint's learner and this one both train adapters, or both all
         weights."""
@@ -166,7 +175,7 @@ def load_trainable(request: LoadRequest) -> Trainable:
         model = load_model(path, operators=request.operators, held=torch.float32).to(device)
         return FullWeights(set_recompute(model, config.recompute), config.weights, request.quantise, path)
     base = request.base
-    model = load_model(base, operators=LoraOperators(request.operators), held=torch.float32).to(device)
+    model = load_model(base, operators=LoraOperators(request.operators), held=request.frozen_dtype).to(device)
     adapter_config, tensors = request.adapter(set_recompute(model, config.recompute))
     if request.resumed:
         adapters = merge_adapter(model, adapter_config, tensors, str(path), held=True)

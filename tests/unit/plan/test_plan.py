@@ -33,6 +33,7 @@ from etude.plan import (
 from etude.plan.arithmetic import (
     activation_bytes,
     active_parameters,
+    base_bytes,
     delta_bytes,
     expert_adapters,
     forward_flops,
@@ -90,6 +91,18 @@ def test_a_known_model_has_its_published_sizes():
     assert kv_bytes_token(QWEN) == 48 * 2 * 4 * 128 * 2
     whole = Training()
     assert weights_bytes(QWEN, whole, 8) + optimiser_bytes(QWEN, whole, 8) == 20 * QWEN.num_parameters / 8
+
+
+def test_a_learner_with_adapters_has_one_copy_of_the_model_on_its_devices_and_its_matrices_on_the_host():
+    narrow, wide = (Training(lora_rank=32, recompute=True, gathered_bytes=width) for width in (2, 4))
+    adapters = 4 * trained_parameters(QWEN, narrow)
+    assert weights_bytes(QWEN, narrow, 4) - adapters == 2 * QWEN.num_parameters / 4
+    assert weights_bytes(QWEN, wide, 4) - adapters == 4 * QWEN.num_parameters / 4
+    assert 2 * 0.95 * QWEN.num_parameters < base_bytes(QWEN, narrow, 1) < 2 * QWEN.num_parameters
+    layout = Layout(learner_ranks=4, training=replace(narrow, expert_parallel=4), budget_tokens=8192)
+    learner, _ = memory_of(QWEN, layout, 80e9, 80e9)
+    assert learner.fits, "a 30B model with adapters, on four H100"
+    assert learner.host == base_bytes(QWEN, narrow, 4)
 
 
 K2 = ModelConfig(  # Kimi K2 as its config.json describes it: 1.03T parameters, 32B active

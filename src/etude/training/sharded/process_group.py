@@ -168,6 +168,8 @@ class ShardedProcessGroup:
             base = request.base
             operators = LoraOperators(operators) if config.lora_rank else operators
             model = set_recompute(meta_model(base, operators, mesh), config.recompute)
+            if config.lora_rank:
+                model.cast(request.frozen_dtype)
             verify_weights(base, part=self.rank, parts=self.size)
         specs = shard_specs(model, mesh)
         parts = (model, self, specs, tensor_slices(model, specs, mesh), config.weights, base)

@@ -101,7 +101,7 @@ class ShardedWeights:
 
         They are in the stored dtype."""
         found, kind = {}, stored_dtype(self._weights)
-        rows = {name: own.to(kind) for name, own in views.items()}
+        rows = {name: own.to(self._group.mesh.device, kind) for name, own in views.items()}
         for parameter, full in self._group.gather(rows).items():
             spec, flat = self._specs[parameter], full.flatten()
             first = spec.start * math.prod(spec.shape[1:]) if spec.expert else 0
