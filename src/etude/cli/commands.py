@@ -415,6 +415,31 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
     about = "describe a checkpoint, and everything that etude cannot use in it; reads no weights"
     check = add(models, "check", "models:check", about)
     check.add_argument("folder", type=Path, metavar="DIR", help="a Hugging Face directory")
+    _add_base_command(commands)
+
+
+def _add_base_command(commands: Commands[Parser]) -> None:
+    base = group(commands, "base", "compare base models on your own text")
+    about = "measure which base model to start from: loss on your text, look-ups, state tracking, cost"
+    compare = add(base, "compare", "base:compare", about)
+    compare.add_argument("models", nargs="+", metavar="[NAME=]DIR", help="Hugging Face directories")
+    compare.add_argument("--text", type=Path, required=True, metavar="FOLDER", help="a folder with your text or code")
+    compare.add_argument(
+        "--files", action="append", metavar="PATTERN", help='only these files, such as "*.py" (repeatable)'
+    )
+    compare.add_argument(
+        "--documents", type=positive, default=200, metavar="N", help="documents to measure (default: %(default)s)"
+    )
+    compare.add_argument(
+        "--questions", type=positive, default=100, metavar="N", help="questions of each kind (default: %(default)s)"
+    )
+    compare.add_argument(
+        "--context", type=positive, default=2048, metavar="TOKENS", help="longest context (default: %(default)s)"
+    )
+    compare.add_argument("--hardware", metavar="NAME", help="add the cost of serving on h100, h200 or b200")
+    compare.add_argument("--seed", type=int, default=0, help="of the draw of documents and questions (default: 0)")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
 
 
 def _add_parity_command(commands: Commands[Parser]) -> None:

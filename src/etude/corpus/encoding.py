@@ -48,8 +48,8 @@ def tokenizer_file(path: Path) -> Path:
     return path / "tokenizer.json" if path.is_dir() else path
 
 
-def load_tokenizer(config: TokenizerConfig) -> tuple[SafeTokenizer, TokenizerFacts]:
-    """Load a tokenizer.json and describe it. Raises `ConfigError` if there is none or it lacks the end token."""
+def read_tokenizer(config: TokenizerConfig) -> tuple[SafeTokenizer, str]:
+    """Load a tokenizer.json. Returns it and the SHA-256 of the file. Raises `ConfigError` if there is none."""
     from tokenizers import Tokenizer
 
     path = tokenizer_file(config.path)
@@ -63,12 +63,17 @@ def load_tokenizer(config: TokenizerConfig) -> tuple[SafeTokenizer, TokenizerFac
     except Exception as error:  # noqa: BLE001  the library raises no narrower class
         hint = "give the tokenizer.json of a fast tokenizer of Hugging Face"
         raise ConfigError(f"tokenizer.path: {path} is no tokenizer", str(error)[:200], hint=hint) from None
+    return tokenizer, hashlib.sha256(data).hexdigest()
+
+
+def load_tokenizer(config: TokenizerConfig) -> tuple[SafeTokenizer, TokenizerFacts]:
+    """Load a tokenizer.json and describe it. Raises `ConfigError` if there is none or it lacks the end token."""
+    tokenizer, digest = read_tokenizer(config)
     end_id = tokenizer.tokenizer.token_to_id(config.end)
     if end_id is None:
         hint = f'{nearest(config.end, tokenizer.added)}; write end = "TOKEN" under [tokenizer]'
         raise ConfigError(f"the tokenizer has no token {config.end!r}", "it ends each document", hint=hint)
     vocab_size = 1 + max(tokenizer.tokenizer.get_vocab(with_added_tokens=True).values())
-    digest = hashlib.sha256(data).hexdigest()
     facts = TokenizerFacts(
         path=str(config.path), sha256=digest, vocab_size=vocab_size, end=config.end, end_id=int(end_id)
     )

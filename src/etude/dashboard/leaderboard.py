@@ -5,22 +5,18 @@ rate by dollars. Plots and stylesheet are those of a run's report."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from etude.dashboard.formatting import duration, money, percent, significant
+from etude.dashboard.pages import render, write_page
 from etude.dashboard.plot import Estimate, Series, legend, line_chart
-from etude.errors import StoreError
 from etude.evals import compare
 from etude.evals.records import EvalRecord, SeedsRecord, rows_beside
 from etude.evals.rows import EvalRow
-from etude.file_checksums import sealed_page
 
 _COLOURS = 5  # classes c1 to c5 of the stylesheet
 
@@ -32,38 +28,23 @@ def write_leaderboard(
 
     `records`: (result, path that it was read from). `seeds`: results of recipes over training seeds. Raises
     `StoreError` if the page cannot be written."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(sealed_page(page(records, seeds)))
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StoreError(
-            f"{path} cannot be written", str(error), hint="free disk space, or choose another file with --html"
-        ) from None
-    return path
+    html = page(records, seeds)
+    return write_page(path, html, hint="free disk space, or choose another file with --html")
 
 
 def page(records: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsRecord] = ()) -> str:
     """Return the HTML of the leaderboard. The parameters are those of `write_leaderboard`."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(_resource("leaderboard.html.jinja"))
     suites: dict[tuple[str, str], list[tuple[EvalRecord, Path]]] = {}
     for record, path in records:
         suites.setdefault((record.suite, record.suite_digest), []).append((record, path))
-    return template.render(
-        css=Markup(_resource("report.css")),
+    return render(
+        "leaderboard.html.jinja",
         models=len({record.label for record, _ in records}),
         sections=[
             _section(found, [one for one in seeds if (one.suite, one.suite_digest) == suite])
             for suite, found in suites.items()
         ],
     )
-
-
-def _resource(name: str) -> str:
-    return (files("etude.dashboard") / name).read_text(encoding="utf-8")
 
 
 def _section(found: Sequence[tuple[EvalRecord, Path]], seeds: Sequence[SeedsRecord]) -> Mapping[str, Any]:

@@ -6,15 +6,12 @@ in this folder.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,12 +19,12 @@ from markupsafe import Markup
 
 from etude.dashboard import formatting
 from etude.dashboard.glossary import meaning
+from etude.dashboard.pages import render, write_page
 from etude.dashboard.panels import PANELS, Panel
 from etude.dashboard.problems import damage, recovered_failures
 from etude.dashboard.run_view import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
-from etude.errors import StoreError
-from etude.file_checksums import ChecksumMismatch, sealed_page, verify_parquet
+from etude.file_checksums import ChecksumMismatch, verify_parquet
 from etude.records.view import RolloutView, TurnView, conversations, turn_facts
 from etude.records.wire import from_json
 
@@ -41,24 +38,14 @@ def write_report(run_dir: Path | str, rollouts: Sequence[RolloutView] = ()) -> P
     file cannot be written.
     """
     view = RunView(run_dir)
-    path = view.path / "report.html"
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_bytes(sealed_page(page(view, rollouts)))
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StoreError(f"{path} cannot be written", str(error), hint="free disk space, then etude report") from error
-    return path
+    return write_page(view.path / "report.html", page(view, rollouts), hint="free disk space, then etude report")
 
 
 def page(view: RunView, rollouts: Sequence[RolloutView] = ()) -> str:
     """Render the HTML of the report."""
     summary = summarise_view(view)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(_resource("report.html.jinja"))
-    return template.render(
-        css=Markup(_resource("report.css")),
+    return render(
+        "report.html.jinja",
         name=view.path.name,
         origin=_origin(view),
         heldout=_headline(summary),
@@ -86,10 +73,6 @@ def page(view: RunView, rollouts: Sequence[RolloutView] = ()) -> str:
 
 def _marked(panel: Panel) -> Mapping[str, Any]:
     return {**vars(panel), "svg": Markup(panel.svg), "legend": Markup(panel.legend)}
-
-
-def _resource(name: str) -> str:
-    return (files("etude.dashboard") / name).read_text(encoding="utf-8")
 
 
 def _text(path: Path) -> str:

@@ -115,6 +115,27 @@ def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]
     return Interval(value, max(-1.0, centre - half), min(1.0, centre + half))
 
 
+def ratio(values: Sequence[float], sizes: Sequence[float]) -> Interval:
+    """Compute the sum of `values` over the sum of `sizes`, and its interval over independent clusters.
+
+    Value and size i are those of cluster i, such as the loss and the bytes of a document. The variance is that of a
+    ratio estimator, by linearisation (Cochran 1977, section 6.3), with Student's t quantile. Without a second cluster
+    the interval has no bounds. Raises `ValueError` if the sizes sum to 0.
+
+    >>> ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    Interval(value=2.0, low=2.0, high=2.0)
+    """
+    count, total = len(values), math.fsum(sizes)
+    if total <= 0.0:
+        raise ValueError("the sizes sum to 0")
+    value = math.fsum(values) / total
+    if count == 1:
+        return Interval(value, -math.inf, math.inf)
+    squares = math.fsum((v - value * size) ** 2 for v, size in zip(values, sizes, strict=True))
+    half = _t95(count - 1) * math.sqrt(count / (count - 1) * squares) / total
+    return Interval(value, value - half, value + half)
+
+
 def mean_over_seeds(values: Sequence[float]) -> Interval:
     """Compute the mean of one value per training seed, and Student's t interval from the variance between seeds.
 

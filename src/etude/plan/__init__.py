@@ -16,6 +16,7 @@ torch: measurements of this machine are passed in.
 
 from etude.plan.hardware import DEVICES, Device, Measured, device
 from etude.plan.planning import Memory, Plan, critical_batch, engine_remedies, learner_remedies, plan
+from etude.plan.serving import Serving, serving_cost
 from etude.plan.shape import Layout, Region, Shape, Training
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Memory",
     "Plan",
     "Region",
+    "Serving",
     "Shape",
     "Training",
     "critical_batch",
@@ -33,4 +35,5 @@ __all__ = [
     "engine_remedies",
     "learner_remedies",
     "plan",
+    "serving_cost",
 ]
