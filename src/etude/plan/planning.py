@@ -267,6 +267,9 @@ def _plan_of(
     }
     dollars = {"machine": device.dollars_h * hours} if on_cpu else dollars
     learner_memory, engine_memory = memory_of(model, layout, learners.memory_bytes, device.memory_bytes)
+    if on_cpu:  # one memory for both
+        own = learner_memory
+        learner_memory = replace(own, weights=own.weights + own.host, host=0.0)
     engine_device_s = engines_s * (1 if on_cpu else layout.engines * layout.engine_ranks)
     return Plan(
         learner_memory=learner_memory,
