@@ -117,7 +117,7 @@ class Window:
         return max(0, max(ahead, size if size > self.groups_per_step else 0) - num_open)
 
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
-        """Return the lowest step of the weights with which a group behind `num_open` open groups may be sampled.
+        """Return the lowest step of weights that may sample the group that is admitted after `num_open` open groups.
 
         It becomes `RolloutSpec.min_step`: engines with older weights must not run the group. The arguments are those of
         `free_groups`."""

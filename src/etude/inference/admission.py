@@ -144,7 +144,7 @@ def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehi
 
 
 class VersionPins:
-    """Records which sessions pin the loaded version, so that the weights may not be replaced now.
+    """Records which sessions pin the loaded version. While a session pins it, the weights must not be replaced.
 
     A request with `pin_step` (of an evaluation) must be served by one version from start to end, and the next call of
     its session needs the same version. So a session pins the version while it has a request here, and for `lease_s`

@@ -178,8 +178,8 @@ class Registration:
     - `registry`, `token`: the URL of the registry, and the bearer token.
     - `wait_s`: the longest time in which the registry does not respond, in seconds.
     - `report`: called with texts about the progress.
-    - `must_answer`: whether the engine is running already. If it is, and the registry cannot reach it at the first
-      join, its URL is wrong, which is an error. If it is not, the registration waits for the engine."""
+    - `must_answer`: whether the engine is running already. True: if the registry cannot reach the engine at the first
+      join, the engine's URL is wrong, which is an error. False: the registration waits for the engine."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class Row(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """The ways in which the tasks are graded on which cheats are tried."""
+    """How a task is graded. A cheat is tried on tasks of one or more of these kinds."""
 
     DATA = "cases"
     CHECK = "test code"

@@ -46,7 +46,7 @@ _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """A request as it arrived: its content, and what shows that it repeats an earlier one.
+    """A request as it arrived: its content, and the fields by which a repetition of an earlier request is recognised.
 
     `retry`: the client says that it is a retry. `idempotency_key`: the same for all attempts of one request; "" for
     none."""

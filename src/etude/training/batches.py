@@ -64,7 +64,7 @@ def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
 
 
 def targets_per_span(documents: Documents, spans: Spans) -> npt.NDArray[np.int64]:
-    """Return for each span the number of tokens to predict, int64 [spans]: its tokens with loss, without the first."""
+    """Return for each span the number of tokens to predict, int64 [spans]: its tokens with loss, except the first one."""
     before = documents.num_learned_before
     return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
 

@@ -71,7 +71,7 @@ class TorchLearner:
     - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
     - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
       ratio is only reported.
-    - `seed`: for the initial LoRA adapters.
+    - `seed`: random seed of the initial LoRA adapters.
     - `group`: the ranks that share the work. Each has its own learner, and all make the same calls
       (`training.sharded`). Without a group, one process computes the parts of `config.shares` data-parallel ranks in
       turn."""

@@ -60,7 +60,8 @@ class WriterState:
 
     `pointer`: the stored bytes of the channel's pointer, which the next compare-and-swap expects; None if there is no
     pointer. `ref`: the reference to the version's manifest. `tensors`: its tensors by name; None if they could not be
-    rebuilt. `cost`: what a late reader fetches. `serial`: of the manifest. `generation`: of the pointer.
+    rebuilt. `cost`: what a late reader fetches. `serial`: the manifest's serial. `generation`: the pointer's
+    generation.
     """
 
     pointer: bytes | None = None

@@ -203,7 +203,7 @@ class Window:
     def fill(self, codes: Codes) -> None:
         """Write all elements, from their bits as unsigned integers (`codes`) of the same shape.
 
-        Needs no extra memory on a host.
+        In host memory, nothing is copied in between.
         """
         if isinstance(self.view, np.ndarray):
             np.copyto(self.view, codes)
