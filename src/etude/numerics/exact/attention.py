@@ -35,7 +35,8 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class KeyWindows:
-    """Sizes of key windows and query blocks in which attention has equal bits, and the attention function.
+    """The sizes of key windows and query blocks with which attention gives equal bits, and the function that computes
+    it.
 
     A window is the number of keys, padding included, that queries see. `usable`: windows up to `SEVERAL`, ascending.
     `tiles`: whether queries come in full blocks of rows."""

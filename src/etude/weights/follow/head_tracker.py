@@ -135,8 +135,8 @@ class HeadTracker:
             ):
                 raise MovedBack(
                     f"{self._key} moved back to {target.version}",
-                    f"{seen.version} was followed; the pointer's generation is {pointer.generation} after"
-                    f" {seen.generation}, the version's serial {target.serial} after {seen.serial}",
+                    f"{seen.version} was followed before; the pointer's generation went from {seen.generation} to"
+                    f" {pointer.generation}, the version's serial from {seen.serial} to {target.serial}",
                     hint="a stale cache or a restored copy of the store can cause this; for an intended"
                     " rollback use `etude weights point`, which raises the generation",
                 )
