@@ -91,7 +91,7 @@ class Window:
     def max_open_groups(self) -> int:
         """The maximum number of groups that are admitted and not yet trained.
 
-        Times the group size, it is the number of slots of the ledger."""
+        The number of slots of the ledger is this number times the group size."""
         if not self.signal_groups:
             return (self.max_lag + 1) * self.groups_per_step
         # two batches in progress, and the window after them
@@ -141,9 +141,9 @@ class Window:
         return found if len(found) >= size else None
 
     def size(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> int:
-        """Return how many groups the next step takes, judged from those that are ready.
+        """Return how many groups the next step takes, as far as the ready groups show.
 
-        The number may grow as more become ready. The arguments are those of `take`."""
+        The number may grow when further groups become ready. The arguments are those of `take`."""
         size = self.groups_per_step
         while size < self.max_groups:
             found = self._first(order, ready, size)

@@ -129,7 +129,7 @@ def chars_per_token(tokenizer: Tokenizer) -> float:
     """Return an upper bound of the characters per token. It bounds the tokens of a text without tokenising the text.
 
     The bound is infinite for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE,
-    and in BPE with byte fallback, a token covers no more characters than it is written with."""
+    and in BPE with byte fallback, a token covers at most as many characters as its spelling has."""
     parts = [*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer)]
     names = {str(part.get("type")) for part in parts}
     by_bytes = "ByteLevel" in names or bool(getattr(tokenizer.model, "byte_fallback", False))

@@ -285,7 +285,7 @@ async def run_registration(registration: Registration) -> None:
 def local_address_for(registry: str) -> str:
     """Return the local IP address that the route to the registry uses.
 
-    Others can reach this host there unless there is NAT."""
+    Other hosts can reach this host at that address, unless there is NAT between them."""
     parts = urlsplit(registry)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_DGRAM) as way:

@@ -100,7 +100,7 @@ class WeightSync:
         self.start()
 
     def start(self) -> None:
-        """Start the thread. The engine serves the version that it has until a newer one was fetched."""
+        """Start the thread. Until a newer version is fetched, the engine serves the version that it has."""
         self._thread.start()
 
     def stop(self) -> None:

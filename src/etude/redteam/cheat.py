@@ -10,7 +10,7 @@ import msgspec
 
 
 class Row(enum.StrEnum):
-    """The category of a cheat: a row of the threat model's table, or one of three more."""
+    """The category of a cheat: a row of the threat model's table, or one of three further categories."""
 
     HISTORY = "reads future commits, tags, reflogs, unreachable objects"
     NETWORK = "fetches the fix over the network"

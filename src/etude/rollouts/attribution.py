@@ -221,8 +221,8 @@ class Attribution:
         """Mark the turns that were side calls. Call it when the program has ended.
 
         A turn is a side call if its answer is limited to `SIDE_TOKENS`, its conversation has no other turn and no
-        tools, and its first message differs from those of all conversations with tools. In a program that never sends
-        tools only the patterns decide."""
+        tools, and its first message differs from those of all conversations with tools. If a program never sends tools,
+        only the patterns decide."""
         working = {call.first for call in self.calls if call.tools}
         parents = {call.turn.node.parent for call in self.calls}
         parents |= {node.parent for call in self.calls for node in call.shortened.written}

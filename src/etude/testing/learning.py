@@ -217,7 +217,8 @@ class FakeLearner:
 class MemoryExperience:
     """An `ExperienceStore` in memory.
 
-    `allowed` maps a state to the states that may follow it, and "" to those of a new rollout. None allows every change.
+    `allowed` maps a state to the states that may follow it; the key "" has the states in which a rollout may begin.
+    None allows every change.
     """
 
     def __init__(self, allowed: Mapping[str, Iterable[str]] | None = None) -> None:

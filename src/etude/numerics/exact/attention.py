@@ -88,7 +88,7 @@ def summed_attention(
 
 
 def key_windows(heads: int, key_width: int) -> KeyWindows:
-    """Return the windows for a cache with keys of this width, with the current number of threads.
+    """Return the windows for a cache whose keys have this width, for the current number of threads.
 
     They are the same for any number of heads, so that a rank with some of the heads attends like one with all."""
     return _measured(key_width, torch.get_num_threads())

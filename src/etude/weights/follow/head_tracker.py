@@ -36,9 +36,10 @@ class MovedBack(WeightsError):
 
 
 class FollowedPointer(msgspec.Struct, frozen=True):
-    """What a reader remembers of the pointer (the record of the newest version) that it followed last, to recognise a
-    pointer that moved back. `pointer`: its key in the store. `version`: the version that it named. The pair
-    (`generation` of the pointer, `serial` of the version) never decreases.
+    """What a reader remembers of the pointer (the record of the newest version) that it followed last.
+
+    By this record the reader recognises a pointer that moved back. `pointer`: its key in the store. `version`: the
+    version that it named. The pair (`generation` of the pointer, `serial` of the version) never decreases.
     """
 
     pointer: str
