@@ -79,7 +79,8 @@ def correct(
 def truncated(log_ratio_R: torch.Tensor, *, cap: float) -> Corrected:
     """Compute truncated importance weights: min(ρ, cap).
 
-    The bias is the probability mass that truncation removes: Σ (p − cap·q)⁺ over the vocabulary (p: learner, q: sampler).
+    The bias is the probability that truncation removes: Σ (p − cap·q)⁺ over the vocabulary, with p by the learner and q
+    by the sampler.
 
     >>> truncated(torch.tensor([0.5, 1.0, 8.0]).log(), cap=2.0).weight_R
     tensor([0.5000, 1.0000, 2.0000])
