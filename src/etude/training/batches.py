@@ -64,8 +64,7 @@ def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
 
 
 def targets_per_span(documents: Documents, spans: Spans) -> npt.NDArray[np.int64]:
-    """Return for each span the number of tokens to predict, int64 [spans]: its tokens with loss after the first token.
-    """
+    """Return for each span the number of tokens to predict, int64 [spans]: its tokens with loss after the first token."""
     before = documents.num_learned_before
     return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
 
