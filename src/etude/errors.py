@@ -170,7 +170,7 @@ class GateFailed(EtudeError):
 
 
 class NothingLearnt(EtudeError):
-    """A run ended without learning: in no group did the rewards of two rollouts differ."""
+    """A run ended without learning: in every group, all rollouts had the same reward."""
 
 
 class RewardDrift(EtudeError):
