@@ -40,7 +40,8 @@ def front(result: Row) -> str:
         *markdown(head, table),
         "",
         "512 held-out tasks, and 256 of kinds that training never sees. The tasks are variants of fewer functions, so",
-        "the 95 % interval of a seed counts functions, not tasks; that of the mean is the variance between seeds.",
+        "the 95 % interval of a seed counts functions, not tasks; the interval of the mean is",
+        "from the variance between seeds.",
         f"(two cores of an {_chip(result)}, {max(map(_gib, rows)):.2f} GiB at the peak; `python -m benchmarks.laptop`,",
         f"[results](benchmarks/results/laptop.json); a random agent solves {min(random):.2f} to {max(random):.2f} "
         "and an oracle 1.0)",

@@ -166,15 +166,15 @@ class SuiteRefused(InputError):
 
 
 class GateFailed(EtudeError):
-    """A number of an evaluation does not keep a bound that a gate of the suite sets, or is unknown."""
+    """A metric of an evaluation is outside a bound that a gate of the suite sets, or is unknown."""
 
 
 class NothingLearnt(EtudeError):
-    """A run ended without learning: in no group did the rewards of two rollouts differ."""
+    """A run ended without learning: in every group, all rollouts had the same reward."""
 
 
 class RewardDrift(EtudeError):
-    """A reward term no longer says what its auditor or the grade says, and the run is held. It can be resumed."""
+    """A reward term no longer agrees with its auditor or with the grade, so the run stopped. It can be resumed."""
 
 
 class PluginError(EtudeError):

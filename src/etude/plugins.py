@@ -269,7 +269,8 @@ def make(kind: Kind, plugin: Plugin, *, where: str = "") -> Any:
 
 
 def protocol_problems(protocol: type | types.UnionType, made: object) -> list[str]:
-    """List the reasons why an object does not implement a protocol; empty if it does. Of a union it implements one.
+    """List the reasons why an object does not implement a protocol; empty if it does. Of a union of protocols, it must
+    implement one.
 
     There is one line for each member that is missing or cannot be called as the protocol requires. If `protocol` is an
     ordinary class, the object must be an instance of it and have the attributes that the class only declares."""

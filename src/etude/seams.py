@@ -219,11 +219,11 @@ class RewardTerm(Protocol):
     async def score(self, rollout: Rollout, graded: Graded) -> Score:
         """Measure one graded rollout. The term sees its task, messages, files, times and grade, but no hidden answer.
 
-        The value must be finite. Parts of it may be given to turns, and faulty turns may get hints, texts that would
-        have helped (`Score`). When the value cannot be known, return a `Score` with value None and the reason as
-        evidence; with `retry=True` if it may be known later, for example because a service is down: then it is measured
-        again. Several rollouts may be scored at the same time. An exception, or no result within 600 s, ends the run
-        with a `PluginError` that names the term; the run can be resumed."""
+        The value must be finite. A `Score` may also give parts of the value to single turns, and hints (texts that
+        would have helped) to faulty turns. When the value cannot be known, return a `Score` with value None and the
+        reason as evidence; with `retry=True` if it may be known later, for example because a service is down: then it
+        is measured again. Several rollouts may be scored at the same time. An exception, or no result within 600 s,
+        ends the run with a `PluginError` that names the term; the run can be resumed."""
         ...
 
 
@@ -252,8 +252,8 @@ class InRun(Protocol):
     def enter(self, folder: Path, readable: Callable[[Iterable[int]], str]) -> None:
         """Called once in each process of a run, before the first value is measured.
 
-        `folder`: of the run. `readable(token_ids)` returns tokens of a trace as text, one message per line with its
-        role; it may be called from any thread."""
+        `folder`: the run's folder. `readable(token_ids)` returns tokens of a trace as text, one message per line with
+        its role; it may be called from any thread."""
         ...
 
 
@@ -336,7 +336,8 @@ class Ending(Protocol):
     """An optional interface of a `Policy` or an `Engine` that can end a streamed request before its last token."""
 
     async def end(self, request_id: str) -> None:
-        """End a request that is being streamed. Its completion has the tokens sampled so far, as if that was its limit.
+        """End a request that is being streamed. Its completion has the tokens sampled so far, as if `max_tokens` had
+        been reached.
 
         A request that is not known, or has ended, is ignored. If the engine does not respond, the request is sampled to
         its end."""

@@ -101,7 +101,8 @@ def trigger_tokens(group_seed: int, *, context_tokens: int) -> int:
 
 
 def served_trigger(context_tokens: int) -> int:
-    """Return the length in tokens from which a conversation is summarised in production: the longest one of training.
+    """Return the length in tokens from which a conversation is summarised in production: the greatest length that
+    training uses.
 
     >>> served_trigger(1000)
     800

@@ -36,7 +36,8 @@ class KeptTools(list[dict[str, Any]]):
 class KeptMessages(list[Message]):
     """The messages of a request, which never change, with their `conversation_keys`.
 
-    `earlier`: the messages of an earlier request, with which these begin; None: of none. `known`: how many it has."""
+    `earlier`: the messages of an earlier request, if these messages begin with them; None: no such request is known.
+    `known`: the number of messages in `earlier`."""
 
     __slots__ = ("_keys", "known")
 

@@ -31,7 +31,7 @@ class Cut:
     - `sampled`: the tokens up to the end of the stop text, which are `kept` and `tail`.
     - `kept`: the tokens before the one with which the stop text begins. They stay in the conversation.
     - `tail`: the tokens from there to the end of the stop text.
-    - `rest`: the characters before the stop text that the first token of `tail` contains; mostly ""."""
+    - `rest`: the characters of the first token of `tail` that come before the stop text; mostly ""."""
 
     text: str
     reasoning: str

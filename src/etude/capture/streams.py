@@ -104,7 +104,8 @@ class StreamedText:
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str]:
     """Return (begin, stop text) of the stop text whose last character comes first in `text`; (-1, "") if none occurs.
 
-    Of several that end there, the one that begins first counts. The result is the same for a text that grows in pieces.
+    If several end at the same character, the one that begins first is returned. The result is the same for a text that
+    grows in pieces.
 
     >>> first_stop("a bcd", ["bcd", "c", "bc"])
     (2, 'bc')

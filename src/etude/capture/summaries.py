@@ -52,7 +52,7 @@ class Writer(Protocol):
     async def ask(self, messages: list[Message], attempt: int) -> tuple[Node, ParsedReply]:
         """Sample a summary, record it as a turn of kind SUMMARY, and return (its node, the parsed completion).
 
-        `attempt`: how often a summary of the same messages was asked for before."""
+        `attempt`: how often a summary of the same messages was requested before."""
         ...
 
     async def carry(self, summary: str, number: int, covered: Sequence[Message]) -> Carried:

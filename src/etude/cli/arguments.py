@@ -203,6 +203,6 @@ def add_backend_and_jobs(parser: Parser) -> None:
 
 
 def add_unbounded_memory(parser: Parser) -> None:
-    """Add `--unbounded-memory`, for commands that run code in machines that is not part of etude."""
+    """Add `--unbounded-memory`, for commands that run code of other people in machines."""
     what = "accept machines whose memory has no limit on this host"
     parser.add_argument("--unbounded-memory", action="store_true", help=what)

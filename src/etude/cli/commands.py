@@ -98,8 +98,8 @@ def _add_eval_commands(commands: Commands[Parser]) -> None:
         help="a checkpoint, or a run's newest (default: the newest run); several: training seeds of one recipe",
     )
     who.add_argument("--url", default="", help="evaluate a model at this URL instead")
-    who.add_argument("--run", type=Path, metavar="RUN", help="a running run, on engines that it lends")
-    who.add_argument("--baseline", choices=["oracle", "random"], help="a scripted agent: reference solution, or edits")
+    who.add_argument("--run", type=Path, metavar="RUN", help="a run in progress, on engines that it lends")
+    who.add_argument("--baseline", choices=["oracle", "random"], help="a script: reference solutions, or random edits")
     evaluate.add_argument("--model", default="", help="name of the model at the URL")
     evaluate.add_argument(
         "--share",
@@ -117,10 +117,14 @@ def _add_eval_commands(commands: Commands[Parser]) -> None:
         "--key-variable", default="", metavar="NAME", help="environment variable with the API key (default: no key)"
     )
     evaluate.add_argument(
-        "--parallel", type=positive, default=8, metavar="N", help="requests to the URL at a time (default: %(default)s)"
+        "--parallel",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="most requests to the URL at once (default: %(default)s)",
     )
     evaluate.add_argument(
-        "--beside", action="store_true", help="also the run's untrained model, and that with the suite's prompt"
+        "--beside", action="store_true", help="also evaluate the untrained model, without and with the suite's prompt"
     )
     evaluate.add_argument("--config", type=Path, help="config with tasks and harness (default: the config of the run)")
     evaluate.add_argument("--source", default="", metavar="SOURCE", help="task source in place of the suite's")
@@ -128,9 +132,13 @@ def _add_eval_commands(commands: Commands[Parser]) -> None:
     evaluate.add_argument("--tasks", type=positive, metavar="N", help="number of tasks (default: that of the suite)")
     evaluate.add_argument("--tries", type=positive, metavar="K", help="rollouts per task (default: that of the suite)")
     evaluate.add_argument("--prices", type=Path, metavar="FILE", help="table of prices, for dollars per solved task")
-    evaluate.add_argument("--price-name", default="", metavar="NAME", help="the model in this table (default: policy)")
+    evaluate.add_argument(
+        "--price-name", default="", metavar="NAME", help="the model's name in this table (default: policy)"
+    )
     evaluate.add_argument("--gpu", default="", metavar="KIND", help="pay the engines by the hour of this kind of GPU")
-    evaluate.add_argument("--gpus", type=positive, default=1, metavar="N", help="their number (default: %(default)s)")
+    evaluate.add_argument(
+        "--gpus", type=positive, default=1, metavar="N", help="number of these GPUs (default: %(default)s)"
+    )
     evaluate.add_argument("--name", default="", metavar="LABEL", help="the model's name in results (default: its path)")
     evaluate.add_argument(
         "--out", type=Path, default=Path("evals"), metavar="DIR", help="folder for results (default: %(default)s)"
@@ -140,7 +148,9 @@ def _add_eval_commands(commands: Commands[Parser]) -> None:
     board.add_argument(
         "folder", nargs="?", type=Path, default=Path("evals"), metavar="DIR", help="results (default: %(default)s)"
     )
-    board.add_argument("--html", type=Path, metavar="FILE", help="the page (default: DIR/leaderboard.html)")
+    board.add_argument(
+        "--html", type=Path, metavar="FILE", help="where to write the page (default: DIR/leaderboard.html)"
+    )
 
 
 def _add_plan_command(commands: Commands[Parser]) -> None:
@@ -218,7 +228,11 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     add_run(replay)
     replay.add_argument("step", type=positive, metavar="STEP", help="a step that led to the current weights, from 1")
     replay.add_argument(
-        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="start from it (default: the nearest before STEP)"
+        "--from",
+        dest="start",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="where to start (default: the nearest before STEP)",
     )
     replay.add_argument("--json", action="store_true", help="print digests and metrics of every step as JSON")
     rollouts = group(commands, "rollouts", "list and show rollouts")
@@ -228,7 +242,7 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     listing.add_argument(
         "--eval", metavar="NAME", help="rollouts of evals/NAME.parquet instead: before, after, during-000010, ..."
     )
-    listing.add_argument("--limit", type=positive, default=40, help="at most so many rows (default: %(default)s)")
+    listing.add_argument("--limit", type=positive, default=40, help="most rows to list (default: %(default)s)")
     show = add(rollouts, "show", "rollouts:show", "show one rollout of training or of an evaluation as a tree of turns")
     add_run(show)
     show.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
@@ -251,10 +265,10 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     )
     again.add_argument("--step", type=positive, metavar="STEP", help="only this step")
     again.add_argument("--json", action="store_true", help="print JSON, with digests of the batches")
-    explain = add(rewards, "explain", "rewards:explain", "show how the reward and advantage of a rollout came to be")
+    explain = add(rewards, "explain", "rewards:explain", "show how the reward and advantage of a rollout were computed")
     add_run(explain)
     explain.add_argument("rollout_id", metavar="ROLLOUT", help="its id, for example g000003.2")
-    judge = group(commands, "judge", "measure judges, and what they spent")
+    judge = group(commands, "judge", "calibrate and train judges, show their costs")
     calibrate = add(judge, "calibrate", "judge:calibrate_judge", "measure how a judge agrees with labels by people")
     calibrate.add_argument("labels", type=Path, metavar="LABELS", help="a file of labels, JSON lines")
     calibrate.add_argument("--config", type=Path, required=True, help="the config that has the judge as a reward term")
@@ -281,7 +295,7 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
         add_set(parser)
     labels.add_argument("--out", type=output_file, required=True, metavar="FILE", help="the file of labels to write")
     tune.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the checkpoint to write")
-    spent = add(judge, "accounts", "judge:accounts", "show what judges were asked, could not say, and spent")
+    spent = add(judge, "accounts", "judge:accounts", "show calls, missing verdicts and costs of judges")
     spent.add_argument("cache", nargs="?", type=Path, default=Path("judges.sqlite"), help="default: %(default)s")
     ledger = group(commands, "ledger", "check a run's record of its rollouts")
     audit = add(ledger, "audit", "reports:audit_ledger", "check that no rollout was lost or trained on twice")
@@ -302,7 +316,7 @@ def _add_task_commands(commands: Commands[Parser]) -> None:
     )
     check.add_argument("--num", type=positive, metavar="N", help="tasks per split (default: all, or 100)")
     check.add_argument("--mutants", type=positive, default=0, metavar="N", help="wrong patches to try on each task")
-    check.add_argument("--within", type=positive, metavar="S", help="start no new mutants after so many seconds")
+    check.add_argument("--within", type=positive, metavar="S", help="start no new mutants after S seconds")
     check.add_argument(
         "--repeat", type=positive, default=3, metavar="N", help="with --mutants: grade each reference N times"
     )
@@ -501,7 +515,7 @@ def _add_fleet_commands(commands: Commands[Parser]) -> None:
 def _add_plugin_commands(commands: Commands[Parser]) -> None:
     plugins = group(commands, "plugins", "list the kinds of plug-ins, check a plug-in")
     add(plugins, "list", "plugins:list_kinds", "list every kind of plug-in, its setting, and the built-in choices")
-    check = add(plugins, "check", "plugins:check", "run the contract tests of its kind on a plug-in")
+    check = add(plugins, "check", "plugins:check", "run the contract tests on a plug-in")
     check.add_argument("path", metavar="my_package.module:Name", help="import path of the class or function")
     check.add_argument("--kind", metavar="KIND", help="kind, as listed by `etude plugins list` (default: detected)")
     check.add_argument(
@@ -523,4 +537,6 @@ def _add_harness_commands(commands: Commands[Parser]) -> None:
     check.add_argument(
         "--answers", type=Path, metavar="FILE", help="what the model says, one JSON value a line: a text or a call"
     )
-    check.add_argument("--lines", type=positive, default=40, metavar="N", help="lines of its log (default: 40)")
+    check.add_argument(
+        "--lines", type=positive, default=40, metavar="N", help="lines of the program's log to print (default: 40)"
+    )

@@ -280,7 +280,7 @@ def _raw(fd: int) -> Iterator[None]:
 def serve(args: argparse.Namespace) -> int:
     """Serve machines to other hosts until interrupted. Returns the exit code.
 
-    The first SIGTERM lets running machines finish; the second, or Ctrl-C, does not."""
+    The first SIGTERM lets running machines finish. The second one, or Ctrl-C, ends them at once."""
     if args.keys is None and not _is_loopback(args.host):
         hint = "give a file of API keys (--keys FILE), or use --host 127.0.0.1"
         raise InputError(f"host {args.host!r} is reachable from the network", "there are no API keys", hint=hint)

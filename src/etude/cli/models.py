@@ -18,7 +18,7 @@ TOKENISER = ("tokenizer.json", "a run and `etude serve` need it")
 
 
 def list_families(args: argparse.Namespace) -> int:
-    """Print every model family: its architecture, what may vary, what is refused. Returns 0."""
+    """Print every model family: its architecture, the settings that may vary, and those that are refused. Returns 0."""
     for name in (*FAMILY_NAMES, *own_family_names()):
         family = family_of(name)
         rows = {
@@ -38,7 +38,7 @@ def list_families(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """Print what a checkpoint directory contains, and everything that etude cannot use in it. Reads no weights.
 
-    Returns exit code 1 if there is something."""
+    Returns exit code 1 if it finds anything that etude cannot use."""
     found = inspect(args.folder)
     problems = [str(error).partition("\n")[0] for error in found.problems]
     if not (found.folder / TOKENISER[0]).is_file():

@@ -25,7 +25,7 @@ NAMED = 5  # tensors in the message about a difference
 
 
 def run(args: argparse.Namespace) -> int:
-    """Repeat a training step. Returns exit code 1 if its weights differ from those that the run published."""
+    """Repeat a training step. Returns exit code 1 if the resulting weights differ from those that the run published."""
     from etude.loop.history import History
 
     folder = open_run(args.run)

@@ -121,8 +121,9 @@ def run(args: argparse.Namespace) -> int:
 def changed_rewards(folder: RunFolder, config: RunConfig, given: Mapping[str, Any]) -> list[RewardChange]:
     """Return the change of reward settings when a run is resumed with the settings `given`; empty if there is none.
 
-    There is no change if the settings are those that were recorded last. There is none either if they are those of the
-    run's first config, since that file must not undo later changes; the function then prints a note."""
+    There is no change if the settings equal those that were recorded last. If they equal those of the run's first
+    config, there is no change either, since resuming with that file must not undo later changes; then the function
+    prints a note."""
     rewards, next_step = build(RunConfig, given).rewards, 1
     with contextlib.suppress(NoLedger), contextlib.closing(read_ledger(folder)) as ledger:
         next_step += max(ledger.steps(), default=0)

@@ -25,7 +25,8 @@ from etude.weights.chain import fsck, inspect, signing
 
 
 def log(args: argparse.Namespace) -> int:
-    """List every published version, the newest last: bytes, compression ratio, nearness to the smallest size, rollouts.
+    """List every published version, the newest last: bytes, compression ratio, how near the size is to the lower bound,
+    rollouts.
 
     Returns 0."""
     store = _store(args.run)

@@ -47,9 +47,9 @@ def publish(args: argparse.Namespace) -> int:
         inspect.require_pointer(store, args.name, signer)
     elif args.step is not None and args.step <= head.step:
         raise InputError(
-            f"--step {args.step} is not above the newest version's",
-            f"which is {head}",
-            hint=f"the next step is {head.step + 1}",
+            f"--step {args.step} is not above the step of the newest version",
+            f"the newest version is {head}",
+            hint=f"give --step {head.step + 1} or more, or leave it out",
         )
     if head is not None and not args.other_tensors:
         _require_same_tensors(store, args, tensors)

@@ -41,7 +41,7 @@ def progress(view: RunView) -> Progress | None:
     """Compute the progress of the current phase; None for a phase without a count, or before its first count.
 
     In a phase with several evaluations it is the progress of the current one. The time left is estimated from the speed
-    since the phase last started: neither the pause before a resumption nor steps that are repeated after it count."""
+    since the phase last started. The pause before a resumption, and steps that are repeated after it, do not count."""
     phase = current_phase(view)
     kind, done_key, total_key = _COUNTED.get(phase.name, ("", "", "")) if phase else ("", "", "")
     event = view.latest(kind)

@@ -32,7 +32,8 @@ class Engine:
     def state_bars(self, end: float) -> list[Bar]:
         """Return bars (start, end, height) of its state until `end`.
 
-        They are full while it got work, half while it did not, and absent while it was gone."""
+        Bars have full height while the engine got work, and half height while it did not. There is no bar while it was
+        gone."""
         heights = dict.fromkeys(GIVEN_WORK, 1.0) | {"catching-up": 0.5, "standby": 0.5}
         return [(a, b, heights[what]) for a, b, what in _spans(self.states, end) if what in heights]
 

@@ -124,7 +124,7 @@ class RunView:
     def by_step(self, kind: str) -> list[Event]:
         """Return the events of a kind that have a `step`, one per step, ascending.
 
-        For a step that was repeated after a restart it is the newest event."""
+        If a step was repeated after a restart, the newest event is returned."""
         found = {int(step): event for event in self.events(kind) if (step := number(event, "step")) is not None}
         return [found[step] for step in sorted(found)]
 
@@ -137,7 +137,7 @@ class RunView:
     def now(self) -> float | None:
         """Unix seconds of the newest event; None if there is no event.
 
-        It is the view's clock, so time stops when the run is dead."""
+        The view uses it as its clock, so time stops when the run is dead."""
         return max((float(events[-1]["t"]) for events in self._events.values()), default=None)
 
     @property

@@ -76,8 +76,8 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
 def nothing_learnt(view: RunView) -> str | None:
     """Return a sentence on why no step of a run could learn; None if a step could, or before the first step.
 
-    The policy learns from a group of rollouts only if they have advantages. With the built-in credit schemes they have
-    if their rewards differ."""
+    The policy learns from a group of rollouts only if they have advantages. With the built-in credit schemes, rollouts
+    have advantages if the rewards of their group differ."""
     steps = view.by_step("rl.step")
     if not steps or any(number(event, "no_signal_share") != 1.0 for event in steps):
         return None
@@ -98,7 +98,7 @@ def nothing_learnt(view: RunView) -> str | None:
 def heldout(view: RunView) -> dict[str, Any]:
     """Return the evaluations before, during and after RL, each by name.
 
-    Those before and after RL use held-out tasks. Those during RL use validation tasks. `split` names the kind."""
+    Those before and after RL use held-out tasks. Those during RL use the tasks of the split that `split` names."""
     before, after = view.evaluation("before"), view.evaluation("after")
     during = view.evaluations_during()
     return {
@@ -109,8 +109,8 @@ def heldout(view: RunView) -> dict[str, Any]:
 
 
 def transfer(view: RunView) -> dict[str, Any]:
-    """Return the evaluations before and after RL on families of tasks that were never trained on; None for those not
-    made."""
+    """Return the evaluations before and after RL on families of tasks that were never trained on; None in place of an
+    evaluation that was not made."""
     found = {name: view.evaluation(f"{name}-transfer") for name in ("before", "after")}
     return {name: _pick(event, _HELDOUT) if event else None for name, event in found.items()}
 

@@ -20,7 +20,7 @@ smaller evaluation."""
 class Comparison:
     """The comparison of two evaluations, a and b. Differences are the solve rate of b minus that of a.
 
-    - `difference`: for two independent rates, as if each evaluation had its own tasks.
+    - `difference`: the difference as that of two independent rates, as if each evaluation had its own tasks.
     - `paired`: over the tasks that both have; None if there are none.
     - `num_shared`: how many tasks both have; `shared_enough`: whether `paired` rests on enough different problems.
     - `better`, `worse`: shared tasks with a higher or a lower solve rate in b."""

@@ -33,7 +33,8 @@ class Parity:
 
     r is the learner's probability of a token divided by the engine's.
 
-    - `num_differing`: tokens with two different log-probabilities; `mean`, `largest`: of the absolute difference.
+    - `num_differing`: tokens with two different log-probabilities; `mean`, `largest`: mean and maximum of the absolute
+      difference.
     - `k1`: mean of -log r, unbiased for KL(sampler || trainer); may be negative.
     - `k3`: mean of r - 1 - log r, also unbiased; never negative.
     - `ratio_max`, `ratio_p99`: maximum and 99th percentile of |r - 1|.

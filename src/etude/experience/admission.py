@@ -91,7 +91,7 @@ class Window:
     def max_open_groups(self) -> int:
         """The maximum number of groups that are admitted and not yet trained.
 
-        Times the group size, it is the number of slots of the ledger."""
+        The number of slots of the ledger is this number times the group size."""
         if not self.signal_groups:
             return (self.max_lag + 1) * self.groups_per_step
         # two batches in progress, and the window after them
@@ -117,7 +117,7 @@ class Window:
         return max(0, max(ahead, size if size > self.groups_per_step else 0) - num_open)
 
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
-        """Return the lowest step of the weights with which a group behind `num_open` open groups may be sampled.
+        """Return the lowest step of weights that may sample the group that is admitted after `num_open` open groups.
 
         It becomes `RolloutSpec.min_step`: engines with older weights must not run the group. The arguments are those of
         `free_groups`."""
@@ -141,9 +141,9 @@ class Window:
         return found if len(found) >= size else None
 
     def size(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> int:
-        """Return how many groups the next step takes, judged from those that are ready.
+        """Return how many groups the next step takes, as far as the ready groups show.
 
-        The number may grow as more become ready. The arguments are those of `take`."""
+        The number may grow when further groups become ready. The arguments are those of `take`."""
         size = self.groups_per_step
         while size < self.max_groups:
             found = self._first(order, ready, size)

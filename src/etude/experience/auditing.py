@@ -41,7 +41,7 @@ class Report:
     - `lost`: ids of finished rollouts that no step consumed and that have no stored outcome.
     - `twice`: ids of rollouts that more than one step consumed.
     - `ungraded`: ids of rollouts that were trained on without a grade.
-    - `leaked`: ids of rollouts that have a slot and should not, or the reverse.
+    - `leaked`: ids of rollouts that have a slot but should not have one, or that lack a slot that they should have.
     - `missing`: steps without a trace file, and ids of rollouts that are unknown to the ledger."""
 
     num_rollouts: int
@@ -86,7 +86,8 @@ def audit(
 
     - `traces`: the folder of the trace files.
     - `lineage`: (step, rollout ids that it consumed) of each step that the current weights were trained by.
-    - `deleted`: the last step whose traces may have been deleted on purpose; up to it the lineage is trusted.
+    - `deleted`: the last step whose traces may have been deleted on purpose; for the steps up to it, the lineage is
+      trusted.
     - `after`: an earlier audit found the run sound up to this step, so only later steps and open work are read.
     - `before`: the lineage up to `after`, read only if a rollout was taken more than once.
     - `files`: the stored rollouts that may still be trained on; each is read and verified. None: not checked.

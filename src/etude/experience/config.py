@@ -16,9 +16,9 @@ class ExperienceConfig:
     """The `[experience]` section of a run's config: groups, lag, credit and rewards.
 
     - `groups_per_step`, `group_size`: groups that a step takes, and rollouts of each group.
-    - `min_group_size`: how many rollouts of a group run first. The others run only if the rewards of these differ.
-      These rewards are the grades: the terms of `[rewards]` are measured when the whole group has ended. 0: all run at
-      once.
+    - `min_group_size`: how many rollouts of a group run first. The others run only if the rewards of these differ. Here
+      the rewards are the grades alone, since the terms of `[rewards]` are measured when the whole group has ended. 0:
+      all run at once.
     - `straggler`: what a step does when a group is late. `curriculum`: how tasks are drawn.
     - `signal_groups`: the wanted number of groups with a signal (rewards that differ) per step; 0: no minimum.
       `little_signal`: what to do if there are fewer: take more groups, or scale the learning rate.

@@ -271,9 +271,9 @@ def better_than(
 ) -> list[tuple[str, ...]]:
     """Return for each rollout of a group the sorted ids of the siblings that it is preferred to.
 
-    `ids`: of the rollouts, in the order of `rewards`. `without`: ids of rollouts that are in no pair. The tuples are
-    empty if the scheme forms no pairs. Raises `PluginError`, which names the scheme, if the scheme fails or a pair does
-    not have the higher reward first."""
+    `ids`: the rollouts' ids, in the order of `rewards`. `without`: ids of rollouts that must be in no pair. The tuples
+    are empty if the scheme forms no pairs. Raises `PluginError`, which names the scheme, if the scheme fails or a pair
+    does not have the higher reward first."""
     if not isinstance(scheme, PairCreditScheme):
         return [()] * len(rewards)
     found = list[list[str]]([] for _ in rewards)
@@ -328,8 +328,8 @@ def staged_credit(
     """Return the reward and advantages of each graded rollout of a group, in the given order.
 
     - `places`: the turns of each rollout, for schemes with an advantage per turn.
-    - `first`: for each rollout, whether it is in the first stage of its group. These are compared with each other only,
-      the others with all rollouts.
+    - `first`: for each rollout, whether it is in the first stage of its group. Rollouts of the first stage are compared
+      only with each other; all others are compared with all rollouts.
 
     Raises `PluginError` for a scheme that fails.
 

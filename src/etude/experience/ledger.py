@@ -70,7 +70,7 @@ class Reconciled:
     - `freed`: they were in a batch or trained, but in no step of the current weights. Their state is *graded* again, so
       a later batch can take them.
     - `requeued`: they were running, and will be run again.
-    - `gone`: they would be freed, but no record of them is stored, so they are never trained on again."""
+    - `gone`: they should be freed, but no record of them is stored any more, so they are never trained on again."""
 
     trained: int
     freed: int
@@ -362,8 +362,8 @@ class Ledger(LedgerQueries):
 
         - `lineage`: for each step of the current weights, the ids of the rollouts that its manifest lists. It is read
           again if the connection to a server failed.
-        - `believed`: returns a step; up to it the ledger's own records are used instead of manifests. Called after
-          `lineage` was read.
+        - `believed`: returns a step. For steps up to it, the ledger's own records are used instead of manifests. Called
+          after `lineage` was read.
         - `head`: the version that the learner published when it started."""
         if head is not None:
             self._published(head)

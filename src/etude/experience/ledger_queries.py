@@ -66,7 +66,7 @@ class LedgerQueries:
         """Return rows in order of admission. Without a filter it reads all rollouts.
 
         The filters combine: `step` keeps rollouts in the batch that produces this version step, `states` those in one
-        of these states, `open_only` those in no batch. Of these, `limit` keeps the last ones."""
+        of these states, `open_only` those in no batch. `limit` keeps only the last rows of these."""
         wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
         if states is not None:
             wanted.append((f"state IN ({marks(states)})", tuple(states)))

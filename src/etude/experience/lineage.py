@@ -26,8 +26,8 @@ def by_step(
 ) -> Iterator[tuple[int, Collection[str] | None]]:
     """Yield (step, ids of consumed rollouts) for each step of the lineage, then for those steps of `known` not in it.
 
-    The lineage is the sequence of steps that the current weights were trained by. The ids of a step outside of it are
-    None up to step `believed()`, where the caller trusts its own record, and () after it.
+    The lineage is the sequence of steps that the current weights were trained by. For a step outside of the lineage,
+    the ids are None up to step `believed()`, since the caller trusts its own record there, and () after it.
 
     >>> list(by_step([(0, []), (1, ["a"]), (2, ["b"]), (2, [])], [1, 2, 3]))
     [(1, ['a']), (2, ['b']), (3, ())]
@@ -48,8 +48,9 @@ class Branches:
     The lineage of the current weights is the sequence of versions that they were trained from. A version is in it if it
     is of the current incarnation, or if the lineage has the same bytes at its step: steps that were repeated bit for
     bit after a restart are not lost. Any other version is on a dead branch. Its distance from step n of the lineage is
-    the way back to the common ancestor and forward again: (step - ancestor) + (n - ancestor). Step 2 * ancestor - step
-    of the lineage has the same distance. It is called the *apparent step* of the version, and may be negative.
+    the way back to the common ancestor and forward again: (step - ancestor) + (n - ancestor). In the lineage, the step
+    with this distance from step n is 2 * ancestor - step. It is called the *apparent step* of the version, and may be
+    negative.
 
     >>> def version(step, incarnation, bytes): return Version(step, incarnation * 8, bytes * 64)
     >>> first = [version(step, "a", "5678"[step]) for step in range(4)]
@@ -71,9 +72,9 @@ class Branches:
             self._live[version.step] = version.digest
 
     def apparent_step(self, version: Version) -> int:
-        """Return the step of a version in the lineage, or else the step of the lineage that has the same distance.
+        """Return the step of a version in the lineage, or the apparent step (see the class) of one on a dead branch.
 
-        An unknown version counts as in the lineage, unless its step is later than the lineage's last one."""
+        An unknown version counts as part of the lineage, unless its step is later than the lineage's last step."""
         if not self._live or self._live.get(version.step) == version.digest:
             return version.step
         incarnations = [*self._lineages]

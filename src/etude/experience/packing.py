@@ -51,8 +51,8 @@ def trained(turn: Turn) -> bool:
     """Return whether the sampled tokens of a turn can be in the loss.
 
     They cannot be in the loss if the turn is a side call (such as a request for a title), since the reward says nothing
-    about it. Nor can they if it was sampled with penalties, truncation or a grammar (not `Sampling.plain`), since the
-    learner does not compute these probabilities."""
+    about it. They cannot be in the loss either if the turn was sampled with penalties, truncation or a grammar (not
+    `Sampling.plain`), since the learner does not compute these probabilities."""
     return turn.sampling.plain and turn.kind is not TurnKind.SIDE
 
 

@@ -140,8 +140,8 @@ class Session:
     def pipelined(self) -> Iterator[None]:
         """Send the statements of the `with` block in a pipeline, so that a transaction takes about four round trips.
 
-        Statements without a result are sent together with the next one that has a result. At the exit all have been
-        answered."""
+        Statements without a result are sent together with the next one that has a result. When the block ends, the
+        server has answered all of them."""
         if not self._connections:
             raise ConnectionBroken("not connected")
         pipeline = self.connection.pipeline()

@@ -39,7 +39,8 @@ class RecomputedRollout:
 
 @dataclass(frozen=True)
 class RecomputedStep:
-    """The result of `recompute`. `digest`: of the recomputed batch; `recorded_digest`: of the batch in the trace."""
+    """The result of `recompute`. `digest`: the digest of the recomputed batch; `recorded_digest`: that of the batch in
+    the trace."""
 
     step: int
     rollouts: tuple[RecomputedRollout, ...]
@@ -77,8 +78,9 @@ def recompute(
     """Compute the rewards, advantages, hints and the batch of a recorded step again.
 
     `composition`, `scheme`: how rewards and advantages are computed. `max_lag`: the largest allowed age of a token in
-    steps. `full_groups`: with fewer groups with a sample the learning rate is scaled down; 0: never. `hint_format`: of
-    the run, needed if the composition has hints. Raises `EtudeError` when a reward or an advantage is not finite."""
+    steps. `full_groups`: if fewer groups than this have a sample, the learning rate is scaled down; 0: it is never
+    scaled. `hint_format`: the run's hint format, needed if the composition has hints. Raises `EtudeError` when a reward
+    or an advantage is not finite."""
     groups: dict[str, list[int]] = {}
     for i, tree in enumerate(recorded.trees):
         if isinstance(tree.rollout.outcome, Graded):

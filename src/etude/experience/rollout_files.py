@@ -122,7 +122,8 @@ class RolloutFiles:
     def names(self) -> list[str]:
         """Return the names of the existing files, sorted.
 
-        Call it before querying which files are needed, so that files that are written meanwhile are not in the list."""
+        Call it before you query which files are needed, so that files that are written in between are not in the list.
+        """
         try:
             return sorted(os.listdir(self.folder))
         except FileNotFoundError:

@@ -141,7 +141,7 @@ def make_answer(
     - `cut`: how a stop text cuts the completion off, if known.
     - `logprobs`: whether the answer has log-probabilities.
 
-    A malformed tool call is returned as text. One that was cut off is left out."""
+    A malformed tool call is returned as text. A tool call that was cut off is left out."""
     if reply is None and signatures is not None:
         reply = chat.parse(completion.token_ids, signatures, strict=False)
     calls: tuple[dict[str, Any], ...] = ()

@@ -110,7 +110,8 @@ class Gateway:
         self._keys, self._draining, self._empty = keys, False, asyncio.Event()
 
     async def drain(self, deadline_s: float) -> None:
-        """Refuse new requests with status 503, and wait until all others have ended, at most `deadline_s` seconds."""
+        """Refuse new requests with status 503, and wait until the running ones have ended, at most `deadline_s`
+        seconds."""
         self._draining = True
         if self.num_open:
             with contextlib.suppress(TimeoutError):

@@ -280,7 +280,8 @@ def message_reader(
 ) -> Callable[[Sequence[msgspec.Raw], int], list[Message]]:
     """Return the `read` of `Conversations` for a dialect whose parts are messages.
 
-    `convert` returns a message of the dialect, whose place is the second argument, as one or more messages."""
+    `convert(part, place)` turns a message of the dialect into one or more messages. `place` is its place in the body,
+    for errors."""
     kept = ParseCache(decoder, lambda parsed, place: [KeptMessage(message) for message in convert(parsed, place)])
 
     def read(parts: Sequence[msgspec.Raw], first: int) -> list[Message]:
@@ -311,9 +312,9 @@ class Conversations:
     """Reads the messages of requests, each of which repeats all earlier messages of its conversation. Thread-safe.
 
     Only new parts are read: those after the longest conversation that an earlier request had, found by comparing bytes.
-    `read` converts parts of a body, of which the first has the given number, to `ChatRequest.messages`. `where` is the
-    field of the body that has the parts. What was not repeated lately is dropped, so that the bodies of the
-    conversations have at most `max_bytes`."""
+    `read(parts, first)` converts the parts of a body from number `first` on to `ChatRequest.messages`. `where` is the
+    field of the body that has the parts. Conversations that were not repeated lately are dropped, so that the bodies of
+    all others have at most `max_bytes`."""
 
     def __init__(
         self, read: Callable[[Sequence[msgspec.Raw], int], list[Message]], where: str, *, max_bytes: int = 64 << 20
@@ -326,8 +327,8 @@ class Conversations:
     def read(self, parts: Sequence[msgspec.Raw], num_bytes: int, system: str = "") -> KeptMessages:
         """Return the messages of a request, with the results of tools in the order of their calls.
 
-        `parts`: those of the body, which has `num_bytes`. `system`: the text of a system message that comes before
-        them; "": none. Raises `RequestRefused` for an invalid part, and unless the model's turn is next."""
+        `parts`: the parts of the body, which has `num_bytes` bytes. `system`: the text of a system message that comes
+        before them; "": none. Raises `RequestRefused` for an invalid part, and unless the model's turn is next."""
         beginning: _Beginning = (system, *map(bytes, parts[:2]))
         talks = (*self._recent.get(beginning, ()), *self._older.get(beginning, ()))
         earlier = max((one for one in talks if one.begins(parts)), key=lambda one: len(one.parts), default=None)

@@ -79,7 +79,8 @@ class SummaryWriter:
         """Return what the conversation keeps after a summary. The model gets it in the wording of training, which it
         knows.
 
-        The wording gives the number of turns left. A client has no limit of turns, so at the limit of training the
-        count begins again. The wording also names a file of the history, which does not exist here."""
+        The wording gives the number of turns left. A client has no limit of turns, so the number counts down from the
+        limit of training and then begins again. The wording also names a file with the history, although no such file
+        exists here."""
         num_turns = number + sum(message["role"] == "assistant" for message in covered)
         return Carried(summary, number, self.limits.max_turns - num_turns % self.limits.max_turns, HISTORY)

@@ -29,8 +29,8 @@ class HarnessConfig:
     - `turn_deadline_s`: the longest time that an engine may make no progress, in seconds. After it the rollout is
       invalid.
     - `tool_deadline_s`: the longest time of one command, in seconds. Then it is killed.
-    - `rollout_deadline_s`: the longest time of all commands together, in seconds. Not counted: waiting for an engine,
-      and CPU time that other processes took from the commands, where it is measured (`ExecResult.lost_s`).
+    - `rollout_deadline_s`: the longest time of all commands together, in seconds. Two things do not count: waiting for
+      an engine, and CPU time that other processes took from the commands, if it is measured (`ExecResult.lost_s`).
     - `export_bytes`: the largest file that is taken from the machine for grading.
     - `require_submit`: give reward 0 to a rollout whose agent never called `submit`.
     - `prompt`: the system message before the task's instruction. A program that is a command has its own. "": none.

@@ -27,9 +27,10 @@ _marked = re.compile(f"{_MARK}({_MARK}?)")
 
 
 class SafeTokenizer:
-    """A tokeniser that encodes text which spells a special token as ordinary characters.
+    """A tokeniser in which no text becomes a special token: a text that spells one is encoded as ordinary characters.
 
-    - `added`, `special`: ids of the added tokens, and of the special ones, by their text. `special_ids`: the latter.
+    - `added`, `special`: text → id of all added tokens, and of those that are special. `special_ids`: the ids in
+      `special`.
     - `spellings`: a pattern that finds added tokens in a text.
     - `vocab_size`: the number of tokens."""
 
@@ -76,7 +77,8 @@ class SafeTokenizer:
         return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
     def encode_rendering(self, rendering: str, *, max_tokens: int | None = None) -> I32:
-        """Encode what a template made of escaped texts as token ids, [T] int32. Raises as `check_length` does."""
+        """Encode the rendering of a template, whose texts were escaped, as token ids, [T] int32. Raises as
+        `check_length` does."""
         self.check_length(rendering, max_tokens)
         ids: list[int] = []
         for i, piece in enumerate(self.spellings.split(rendering)):
@@ -127,7 +129,7 @@ def chars_per_token(tokenizer: Tokenizer) -> float:
     """Return an upper bound of the characters per token. It bounds the tokens of a text without tokenising the text.
 
     The bound is infinite for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE,
-    and in BPE with byte fallback, a token covers no more characters than it is written with."""
+    and in BPE with byte fallback, a token covers at most as many characters as its spelling has."""
     parts = [*_parts(tokenizer.pre_tokenizer), *_parts(tokenizer.normalizer)]
     names = {str(part.get("type")) for part in parts}
     by_bytes = "ByteLevel" in names or bool(getattr(tokenizer.model, "byte_fallback", False))

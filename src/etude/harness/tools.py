@@ -193,8 +193,8 @@ def number_lines(text: str) -> str:
 def find_line(lines: list[str], place: str) -> int | None:
     """Return the index of a line, or None when there is no such line.
 
-    `place` is the line's number (from 1) or the name of a function. For a function it is the first line of the body, or
-    the line after it if the body begins with a docstring."""
+    `place` is the line's number (from 1) or the name of a function. For a function this is the first line of its body,
+    or the line after the docstring if the body begins with one."""
     if place.isascii() and place.isdigit() and len(place) < 10:
         index = int(place) - 1
     else:

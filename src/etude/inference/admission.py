@@ -144,12 +144,12 @@ def behind(request: CompletionRequest, engine: str, held: Version) -> EngineBehi
 
 
 class VersionPins:
-    """Records which sessions pin the loaded version, so that the weights may not be replaced now.
+    """Records which sessions pin the loaded version. While a session pins it, the weights must not be replaced.
 
     A request with `pin_step` (of an evaluation) must be served by one version from start to end, and the next call of
-    its session needs the same version. So a session pins the version while it has a request here, and for `lease_s`
-    seconds after it. The lease limits the delay by a session that does not return. All times are arguments, on the
-    caller's clock.
+    its session needs the same version. So a session pins the version while this engine serves a request of it, and for
+    `lease_s` seconds after that. This limits the delay of a swap by a session that sends no further request. All times
+    are arguments, on the caller's clock.
 
     >>> pins = VersionPins(lease_s=10.0)
     >>> pins.enter("eval.0")

@@ -22,7 +22,7 @@ class EngineKind(enum.StrEnum):
 
 
 class Speculation(enum.StrEnum):
-    """Where the drafts of speculative decoding come from. They change how fast tokens come, and no token."""
+    """Where the drafts of speculative decoding come from. Drafts change the speed of sampling, never the tokens."""
 
     OFF = "off"
     LOOK_UP = "look-up"  # `look_up.LookUp`: n-grams of the sequence itself and of others in the engine

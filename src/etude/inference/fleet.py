@@ -114,8 +114,8 @@ class Pace:
 class Assignment(enum.StrEnum):
     """How a new session is assigned to an engine.
 
-    `LEAST_LOADED` takes the engine where the request should end first. `STABLE` takes it by a hash of the session's
-    group and the engine's name, so that a repeated run uses the same engines."""
+    `LEAST_LOADED` takes the engine that is expected to finish the request first. `STABLE` chooses by a hash of the
+    session's group and the engine's name, so that a repeated run uses the same engines."""
 
     LEAST_LOADED = "least-loaded"
     STABLE = "stable"

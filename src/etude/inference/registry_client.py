@@ -178,8 +178,8 @@ class Registration:
     - `registry`, `token`: the URL of the registry, and the bearer token.
     - `wait_s`: the longest time in which the registry does not respond, in seconds.
     - `report`: called with texts about the progress.
-    - `must_answer`: whether the engine is running already. If it is, and the registry cannot reach it at the first
-      join, its URL is wrong, which is an error. If it is not, the registration waits for the engine."""
+    - `must_answer`: whether the engine is running already. True: if the registry cannot reach the engine at the first
+      join, the engine's URL is wrong, which is an error. False: the registration waits for the engine."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ async def run_registration(registration: Registration) -> None:
 def local_address_for(registry: str) -> str:
     """Return the local IP address that the route to the registry uses.
 
-    Others can reach this host there unless there is NAT."""
+    Other hosts can reach this host at that address, unless there is NAT between them."""
     parts = urlsplit(registry)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_DGRAM) as way:

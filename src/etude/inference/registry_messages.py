@@ -49,7 +49,8 @@ ALIVE = frozenset({State.CATCHING_UP, State.SERVING, State.STANDBY, State.DRAINI
 
 
 class EngineRequirements(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine needs to serve a run: the response of GET /fleet/v1/wanted. It fetches the weights from the store.
+    """What an engine needs to serve a run: the response of GET /fleet/v1/wanted. The engine fetches the weights from
+    the store.
 
     - `model`: the text of the checkpoint's config.json.
     - `mode`, `quantise`, `degree`: as in `NumericsConfig`.

@@ -146,9 +146,9 @@ def sampling_rows(plan: Plan) -> I64:
 def sampled_positions(
     sequences: list[Sequence], positions: list[int], drafts: list[Draft]
 ) -> tuple[list[Sequence], list[int]]:
-    """Return for each row that samples its sequence, and the position of the token that it samples.
+    """Return two lists with one entry per row: the sequence that gets the row's token, and the position of this token.
 
-    `positions` are those of `sequences`, which have one row each. The rows of `drafts` follow."""
+    `sequences` have one row each, with these `positions`. After them come the rows of `drafts`, one per token."""
     for draft in drafts:
         sequences = sequences + [draft.sequence] * len(draft.token_ids)
         positions = positions + list(range(draft.start + 1, draft.stop + 1))

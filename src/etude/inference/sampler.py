@@ -32,11 +32,12 @@ def finish_sampling(
     logprobs_R: torch.Tensor,
     operators: Operators,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the tokens of rows that are not sampled plainly, and store the likeliest tokens of rows that want them.
+    """Sample again the rows whose request is not plain (`Sampling.plain`), and store the most probable tokens if
+    requested.
 
-    `logits_RV`: the model's; `tokens_R` and `logprobs_R`: all rows sampled plainly. Returns both, changed copies where
-    needed, on the device of the logits. `num_computed` of each sequence is the position of its new token. The caller
-    appends the tokens to the sequences."""
+    `logits_RV`: the model's logits. `tokens_R`, `logprobs_R`: the results of plain sampling for all rows. Returns
+    tokens and log-probabilities, copied where they change, on the device of the logits. `num_computed` of each sequence
+    is the position of its new token. The caller appends the tokens to the sequences."""
     special = [i for i, s in enumerate(sequences) if is_special(s)]
     if not special:
         return tokens_R, logprobs_R

@@ -40,12 +40,13 @@ class Sequence:
     - `arrived`: in seconds, by the clock of the scheduler's caller.
     - `future`: gets the completion, or the error.
     - `slot`: the KV slot in which it runs. None: it is waiting.
-    - `begun`: whether its first chunk was planned. Before, its slot still holds what another request left.
+    - `begun`: whether its first chunk was planned. Until then its slot still holds the KV of an earlier request.
     - `awaited`: another sequence, and how many tokens of it this one waits for before it begins.
     - `num_cached`: prompt tokens whose KV was reused; `num_computed`: positions whose KV is in the slot.
     - `token_ids`, `logprobs`: the tokens sampled so far, and their log-probabilities.
-    - `spans`: which version sampled which tokens, for the versions before the current one; `num_spanned`: their tokens.
-    - `kv_epoch`: how often the weights changed since its oldest KV was computed.
+    - `spans`: which version sampled which tokens, for the versions before the current one. `num_spanned`: the number of
+      tokens in `spans`.
+    - `kv_epoch`: the number of weight swaps since its oldest KV was computed.
     - `shaping`: the state of its penalties and grammar; None if it has none (`Sampling.plain`).
     - `likeliest`: for each token the likeliest ones, as pairs (log-probability, id), if the request wants them.
     - `on_tokens`: called on the engine's thread after each step that sampled for it, or None."""
@@ -109,7 +110,8 @@ class Sequence:
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
 
     def is_late(self, now: float, stepped: float) -> bool:
-        """Return whether there was no step for the request's `deadline_s`. `stepped`: when the latest step ended."""
+        """Return whether no step has ended for `deadline_s` (of the request) seconds. `stepped`: when the latest step
+        ended."""
         return now - max(self.arrived, stepped) >= self.request.deadline_s
 
     @property

@@ -116,8 +116,8 @@ def _start_follower(args: argparse.Namespace) -> contextlib.AbstractContextManag
 def follower_deadline_s(checkpoint: Path) -> float:
     """Return the deadline in seconds of one update by the follower process, which fetches new weights.
 
-    After it the process is replaced. It grows with the size of the weights in `checkpoint`, all of which may have to be
-    fetched, decoded and hashed."""
+    After it the process is replaced. It grows with the size of the weights in `checkpoint`, since the process may have
+    to fetch, decode and hash all of them."""
     num_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     return FOLLOWER_S + num_bytes / FOLLOWER_BYTES_PER_S
 
@@ -162,9 +162,9 @@ def _build(
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
-    """Return the memory that versions are written to, by published name, and what is derived from it.
+    """Return the memory to which versions are written, by published name, and the memory that is derived from it.
 
-    In low precision it is packed bytes, and the model's weights are decoded from them."""
+    In low precision the first is packed bytes, from which the model's weights are decoded."""
     if quantise is Quantise.NONE:
         return hf_views(model), []
     held = PackedWeights(model, FORMATS[quantise])

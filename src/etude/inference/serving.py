@@ -136,7 +136,7 @@ def report_settings(telemetry: Telemetry | None, config: EngineConfig, *, device
 def serve(app: ASGIApp, listener: socket.socket, *, name: str, ready_file: Path | None) -> None:
     """Serve the app on a bound socket until the process is stopped.
 
-    `name` is the engine's name. `ready_file` is where the URL is written once it serves, or None."""
+    `name` is the engine's name. The server writes its URL to `ready_file` when it is ready; None: no such file."""
     config = uvicorn.Config(
         app,
         loop="uvloop",

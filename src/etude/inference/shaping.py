@@ -22,7 +22,7 @@ I64 = npt.NDArray[np.int64]
 
 class Changes(NamedTuple):
     """Changes of a row's logits, one value for each of the N tokens `tokens`: `bias` is added first. Then a positive
-    logit is divided and another one multiplied by `repetition`. At last `penalty` is subtracted."""
+    logit is divided and another one multiplied by `repetition`. Finally `penalty` is subtracted."""
 
     tokens: I64
     bias: F32

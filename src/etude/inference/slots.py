@@ -90,9 +90,9 @@ class SlotTable:
         """Take a slot for a request whose prompt begins with `ids`, [T]. Returns None when a request runs in every
         slot.
 
-        The slot that the session keeps is taken if there is one. Otherwise slots that no session keeps come first.
-        Among them the slot with the longest prefix of `ids` is taken last, since its KV can be copied. The slot keeps
-        its KV until `begin`."""
+        The slot that the session keeps is taken if there is one. Otherwise a slot that no session keeps is preferred.
+        Among these, the slot with the longest prefix of `ids` is taken last, so that its KV can be copied to the slot
+        that is taken. The taken slot keeps its KV until `begin`."""
         slot = self._idle.pop(session_id, None)
         if slot is None and self._resting:
             source = self.longest(None, ids, self.shared(ids)).row if self.held.any() else -1

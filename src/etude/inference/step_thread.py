@@ -37,7 +37,7 @@ class StepThread:
 
     - `name`: the engine's name.
     - `step`: computes one step, and returns whether there was anything to compute.
-    - `on_end`: the last call on the thread, with the error for everything that still waits.
+    - `on_end`: called last on the thread, with the error that all waiting calls get.
     - `max_calls`: the most calls of other threads that are queued."""
 
     def __init__(

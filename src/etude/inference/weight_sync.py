@@ -64,7 +64,8 @@ class WeightSync:
     - `chain`: where the versions come from.
     - `derived`: what is computed from the live weights, such as decoded low-precision weights.
     - `adapted`: makes the live memory when LoRA adapters are published. None: they cannot be served.
-    - `poll_s`: the pause between two polls of the chain in seconds; 0 for a chain that waits for news itself.
+    - `poll_s`: the pause between two polls of the chain in seconds; 0 for a chain whose `advance` itself waits for a
+      new version.
 
     On a GPU, preparation and comparison use a separate CUDA stream."""
 
@@ -99,7 +100,7 @@ class WeightSync:
         self.start()
 
     def start(self) -> None:
-        """Start the thread. The engine serves the version that it has until a newer one was fetched."""
+        """Start the thread. Until a newer version is fetched, the engine serves the version that it has."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -224,7 +225,8 @@ class WeightSync:
 def is_finite(codes: Codes, kind: DType) -> bool:
     """Return whether tensor elements contain neither NaN nor Inf. `codes` are the raw bits, and `kind` their format.
 
-    No exponent may be all ones. f8_e4m3 has no Inf, so there no element may be all ones."""
+    An element is NaN or Inf if all bits of its exponent are 1. f8_e4m3 has no Inf: its NaNs have ones in all bits but
+    the sign."""
     if kind.exponent_shift is None or kind.parts > 1:  # integers; 4-bit codes are always finite
         return True
     lowest = 1 if kind.name == "f8_e4m3" else 1 << kind.exponent_shift

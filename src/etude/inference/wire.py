@@ -101,9 +101,8 @@ def frame(part: list[int] | Completion | EtudeError) -> bytes:
     A stream is a sequence of frames in the body of one response. A frame is its kind (one byte), the length of its
     payload (u32, little endian) and the payload:
 
-        t   token ids, int32 little endian: sampled since the last frame
-        c   the packed `Completion`; the last frame
-        e   HTTP status (u16, little endian) and JSON body of an error; the last frame
+        t   token ids, int32 little endian: those sampled since the last frame c   the packed `Completion`; the last
+        frame e   HTTP status (u16, little endian) and JSON body of an error; the last frame
 
     >>> frame([1, 2])
     b't\\x08\\x00\\x00\\x00\\x01\\x00\\x00\\x00\\x02\\x00\\x00\\x00'

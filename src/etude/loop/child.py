@@ -24,7 +24,7 @@ def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
     """Run a child process: create its RPC handlers, serve calls, and exit when the socket closes.
 
     `handlers` is called with the run folder, the child's name and its telemetry. `more` names optional command-line
-    arguments, such as "ranks-at"; those that were given are passed to `handlers` as keywords."""
+    arguments, such as "ranks-at". The arguments that were given are passed to `handlers` as keyword arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--name", required=True)

@@ -479,7 +479,7 @@ class Conductor:
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
         """Evaluate the published weights with `tries` rollouts on each of the first `num_tasks` tasks of a split.
 
-        `name`: of the result, such as "before". No version is published meanwhile."""
+        `name`: the name of the result, such as "before". No version is published during the evaluation."""
         return await evaluate(
             self.processes,
             tasks_of(self.source, [split], num_tasks),

@@ -34,7 +34,7 @@ class DriftMonitor:
         return any(one.on_drift is OnDrift.END and one.name in raised for one in audits)
 
     def observe(self, audits: Sequence[AuditConfig], step: int, groups: Sequence[Group]) -> None:
-        """Add the groups that `step` will train on to the tests, and store their states.
+        """Update the statistical tests with the groups that `step` will train on, and store the states of the tests.
 
         Raises `RewardDrift` at the alarm of an audit that holds the run. Call it in the ledger's thread."""
         graded: Mapping[str, Sequence[Graded]] = {one.group_id: [outcome for _, outcome in one.valid] for one in groups}

@@ -207,8 +207,8 @@ class RunEngines(NamedTuple):
 class Evaluated(NamedTuple):
     """The result of `evaluate_model`.
 
-    `general`: the loss on each window of the general text; empty: not measured. `version`: of the weights; None if it
-    is unknown, or if the model has no weights."""
+    `general`: the loss on each window of the general text; empty: not measured. `version`: the version of the weights;
+    None if it is unknown, or if the model has no weights."""
 
     result: EvalResult
     general: list[WindowLoss]

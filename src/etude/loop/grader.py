@@ -39,7 +39,8 @@ GRADES_AT_ONCE, MAX_VERDICTS = 16, 8192
 class CachingGrader:
     """A `Grader` that grades equal files of the same task once. It keeps the newest `MAX_VERDICTS` results.
 
-    It does so for tasks whose grade depends on the files alone (`Trust.DATA`). `Invalid` results are not kept."""
+    It reuses grades only for tasks whose grade depends on the files alone (`Trust.DATA`). `Invalid` results are not
+    kept."""
 
     def __init__(self, grader: Grader) -> None:
         self._grader = grader

@@ -103,7 +103,7 @@ class GroupScorer:
     async def measure(self, group_id: str, terms: tuple[TermConfig, ...]) -> None:
         """Measure those of these terms that the rollouts of a group do not have yet, and store them.
 
-        Raises `PluginError` if a term fails, and `DeadlineExceeded` if it stays unknown for too long."""
+        Raises `PluginError` if a term fails, and `DeadlineExceeded` if a value stays unknown for too long."""
         try:
             if terms:
                 await self._measure(group_id, terms)

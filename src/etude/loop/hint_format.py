@@ -28,9 +28,10 @@ def hint_format(run: RunFolder, config: RunConfig) -> HintFormat:
 def message_ends(chat: ChatFormat) -> tuple[I32, ...]:
     """Return the tokens between the text of a message and the reply of the model, each [E] int32, the longest first.
 
-    One sequence is for messages of the user, another for outputs of a tool, if the format has tools. Where a tokeniser
-    merges the text of an output with its end, only the other sequence may match: a hint then follows the tool's own
-    end. The tokens of turns are inserted as they were sampled, never tokenised again."""
+    One sequence is for messages of the user, another for outputs of a tool, if the format has tools. If a tokeniser
+    merges the text of an output with the tokens that end it, only the sequence for the user's messages may match: then
+    a hint follows the end of the tool's message. The tokens of turns are inserted as they were sampled, never tokenised
+    again."""
     found = {tuple(_common_end(chat, [], "user").tolist()): None}
     with contextlib.suppress(ChatError):
         found[tuple(_common_end(chat, [_ASKED, _CALLED], "tool").tolist())] = None

@@ -122,8 +122,8 @@ class ParityMonitor:
     def record(self, engine: str, found: Parity) -> Alarm | None:
         """Record the result of a probe of an engine. Returns an alarm when the engine exceeded the budget too often.
 
-        In exact mode, and for numbers that are not finite, once is too often. If the alarm has a defence, that is the
-        one in use from then on."""
+        In exact mode, and for numbers that are not finite, once is too often. If the alarm has a defence, this defence
+        is in use from then on."""
         budget = self.budget
         if budget is None or budget.holds(found):
             self._over.pop(engine, None)

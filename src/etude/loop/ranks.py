@@ -52,9 +52,9 @@ class RankProgress:
     """One rank's view of the progress of all `ranks`, from reports in the TCP store. It has its own connection to the
     store.
 
-    A report has the rank's progress count (`etude.progress`), the number of its reports, and the call that it makes. On
-    rank 0 the progress of other ranks counts as its own, so that the conductor, which sees only rank 0, does not take
-    it for hung while it waits for them. The ranks hang when none makes progress for `limit_s` seconds in a call."""
+    A report has the rank's progress count (`etude.progress`), the number of its reports, and the call that it makes.
+    Rank 0 counts the progress of other ranks as its own. So the conductor, which sees only rank 0, does not treat it as
+    hung while it waits for the others. The ranks hang when none makes progress for `limit_s` seconds in a call."""
 
     def __init__(self, store: TCPStore, rank: int, ranks: int, limit_s: float) -> None:
         self._store, self._rank, self._ranks, self._limit_s = store, rank, ranks, limit_s

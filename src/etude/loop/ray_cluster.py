@@ -65,8 +65,8 @@ def connect(on: str) -> None:
         raise ConfigError(
             f"no Ray cluster answers at {on}",
             " ".join(str(error).split())[:500],
-            hint="HOST:PORT is that of `ray start --head`, and wants `ray start --address=HOST:PORT` on this machine; "
-            "ray://HOST:PORT is that of its client server, 10001",
+            hint="HOST:PORT: give the address of `ray start --head`, and run `ray start --address=HOST:PORT` on this "
+            "machine; ray://HOST:PORT: give the port of the cluster's client server, by default 10001",
         ) from None
     finally:
         if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # Ray's handler would exit at any point of the program

@@ -22,7 +22,7 @@ STRETCHES = 2  # number of stretches that are always kept
 def oldest_restart_step(run: RunFolder) -> int:
     """Return the oldest step that a restart may continue from: that of the second newest checkpoint.
 
-    It is used when the newest is damaged. With fewer than two checkpoints it is 0, the start."""
+    A restart uses that checkpoint when the newest one is damaged. With fewer than two checkpoints the step is 0."""
     steps = sorted(step for step, _ in steps_in(run / "checkpoints", "step-*"))
     return steps[-STRETCHES] if len(steps) >= STRETCHES else 0
 

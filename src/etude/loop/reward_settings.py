@@ -74,7 +74,8 @@ class RewardSettings:
     def measured(self, step: int) -> tuple[TermConfig, ...]:
         """Return the terms to measure for a group that `step` or a later step will train on.
 
-        They are the terms of `step` and of all later changes. A term in several of them is as in the last one."""
+        They are the terms of `step` and of all later changes. If several of them have the same term, the settings of
+        the last one count."""
         first = next(i for i in range(len(self.changes) - 1, -1, -1) if self.changes[i].from_step <= step)
         return tuple({term.name: term for one in self.changes[first:] for term in one.rewards.terms}.values())
 
@@ -164,7 +165,7 @@ def record_change(
     - `from_step`: None for the step after `last_step()`.
     - `last_step`: returns the last step whose batch is formed, or may be formed at this moment. Steps up to it keep
       their settings. It is called again at the end, since the run may form further batches meanwhile.
-    - `num_steps`: of the whole run.
+    - `num_steps`: the number of steps of the whole run.
 
     Call it in a block of `changing`. The code of new plug-ins is recorded, too.
 

@@ -67,8 +67,9 @@ def siblings(
 ) -> list[RolloutSpec]:
     """Make the specs of the `n` rollouts of a group, which all try the same task. `seed` is that of the run.
 
-    `min_step` is the training step of the oldest weights that may sample them, and `pin_step` the only step allowed.
-    With `keep_routes` engines return the experts that they chose, for training."""
+    `min_step`: the training step of the oldest weights that may sample the rollouts. `pin_step`: the only step whose
+    weights may sample them; None: any from `min_step` on. With `keep_routes` engines return the experts that they
+    chose, for training."""
     return [
         RolloutSpec(
             rollout_id=f"{group_id}.{i}",

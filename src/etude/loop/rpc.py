@@ -52,7 +52,7 @@ def enable_keepalive(sock: socket.socket) -> socket.socket:
 
 
 class ProcessLost(EtudeError):
-    """The process at the other end is gone. Whether it finished the call is unknown."""
+    """The process at the other end is gone. It is unknown whether it has finished the call."""
 
 
 class CallFailed(EtudeError):

@@ -141,8 +141,8 @@ def refuse_trained(suite: Suite, tasks: Sequence[Task], run: RunFolder) -> None:
     """Check that a run has not trained on tasks of a suite. Raises `SuiteRefused` with their number and one of them.
 
     It compares digests and problems of the suite's tasks with those of the run's training tasks. These are all training
-    tasks of a source with a fixed number of tasks; of an endless source, those that RL has admitted. All tasks of the
-    training split of the run's own source count as trained on, since mid-training may use them."""
+    tasks of a source with a fixed number of tasks; of an endless source, those that RL has admitted. Every task in the
+    training split of the run's own source counts as trained on, since mid-training may use it."""
     config = read_config(run)
     own = open_tasks(config, canaries=False)
     size = own.size(Split.TRAIN)

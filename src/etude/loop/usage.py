@@ -56,7 +56,7 @@ class Processes:
 
 
 def pss_bytes(pids: Iterable[int]) -> int:
-    """Sum the proportional set sizes of processes. Those that ended or cannot be read count 0."""
+    """Sum the proportional set sizes of processes. Processes that have ended or cannot be read count as 0."""
     total = 0
     for pid in pids:
         try:

@@ -13,7 +13,7 @@ class Mode(enum.StrEnum):
     """The order of summation of operators.
 
     EXACT: one order for each operator, so that engine and learner agree to the bit. NATIVE: the fastest kernel for each
-    shape; then probability ratios on the same weights are near 1, and are only reported."""
+    shape; then probability ratios on the same weights are near 1 instead of exactly 1, and are only reported."""
 
     EXACT = "exact"
     NATIVE = "native"

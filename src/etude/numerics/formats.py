@@ -20,7 +20,8 @@ from etude.numerics.config import Quantise
 class Element:
     """A small float: sign, exponent, mantissa; no infinities.
 
-    `bits`: in all; `mantissa`: bits of the mantissa; `min_exponent`: of normal numbers; `largest`: the largest number.
+    `bits`: all bits; `mantissa`: bits of the mantissa; `min_exponent`: the lowest exponent of normal numbers;
+    `largest`: the largest number.
     """
 
     bits: int

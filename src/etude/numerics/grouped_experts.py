@@ -28,7 +28,8 @@ _ALIGNED = 8  # numbers of 16 bytes in bfloat16
 
 
 def is_supported(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Return whether there is a kernel: for a GPU, bfloat16, and widths that are multiples of 16 bytes."""
+    """Return whether the kernel supports these tensors: on a GPU, in bfloat16, with widths that are multiples of 16
+    bytes."""
     aligned = not any(width % _ALIGNED for weight in weights for width in weight.shape[1:])
     return x.device.type != "cpu" and x.dtype == torch.bfloat16 and aligned
 

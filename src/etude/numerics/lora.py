@@ -123,9 +123,9 @@ class _Part:
 class LoraOperators(Operators):
     """The operators `inner` for a model with merged matrices: products with them pass gradients to their adapters.
 
-    Results and name are those of `inner`. A matrix is identified by its memory address, and so is the first row of each
-    of its parts. With `weights_move`, matrices move in memory, as when FSDP2 gathers them; then an unknown address
-    makes it look at all matrices again."""
+    Results and name are those of `inner`. A matrix is identified by its memory address, and each of its parts by the
+    address of its first row. With `weights_move`, matrices move in memory, as when FSDP2 gathers them; then the
+    addresses of all matrices are read again when an address is unknown."""
 
     def __init__(self, inner: Operators) -> None:
         super().__init__(inner.dtype)

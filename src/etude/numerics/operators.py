@@ -54,7 +54,7 @@ class Operators:
 
     @property
     def name(self) -> str:
-        """A name such as "exact bfloat16". Operators with the same name compute alike, and are equal."""
+        """A name such as "exact bfloat16". Operators with the same name compute the same results, and compare equal."""
         return f"{type(self).__name__.lower()} {str(self.dtype).removeprefix('torch.')}"
 
     def __eq__(self, other: object) -> bool:

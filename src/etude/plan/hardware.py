@@ -52,13 +52,13 @@ class Measured:
     """Measurements of this machine for one model, by `etude.loop.calibration`. Times are CPU seconds in one thread.
 
     - `training_s`, `training_s_token`: a learner step takes the first, plus the second for each of its tokens.
-    - `prefill_s_token`: an engine, for each token of a prompt.
+    - `prefill_s_token`: time of an engine for each token of a prompt.
     - `decode_s`, `decode_s_sequence`: a decoding step takes the first, plus the second for each sequence in its batch.
-    - `publish_s`, `follow_s`: publishing a version of the weights (learner), and loading it (each engine).
-    - `request_s`: an engine, for each turn of an agent, besides the computation.
-    - `turn_s`: worker and machines, for each turn: the request and the tool.
-    - `grade_s`: grader and machines, for each rollout whose files were not graded before.
-    - `conductor_s`: the main process, for each rollout."""
+    - `publish_s`, `follow_s`: time to publish a version of the weights (learner), and to load it (each engine).
+    - `request_s`: time of an engine for each turn of an agent, besides the model's computation.
+    - `turn_s`: time of worker and machines for each turn: the request and the tool.
+    - `grade_s`: time of grader and machines for each rollout whose files were not graded before.
+    - `conductor_s`: time of the main process for each rollout."""
 
     cores: int
     memory_bytes: float

@@ -107,7 +107,8 @@ def plan(
 
 
 def critical_batch(model: ModelConfig, device: Device) -> float:
-    """Compute the batch size at which a decoding step computes as long as it reads weights: the roofline's ridge point.
+    """Compute the batch size at which a decoding step spends as much time on computing as on reading weights: the
+    roofline's ridge point.
 
     Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, counting only the chosen experts.
     """

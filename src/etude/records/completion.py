@@ -85,7 +85,7 @@ class Traffic(enum.StrEnum):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The parameters that choose the tokens of one completion.
 
-    Temperature 0.0 is greedy. The parameters after `seed` change nothing by default. The random numbers depend only on
+    Temperature 0.0 is greedy. By default the parameters after `seed` have no effect. The random numbers depend only on
     `seed` and the token's position in the context. So the same request gives the same tokens on any engine and in any
     batch.
 

@@ -51,9 +51,9 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 class Hint(msgspec.Struct, frozen=True):
     """A hint for one turn of a rollout.
 
-    `turn`: index in `Trace.turns`. `text`: what would have helped the policy in it. To the advantage of each
-    sampled token of the turn is added `weight` times the change of its log-probability when `text` is in its context
-    (`training.hints`)."""
+    `turn`: index in `Trace.turns`. `text`: what would have helped the policy in this turn. The learner adds `weight`
+    times the change of a token's log-probability when `text` is in the context to the advantage of each sampled token
+    of the turn (`training.hints`)."""
 
     turn: int
     text: str

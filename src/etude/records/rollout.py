@@ -49,8 +49,9 @@ class Start(enum.StrEnum):
     """The reason why a turn continues the engine session of its parent turn, or why it does not.
 
     FIRST: the first turn of the tree. NEXT: it continues its parent. FORK: its parent has another continuation already.
-    The others are new roots. TOOLS: the tools are others than in all requests before. SYSTEM: the first message is
-    another one. HISTORY: the first message is known, but no turn of the model is repeated."""
+    The others are new roots. TOOLS: the tools differ from those of all earlier requests. SYSTEM: the first message
+    differs from that of all earlier requests. HISTORY: the first message is known, but no turn of the model is
+    repeated."""
 
     FIRST = "first"
     NEXT = "next"

@@ -23,8 +23,8 @@ class PlacedHint(msgspec.Struct, frozen=True, kw_only=True):
     """A hint for one turn of a path, as the tokens to insert into the context of the turn.
 
     `token_ids`: [H] int32, to insert before position `at` of the path. `stop`: position after the turn's last token.
-    `weight`: to the advantages of the tokens with loss in `at:stop` is added `weight` times the change of their
-    log-probability that the hint makes."""
+    `weight`: the learner adds `weight` times the change of a token's log-probability by the hint to the advantage of
+    each token with loss in `at:stop`."""
 
     at: int
     stop: int

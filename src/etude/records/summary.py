@@ -173,8 +173,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a planned batch: outcome, reward and advantage.
 
     `outcome`, `summary`: None if the rollout was cancelled or quarantined; `summary` also if its process died.
-    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: that of the whole rollout.
-    `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: those of its turns.
+    `reward`: composed from the outcome's terms; None unless it was graded. `advantage`: the advantage of the whole
+    rollout. `turn_advantages`: one for each turn; empty if all turns have `advantage`. `hints`: the hints of its turns.
     `masks_stale`: whether tokens older than `max_lag` get no loss; otherwise such a token is an error. `better_than`:
     ids of the siblings that the rollout is preferred to; empty unless the credit scheme forms pairs. `paired`: whether
     it is in a pair, as the better or the worse rollout."""
@@ -240,10 +240,11 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
     """A reference to a batch that the learner has built from a `BatchPlan` and recorded in the trace file of its step.
 
     `sampled`: ids of the rollouts with a sample. `num_trained`: the number of tokens with loss. `num_masked`: the
-    number of tokens with an advantage but without loss, because they are too old. `num_not_plain`: the same, because
-    their turn is a side call or was not sampled plainly (`Sampling.plain`). `num_hints`: the number of hints.
-    `num_unplaced_hints`: the number of hints that the step does not use, because the context has no room for them or
-    their turn has no token with loss. `digest`: SHA-256 of everything in the batch that the learner uses."""
+    number of tokens with an advantage but without loss, because they are too old. `num_not_plain`: the number of tokens
+    with an advantage but without loss, because their turn is a side call or was not sampled plainly (`Sampling.plain`).
+    `num_hints`: the number of hints. `num_unplaced_hints`: the number of hints that the step does not use, because the
+    context has no room for them or their turn has no token with loss. `digest`: SHA-256 of everything in the batch that
+    the learner uses."""
 
     batch_id: str
     step: int

@@ -146,10 +146,10 @@ class Verifier(msgspec.Struct, frozen=True, kw_only=True):
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The hidden part of a task. Exactly one of `cases`, `test_code`, `tests` and `verifier` is set.
 
-    `reference`: path → text of the reference solution, which was checked to get grade 1. `cases`: for data grading.
-    `test_code`: Python source that defines `check(candidate)`, which fails by raising. `entry_point`: the
-    "module:function" that is passed to `check`. `reference_argv`: the reference solution as a command, when it is more
-    than files."""
+    `reference`: path → text of the reference solution, which was checked to get grade 1. `cases`: the test cases of a
+    task that is graded by data. `test_code`: Python source that defines `check(candidate)`, which fails by raising.
+    `entry_point`: the "module:function" that is passed to `check`. `reference_argv`: the reference solution as a
+    command, when it is more than files."""
 
     reference: dict[str, str]
     cases: tuple[Case, ...] = ()

@@ -10,7 +10,7 @@ import msgspec
 
 
 class Row(enum.StrEnum):
-    """The category of a cheat: a row of the threat model's table, or one of three more."""
+    """The category of a cheat: a row of the threat model's table, or one of three further categories."""
 
     HISTORY = "reads future commits, tags, reflogs, unreachable objects"
     NETWORK = "fetches the fix over the network"
@@ -32,7 +32,7 @@ class Row(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """The ways in which the tasks are graded on which cheats are tried."""
+    """How a task is graded. A cheat is tried on tasks of one or more of these kinds."""
 
     DATA = "cases"
     CHECK = "test code"

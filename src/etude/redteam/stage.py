@@ -95,10 +95,11 @@ def programs() -> dict[str, bytes]:
 
 
 def repository(secret: str, *, rebuilt: bool = True) -> dict[str, bytes]:
-    """Return a git repository as files below ``repo``, path -> content; later commits than its HEAD have the secret.
+    """Return a git repository as files below ``repo``, path -> content. Commits that are later than its HEAD contain
+    the secret.
 
-    So do a tag, a note, a stash and a lost object. With `rebuilt`, the repository was exported for an image, so none of
-    these may be left; False gives the original. Raises `EtudeError` without git."""
+    A tag, a note, a stash and a lost object contain it, too. With `rebuilt`, the repository was exported for an image,
+    so none of these may be left; False gives the original. Raises `EtudeError` without git."""
     with tempfile.TemporaryDirectory(prefix="etude-cheats-") as folder:
         source, to = Path(folder) / "source", Path(folder) / "repo"
         source.mkdir()

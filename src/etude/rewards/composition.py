@@ -47,9 +47,9 @@ class Composition:
     def rewards(self, siblings: Sequence[Sequence[Term]]) -> list[Reward]:
         """Return the rewards of the rollouts of one group, given the terms of each rollout.
 
-        A weighted term counts only if every rollout whose gate is open has a known value of the same version, and it is
-        known of every rollout whether the gate is open. Otherwise it counts for none, and `Reward.missing` names it.
-        Raises `EtudeError` if a reward is not finite.
+        A weighted term counts only if two things hold. For every rollout it is known whether the term's gate is open.
+        And every rollout with an open gate has a known value, all of the same version. Otherwise the term counts for no
+        rollout, and `Reward.missing` names it. Raises `EtudeError` if a reward is not finite.
 
         >>> first = [Term(name="grade", value=1.0), Term(name="brief", value=0.5, version="1")]
         >>> second = [Term(name="grade", value=0.0), Term(name="brief", value=None, evidence="no answer")]

@@ -48,15 +48,16 @@ class TermConfig:
     - `kind`: a built-in term (`TERMS`) or "my_package.module:Name", or a table with `kind` and its settings.
     - `weight`: multiplies the term's value in the reward; with 0.0 the term is only measured and stored.
     - `target`: if above 0, the weight is adjusted each step, from 0 to `weight`, so that solved rollouts take `target`
-      sampled tokens on average. A target below 1 is a share of what they took in the first step.
+      sampled tokens on average. A target below 1 is a share of their mean in the first step.
     - `from_step`: the first step whose rewards have the term; before, it is only measured and stored.
     - `when`: the name of another term, its gate: the term counts, and is measured, only where the gate is above 0. It
       may be "grade", a measure of the grader such as "tests", "submitted", or another of the `terms`. "": always.
     - `missing`: what a group does if the term is unknown for one of its rollouts.
     - `retry_s`: for how many seconds an unknown value is measured again, if the term says that it may be known later.
       With `missing = "wait"` it is a day instead.
-    - `hints`: weight of the term's hints, independent of `weight`. To the advantage of each sampled token of a turn
-      with a hint is added `hints` times (log p with the hint - log p without it) (`training.hints`). 0.0: no hints.
+    - `hints`: weight of the term's hints, independent of `weight`. The learner adds `hints` times (log p with the hint
+      - log p without it) to the advantage of each sampled token of a turn with a hint (`training.hints`). 0.0: no
+      hints.
 
     Raises `ValueError` for an invalid name, for a `target` if `weight` is not above 0, and for a weight of `effort`
     above 1, with which a solved rollout could get less than one that gave up."""

@@ -41,8 +41,8 @@ MAX_PAST = 20_000
 
 
 class OnDrift(enum.StrEnum):
-    """What a run does at an alarm. REPORT: only says so. HOLD: stops before the step, and can be resumed, which begins
-    the test anew. END: ends training with the weights of the step before, and evaluates them."""
+    """What a run does at an alarm. REPORT: only reports it. HOLD: stops before the step; resuming the run begins the
+    test anew. END: ends training with the weights of the step before, and evaluates them."""
 
     REPORT = "report"
     HOLD = "hold"
@@ -59,7 +59,8 @@ class AuditConfig:
       for "grade".
     - `on_drift`: what the run does at an alarm.
 
-    Raises `ValueError` for a term that audits itself, and where there is a tolerance or not."""
+    Raises `ValueError` for a term that audits itself, for an audit by the grade with a `tolerance`, and for any other
+    audit without one."""
 
     term: str
     by: str
@@ -81,9 +82,10 @@ class AuditConfig:
 
 
 class AuditState(msgspec.Struct, kw_only=True):
-    """The state of one audit, which a run stores with its step: capitals, and the group means that ranks need.
+    """The state of one audit, which a run stores with its step: the capital of each bet, and the group means of earlier
+    steps, among which new ones are ranked.
 
-    `step`: the last observed one. `raised`: the step of the alarm; None: none."""
+    `step`: the last observed step. `raised`: the step of the alarm; None: no alarm."""
 
     step: int = 0
     num_groups: int = 0

@@ -26,7 +26,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     tool outputs, calls and turns, each times its price. The value of a rollout of grade 0 is 0. With a weight of at
     most 1 a solved rollout never gets less than one that gave up, so giving up early never pays.
 
-    - `k`: 1/k tokens is the effort from which the cost flattens. `q`: how much; 0 charges every token the same.
+    - `k`: 1/k tokens is the effort from which the cost flattens. `q`: how strongly it flattens; 0 charges every token
+      the same.
     - `limit`: the effort, in tokens, at and above which the value is −grade.
     - `thinking`, `answer`: price of a sampled token. `tool_output`: of a token that the agent program appended after
       the first turn. `call`: of a tool call, `turn`: of a model call, both in tokens.
@@ -99,8 +100,8 @@ def next_weight(state: Tuned, solved_tokens: Sequence[int], *, target: float, li
     """Adjust a weight for the next step, from the number of sampled tokens of each rollout that solved its task.
 
     The weight rises while solved rollouts take more tokens than `target` on average, and falls while they take fewer,
-    from 0 to `limit`. A target below 1 is a share of what they took in the first step. Without a solved rollout the
-    weight stays.
+    from 0 to `limit`. A target below 1 is a share of their mean in the first step. Without a solved rollout the weight
+    stays.
 
     >>> next_weight(Tuned(), [300, 100], target=100.0, limit=0.5)
     Tuned(weight=0.1, first_tokens=200.0)

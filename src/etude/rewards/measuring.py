@@ -63,7 +63,7 @@ async def measure_group(
 
     A term is measured for a rollout if the term's gate is open (or it has none) and `graded` has no known value of the
     same version. All terms of all rollouts are measured at the same time, except that a term is measured after its
-    gate. If one rollout needs a group term, it is measured for all rollouts with an open gate.
+    gate. If one rollout needs the value of a group term, the term is measured for all rollouts with an open gate.
 
     Raises `PluginError` for a term that raises, takes longer than `deadline_s` seconds, or returns anything but a
     `Score` whose value is a finite number or None for each rollout."""

@@ -27,7 +27,8 @@ _PATHS, _OLD, _NEW, _WHOLE = (
 
 
 class MalformedCalls(msgspec.Struct, frozen=True):
-    """Minus the number of tool calls that could not be parsed. ``{fault}`` is the error message that the agent got."""
+    """A reward term: minus the number of tool calls that could not be parsed. ``{fault}`` is the error message that the
+    agent got."""
 
     gives_hints: ClassVar[bool] = True
     hint: str = "Write the next call exactly as its tool defines it. Avoid this error: {fault}"
@@ -42,7 +43,7 @@ class MalformedCalls(msgspec.Struct, frozen=True):
 
 
 class RepeatedReads(msgspec.Struct, frozen=True):
-    """Minus the number of tool calls that repeat an earlier call and get the same output.
+    """A reward term: minus the number of tool calls that repeat an earlier call and get the same output.
 
     `tools`: names of the tools that count; () for all. A call repeats only calls in its own context, since another
     branch of the conversation may not have the output. ``{fault}`` is the call."""
@@ -71,7 +72,8 @@ class RepeatedReads(msgspec.Struct, frozen=True):
 
 
 class RevertedEdits(msgspec.Struct, frozen=True):
-    """Minus the number of edits that restore what an earlier edit replaced. ``{fault}`` is the path of the file.
+    """A reward term: minus the number of edits that restore what an earlier edit replaced. ``{fault}`` is the path of
+    the file.
 
     An edit is a call with a path and a line and text, a path and the whole content, or a path, an old and a new text,
     whatever the tool is called."""
@@ -104,7 +106,7 @@ class RevertedEdits(msgspec.Struct, frozen=True):
 
 
 class NoTestsRun(msgspec.Struct, frozen=True):
-    """−1 if no call of the rollout ran tests, else 0. The fault is at the last turn.
+    """A reward term: −1 if no call of the rollout ran tests, else 0. The fault is at the last turn.
 
     `pattern`: a regular expression for calls that run tests, searched in the name and arguments of each call. Raises
     `ConfigError` if it is not a regular expression."""

@@ -46,7 +46,7 @@ _OUTPUT_CHARS = 10_000  # of a tool's output in the trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """A request as it arrived: its content, and what shows that it repeats an earlier one.
+    """A request as it arrived: its content, and the fields by which a repetition of an earlier request is recognised.
 
     `retry`: the client says that it is a retry. `idempotency_key`: the same for all attempts of one request; "" for
     none."""
@@ -221,8 +221,8 @@ class Attribution:
         """Mark the turns that were side calls. Call it when the program has ended.
 
         A turn is a side call if its answer is limited to `SIDE_TOKENS`, its conversation has no other turn and no
-        tools, and its first message differs from those of all conversations with tools. In a program that never sends
-        tools only the patterns decide."""
+        tools, and its first message differs from those of all conversations with tools. If a program never sends tools,
+        only the patterns decide."""
         working = {call.first for call in self.calls if call.tools}
         parents = {call.turn.node.parent for call in self.calls}
         parents |= {node.parent for call in self.calls for node in call.shortened.written}

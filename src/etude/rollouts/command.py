@@ -63,8 +63,8 @@ class CommandProgram:
     """An agent program that is a command. Its fields are the settings under ``[harness.program]``.
 
     - `argv`: the command line. In it and in `env` the words {instruction}, {base_url}, {model}, {workdir}, {cwd} (the
-      folder in which the run was started) and {python} (the interpreter of etude) are replaced. Other text in braces
-      stays as it is, but a word that is nearly one of these is an error.
+      folder in which the run was started) and {python} (the interpreter of etude) are replaced. Other text in braces is
+      not changed, but a misspelt word of this list is an error.
     - `where`: "outside" runs it on the worker's host in a new folder, "inside" in the working directory of the machine.
     - `env`: environment variables to add.
     - `warm`: Python modules to import once for all rollouts. Each rollout then starts as a fork of an interpreter that

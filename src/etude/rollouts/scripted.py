@@ -98,9 +98,9 @@ def demonstrate(
 ) -> list[Message]:
     """Run a script on a machine in memory and return the conversation, for `ChatFormat.encode_conversation`.
 
-    Each tool output has at most `output_chars` characters. Without plug-ins it works only for machines whose coroutines
-    never suspend (`etude.environments.memory`), at thousands of tasks a second; it raises `RuntimeError` for others.
-    Tools that are plug-ins may suspend. Raises `TaskError` for a call that does not fit the tools."""
+    Each tool output has at most `output_chars` characters. Without plug-ins it plays thousands of tasks a second, but
+    only on machines whose coroutines never suspend (`etude.environments.memory`); for other machines it raises
+    `RuntimeError`. Tools that are plug-ins may suspend. Raises `TaskError` for a call that does not fit the tools."""
     bench = Workbench.of(task, machine, key="demonstration", deadline_s=_DEADLINE_S, output_chars=output_chars)
     return _played(_converse(task, script, tools, bench), tools)
 

@@ -30,8 +30,8 @@ class CachedStore:
     """A `BlobStore` that reads `source` through a disk cache in `directory`. Writes go to `source`.
 
     Any number of stores and processes can share the directory. An object is downloaded in full even if only a part of
-    it is read. A copy whose key has no SHA-256 expires after ten minutes, so that a damaged manifest is read again
-    after its repair.
+    it is read. The copy of an object whose key contains no SHA-256 expires after ten minutes, so that a repaired
+    manifest is read again.
 
     - `source_id`: identifies `source` in a shared directory, for example its URL.
     - `limit_bytes`: the size limit of the cache. The least recently used copies are deleted.

@@ -34,8 +34,8 @@ class HttpStore:
     Sends ETUDE_TOKEN from the environment as bearer token if it is set. Thread-safe. It can be pickled; a copy has no
     connections and no token. Raises `StoreError` if the URL is invalid.
 
-    `silence_s` is the longest wait for a connection or for the next bytes, in seconds. The relay may need this time to
-    download the object. No retry starts later than `deadline_s` seconds after the last new byte."""
+    `silence_s` is the longest wait for a connection or for the next bytes, in seconds. It must be long enough for the
+    relay to download an object. No retry starts later than `deadline_s` seconds after the last new byte."""
 
     def __init__(self, url: str, *, silence_s: float = 30.0, deadline_s: float = 60.0) -> None:
         self._scheme, self._host, self._port = _parse_url(url)

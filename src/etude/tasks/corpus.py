@@ -88,8 +88,8 @@ def library_documents(
 def unused_library(num_chars: int) -> str:
     """Return text of the standard library, at most `num_chars` characters, that `library_documents` never yields.
 
-    It serves to measure a loss on unseen text. From each module with more than `USED_PIECES` pieces it has the first
-    piece after these. The same interpreter gives the same text.
+    It serves to measure a loss on unseen text. It takes one piece from each module with more than `USED_PIECES` pieces:
+    the first piece after these. The same interpreter gives the same text.
 
     >>> text = unused_library(16_384)
     >>> len(text) > 12_000, any(piece in text for piece in library_documents(budget_chars=10**9, seed=0))

@@ -52,7 +52,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """The content of ``task.toml``. Fields that `etude.records.Task` has, too, have the same meaning.
+    """The content of ``task.toml``. Fields with the same name as a field of `etude.records.Task` have the same meaning.
 
     `trust` is optional and must match the kind of the answer. `entry_point` is the function to grade,
     "module:function". `base` names a set of files in ``.bases/``, to which ``files/`` adds or replaces files. Raises

@@ -30,9 +30,9 @@ def make_version(step: int, content: str = "") -> Version:
 class ScriptedEngine:
     """A fake `Engine` that answers its requests with the given lists of token ids, in order.
 
-    Every token has log-probability -0.5, and `top_k` times the expert ``position % 4`` in each of `num_layers` layers.
-    A list is cut after a stop token and at `max_tokens`. When all lists are used, a request raises `EngineError`.
-    `step` is that of its weights. `requests` lists the served requests."""
+    Every token has log-probability -0.5. Its route in each of `num_layers` layers is the expert ``position % 4``,
+    `top_k` times. A list is cut after a stop token and at `max_tokens`. When all lists are used, a request raises
+    `EngineError`. `step` is that of its weights. `requests` lists the served requests."""
 
     def __init__(
         self,
@@ -217,7 +217,8 @@ class FakeLearner:
 class MemoryExperience:
     """An `ExperienceStore` in memory.
 
-    `allowed` maps a state to the states that may follow it, and "" to those of a new rollout. None allows every change.
+    `allowed` maps a state to the states that may follow it; the key "" has the states in which a rollout may begin.
+    None allows every change.
     """
 
     def __init__(self, allowed: Mapping[str, Iterable[str]] | None = None) -> None:

@@ -44,7 +44,8 @@ Report = Callable[[Plugin, PluginError], None]
 
 
 class TrackerProcess:
-    """The process of one tracker, as the conductor (the main process of a run) uses it. Only `finish` and `join` wait.
+    """The process of one tracker, as the conductor (the main process of a run) uses it. No method but `finish` and
+    `join` waits for the process.
 
     It starts when the object is created. `report` is called with the plug-in and an error for each failure of the
     tracker. `logs` is the folder of its log file."""

@@ -28,7 +28,8 @@ def expert_loads(live_NLK: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def balance_bias_update(bias_E: torch.Tensor, load_E: torch.Tensor, *, speed: float) -> torch.Tensor:
-    """Return the bias after a step: `speed` higher for experts with less than the mean load, lower for those with more.
+    """Return the bias after a step: increased by `speed` for experts with less than the mean load, decreased by `speed`
+    for experts with more.
 
     >>> balance_bias_update(torch.zeros(4), torch.tensor([1, 2, 2, 3]), speed=0.5)
     tensor([ 0.5000,  0.0000,  0.0000, -0.5000])

@@ -21,8 +21,9 @@ class BatchMetrics:
     - `num_tokens`: tokens of all paths (a path is the token sequence of one sample). `num_forwarded`: tokens that the
       model computed; a token that several paths share counts once.
     - `balance`: the load-balancing loss, weighted by `num_tokens`.
-    - `num_routed`: (token, layer) pairs with replayed experts. `num_slots`: the experts in these pairs. `num_replaced`:
-      those that were implausible and replaced. `num_flipped`: pairs in which the router itself chose other experts.
+    - `num_routed`: (token, layer) pairs with replayed experts. `num_slots`: number of experts in these pairs.
+      `num_replaced`: how many of these experts were implausible and replaced. `num_flipped`: number of pairs in which
+      the router itself chose other experts.
     - `num_replayed`: tokens with replayed experts.
     - `live`: log-ratios of a few tokens, computed without replay.
     - `fresh`: the largest |ratio - 1| of each forward pass over tokens that the current weights sampled."""

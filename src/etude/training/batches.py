@@ -64,7 +64,9 @@ def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
 
 
 def targets_per_span(documents: Documents, spans: Spans) -> npt.NDArray[np.int64]:
-    """Return for each span the number of tokens to predict, int64 [spans]: its tokens with loss, without the first."""
+    """Return the number of tokens to predict in each span, int64 [spans].
+
+    They are its tokens with loss after the first token of the span."""
     before = documents.num_learned_before
     return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
 

@@ -11,9 +11,9 @@ from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
-    """The precision of the weights with which the learner computes. They are always stored as float32 tensors.
+    """The precision of the weights with which the learner computes. They are stored as float32 tensors in any case.
 
-    BF16: the optimiser's float32 weights, rounded to bf16. These are exactly the published bytes."""
+    BF16: the optimiser's float32 weights, rounded to bf16; the published weights are exactly these numbers."""
 
     BF16 = "bf16"
     F32 = "f32"
@@ -91,7 +91,7 @@ class LearnerConfig:
     - `dpo_beta`: β of the DPO loss; a higher one keeps the policy closer to the reference policy, `dpo_reference`.
     - `ratio_cap`: the largest importance ratio of a token; None: 2 for cispo, 3 for others.
     - `clip_low`, `clip_high`: the range of the ratio in PPO.
-    - `budget_tokens`: tokens of one forward pass; it bounds memory and changes nothing else.
+    - `budget_tokens`: the most tokens of one forward pass; it limits memory and does not change the results.
     - `replay_routes`: use the experts that engines recorded; None: in native mode only, since in exact mode both sides
       choose the same experts. Routes more than `replay_max_lag` versions old are not replayed, nor experts whose score
       is below `replay_plausible` times the score of the last expert that the router would choose.

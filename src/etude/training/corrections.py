@@ -79,7 +79,8 @@ def correct(
 def truncated(log_ratio_R: torch.Tensor, *, cap: float) -> Corrected:
     """Compute truncated importance weights: min(ρ, cap).
 
-    The bias is what the sampler samples too rarely: Σ (p − cap·q)⁺ over the vocabulary.
+    The bias is the probability that truncation removes: Σ (p − cap·q)⁺ over the vocabulary, with p by the learner and q
+    by the sampler.
 
     >>> truncated(torch.tensor([0.5, 1.0, 8.0]).log(), cap=2.0).weight_R
     tensor([0.5000, 1.0000, 2.0000])
@@ -121,8 +122,8 @@ def masked_sequences(
     A sequence passes when the geometric mean of its ρ is within [low, high] and each token has ρ ≥ `veto`. The mean of
     a long sequence says little about single tokens, so `cap` bounds their weights.
 
-    The logarithm of the mean tends to minus the KL per token, whatever the length, so long sequences are not masked for
-    being long. Therefore the bounds are tight: a mean of 0.99 is 0.01 nats per token."""
+    The logarithm of the mean tends to minus the KL per token, whatever the length, so a sequence is not masked because
+    it is long. Therefore the bounds must be tight: a mean of 0.99 is a KL of 0.01 nats per token."""
     total, number = _sums(log_ratio_R, sequence_R)
     mean = (total / number.clamp(min=1)).exp()
     worst = torch.zeros_like(total).scatter_reduce(0, sequence_R, log_ratio_R, "amin", include_self=False).exp()

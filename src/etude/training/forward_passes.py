@@ -67,7 +67,7 @@ class ForwardPasses:
     - `group`: the ranks that share the work; all make the same calls.
     - `temperature`: the run's sampling temperature, for samples without their own.
     - `replay`: the routes (chosen experts) to replay in training passes; None: none.
-    - `step`: that of the model, for errors.
+    - `step`: the training step of the model, named in errors.
     - `share_prefixes`: whether tokens that several paths share may be computed once."""
 
     def __init__(

@@ -38,8 +38,8 @@ Score = Callable[[Sequence[Sample]], list[F32]]
 class HintCredit:
     """The samples of a batch with the credit of their hints in their advantages, and its metrics.
 
-    `samples`: without hints. `kl`, `clip_share`: `hint_kl` and `hint_clip_share` of `StepReport`; None if there were no
-    hints."""
+    `samples`: the samples with these advantages; their hints are removed, since they have been used. `kl`,
+    `clip_share`: `hint_kl` and `hint_clip_share` of `StepReport`; None if there were no hints."""
 
     samples: list[Sample]
     kl: float | None = None

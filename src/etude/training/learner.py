@@ -71,7 +71,7 @@ class TorchLearner:
     - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
     - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
       ratio is only reported.
-    - `seed`: for the initial LoRA adapters.
+    - `seed`: random seed of the initial LoRA adapters.
     - `group`: the ranks that share the work. Each has its own learner, and all make the same calls
       (`training.sharded`). Without a group, one process computes the parts of `config.shares` data-parallel ranks in
       turn."""
@@ -331,8 +331,8 @@ class TorchLearner:
         `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but the
         step counts, and they are published again.
 
-        Raises `NotFinite`: for the gradient, and then nothing has changed; or for the new weights, which cannot be
-        saved or published."""
+        Raises `NotFinite` for a gradient that is not finite, before anything has changed, and for new weights that are
+        not finite: then these can be neither saved nor published."""
         lr = self._lr_share * self.config.lr
         lr *= lr_multiplier(
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
@@ -355,7 +355,7 @@ class TorchLearner:
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token of a text but the first, under the live weights.
 
-        They are those at temperature 1."""
+        The temperature is 1."""
         tokens = torch.tensor(token_ids, device=self._device)
         done: Forward = self.model.eval().run(tokens[:-1])
         logprobs_RV = self.model.operators.log_softmax(done.logits)

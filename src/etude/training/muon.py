@@ -44,7 +44,8 @@ class ShardExchange(Protocol):
     """The exchange of sharded parameters for full parameters, and back. Its calls are collective."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Exchange this rank's rows of each parameter for the full parameters that this rank computes."""
+        """Send this rank's rows of each parameter to the other ranks, and return the full parameters that this rank
+        updates."""
 
     def shard(
         self, full_tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]

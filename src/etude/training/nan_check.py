@@ -49,8 +49,8 @@ def check_logits(
 ) -> None:
     """Check that the logits [R, V] of a forward pass are finite. Raises `NotFinite`.
 
-    `again` repeats the forward pass with a hook, to find the operator (None: it cannot be repeated, since other ranks
-    take part). `rows_R`: the tokens that have logits (None: all). `place` describes a token in the error."""
+    `again` repeats the forward pass with a hook, to find the operator; None if other ranks take part, so that it cannot
+    be repeated. `rows_R`: the tokens that have logits (None: all). `place` describes a token in the error."""
     if is_finite(logits_RV):
         return
     if again is None:
@@ -77,7 +77,7 @@ def check_loss(
     *,
     step: int,
 ) -> None:
-    """Check that the loss is finite, and every ratio [R], also one that the loss clips. Raises `NotFinite`.
+    """Check that the loss and every ratio [R] are finite, including ratios that the loss clips. Raises `NotFinite`.
 
     `samples`, `rows`: the input of the forward pass, to name the token in the error."""
     if is_finite(loss) and is_finite(policy.ratio_R):

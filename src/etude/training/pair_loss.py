@@ -36,9 +36,10 @@ from etude.training.losses import PolicyLoss
 class PairLoss:
     """The DPO loss of a batch, a mean over its pairs, and the weight of each rollout in its gradient.
 
-    `weights`: by rollout id, minus the derivative of `loss` with respect to the sum of the rollout's log-probabilities.
-    `accuracy`: the share of pairs in which the better rollout has the higher log-ratio to the reference; equal ones
-    count half. `margin`: the mean of beta times the difference of these log-ratios. Both are None without pairs."""
+    `weights`: rollout id → the negative derivative of `loss` with respect to the sum of the rollout's
+    log-probabilities. `accuracy`: the share of pairs in which the better rollout has the higher log-ratio to the
+    reference; equal ones count half. `margin`: the mean of beta times the difference of these log-ratios. Both are None
+    without pairs."""
 
     loss: float
     weights: Mapping[str, float]

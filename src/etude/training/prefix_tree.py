@@ -29,8 +29,8 @@ class PrefixOrder:
     """Paths in an order in which those with a common beginning are neighbours.
 
     - `order`: indices of the paths.
-    - `shared`: how many tokens each path shares with the one before it in this order, 0 for the first. It shares no
-      more with any earlier path.
+    - `shared`: how many tokens each path shares with the one before it in this order, 0 for the first. No earlier path
+      shares more tokens with it.
     - `lengths`: tokens of each path, in the original order."""
 
     order: tuple[int, ...]
@@ -46,7 +46,8 @@ class PrefixOrder:
 def prefix_order(samples: Sequence[Sample], ends: Sequence[int], replay: RouteReplay | None) -> PrefixOrder:
     """Find what the paths of samples share among their first `ends` tokens.
 
-    `replay`: which recorded routes are replayed, and so must be equal, too; None: none."""
+    `replay`: which recorded routes are replayed; tokens are shared only if these routes are equal, too. None: no
+    routes."""
     paths = [_Path(sample, end, replay) for sample, end in zip(samples, ends, strict=True)]
 
     def compare(a: int, b: int) -> int:

@@ -125,7 +125,7 @@ class LoadRequest:
             )
 
     def adapter(self, model: Transformer) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-        """Return the adapter's settings, and A and B if they were saved.
+        """Return the adapter's settings, and its matrices A and B if they were saved.
 
         Raises `CheckpointError` if they differ from the config."""
         settings = self.config

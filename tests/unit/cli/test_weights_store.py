@@ -464,7 +464,10 @@ def test_a_step_not_above_the_newest_and_an_ambiguous_version_are_refused(steps,
     main(["weights", "publish", "c1", "store", "--step", "5"])
     for step in ("5", "0"):
         assert main(["weights", "publish", "c2", "store", "--step", step]) == 2
-        assert f"--step {step} is not above the newest version's: which is v000005-" in capsys.readouterr().err
+        assert (
+            f"--step {step} is not above the step of the newest version: the newest version is v000005-"
+            in capsys.readouterr().err
+        )
     with pytest.raises(SystemExit) as left:
         main(["weights", "publish", "c2", "store", "--step", "-3"])
     assert left.value.code == 2

@@ -41,7 +41,8 @@ class DeclaredTool(msgspec.Struct):
 
 
 class ToolName(NamedTuple):
-    """How a response names a tool: its namespace ("" for none), its name there, and whether it is a custom tool."""
+    """How a response names a tool: its namespace ("" for none), its name in the namespace, and whether it is a custom
+    tool."""
 
     namespace: str
     name: str

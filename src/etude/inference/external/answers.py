@@ -140,9 +140,9 @@ def make_completion(
     """Convert a server's complete response to a completion. Raises `BrokenAnswer` for an invalid one.
 
     An adoption is one replacement of the server's weights. `versions` has the version that each adoption loaded, and
-    `adoption` is the number of the last one when the request was sent. `server` and `engine` are names. It is not known
-    whether a request had computed part of its prompt before a swap of the weights. It is assumed that it had: the
-    version at the time of sending then gets a first span without tokens."""
+    `adoption` is the number of the last one when the request was sent. `server` and `engine` are names. The response
+    does not say whether the server computed a part of the prompt before a swap of the weights. This function assumes
+    that it did: the version at the time of sending gets a first span without tokens."""
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
         raise broken_answer(server, engine, f"{count} tokens, and spans of {sum(n for _, n in answer.spans)}")

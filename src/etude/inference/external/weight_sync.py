@@ -23,7 +23,7 @@ RETRY_S = 0.5
 class ExternalWeightSync(abc.ABC):
     """Updates a server's weights to each new version, from `start_at_head` until `stop`.
 
-    `poll_s` is the pause between two checks for a new version, in seconds. Each kind of server has a subclass."""
+    Each kind of server has a subclass. `poll_s` is the pause between two checks for a new version, in seconds."""
 
     def __init__(self, engine: ExternalEngine, *, poll_s: float, telemetry: Telemetry | None) -> None:
         self.engine, self.poll_s, self._telemetry = engine, poll_s, telemetry

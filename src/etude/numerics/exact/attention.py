@@ -35,7 +35,8 @@ Attend = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class KeyWindows:
-    """Sizes of key windows and query blocks in which attention has equal bits, and the attention function.
+    """The sizes of key windows and query blocks with which attention gives equal bits, and the function that computes
+    it.
 
     A window is the number of keys, padding included, that queries see. `usable`: windows up to `SEVERAL`, ascending.
     `tiles`: whether queries come in full blocks of rows."""
@@ -87,7 +88,7 @@ def summed_attention(
 
 
 def key_windows(heads: int, key_width: int) -> KeyWindows:
-    """Return the windows for a cache with keys of this width, with the current number of threads.
+    """Return the windows for a cache whose keys have this width, for the current number of threads.
 
     They are the same for any number of heads, so that a rank with some of the heads attends like one with all."""
     return _measured(key_width, torch.get_num_threads())

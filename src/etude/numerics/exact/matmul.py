@@ -136,7 +136,7 @@ def summed_product(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def safe_counts(threads: int) -> tuple[int, ...]:
-    """Return for each n from 0 to `MANY_ROWS` the smallest safe number of rows from n on.
+    """Return for each n from 0 to `MANY_ROWS` the smallest safe number of rows that is at least n.
 
     A number is safe if all rows have the bits that they have among `REFERENCE_ROWS`. This is measured with `threads`,
     which must be the current number."""

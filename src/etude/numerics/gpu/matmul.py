@@ -62,9 +62,9 @@ def multiply(
 ) -> torch.Tensor:
     """Compute x · weightᵀ, [N, O].
 
-    `weight` is [O, I], or [E, O, I] with `groups` (which rows belong to which expert). `source_N`: row n is row
-    source_N[n] of x. `dtype`: of the result (None: that of x). `split` selects the schedule, without changing a bit
-    (None: by the number of tiles)."""
+    `weight` is [O, I], or [E, O, I] with `groups` (which rows belong to which expert). `source_N`: row n of the result
+    is computed from row source_N[n] of x. `dtype`: the dtype of the result (None: the dtype of x). `split` selects the
+    schedule, without changing a bit (None: by the number of tiles)."""
     ins, outs = x_NI.shape[1], weight.shape[-2]
     rows = x_NI.shape[0] if source_N is None else len(source_N)
     y = x_NI.new_empty(rows, outs, dtype=dtype or x_NI.dtype)
@@ -113,7 +113,7 @@ def weight_gradient(
 ) -> torch.Tensor:
     """Compute the weights' gradient dyᵀ · x, [O, I]; with `groups` [E, O, I], zero for experts without rows.
 
-    `dtype`: of the result. `source_N`: row n of x is its row source_N[n]."""
+    `dtype`: the dtype of the result. `source_N`: row n of dy belongs to row source_N[n] of x."""
     dy_NO, x_NI = dy_NO.contiguous(), x_NI.contiguous()
     (rows, outs), ins = dy_NO.shape, x_NI.shape[1]
     wide = dy_NO.dtype == torch.float32
@@ -138,8 +138,8 @@ def linear(
 ) -> torch.Tensor:
     """Compute x · weightᵀ, [N, O], differentiable.
 
-    `degree`: the number of tensor-parallel ranks that may share the inner width (`tiles_of`). `dtype`: of the result
-    (None: that of x)."""
+    `degree`: the number of tensor-parallel ranks that may share the inner width (`tiles_of`). `dtype`: the dtype of the
+    result (None: the dtype of x)."""
     outs, ins = weight_OI.shape
     tiles = tiles_of(outs, ins, x_NI.element_size(), degree=degree)
     y: torch.Tensor = _Product.apply(x_NI, weight_OI, tiles, None, dtype)  # type: ignore[no-untyped-call]

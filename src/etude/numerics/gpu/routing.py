@@ -54,7 +54,8 @@ def choose(
     """Choose the top-k experts by probability (plus `bias_E`), ties to the lowest index.
 
     `routes_NK` (uint8 or uint16): recorded experts to use in place of this choice; gates are computed from the logits
-    in any case. A row whose first route is the largest value of the dtype has no record and keeps its own choice."""
+    in any case. A row whose first route is the largest value of the dtype has no recorded routes, and keeps the
+    router's choice."""
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 

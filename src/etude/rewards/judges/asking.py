@@ -63,7 +63,8 @@ class NoReply(Exception):
     """Raised when a model gives no answer; the message says why.
 
     `retry`: whether it may answer the same question later. `after_s`: how many seconds the server asks to wait.
-    `charged`: whether the call may cost money all the same. `reply`: the tokens that the server counted; None: none."""
+    `charged`: whether the call may nevertheless have cost money. `reply`: the tokens that the server counted; None:
+    none."""
 
     def __init__(
         self, why: str, *, retry: bool, after_s: float | None = None, charged: bool, reply: Reply | None = None
@@ -272,7 +273,7 @@ def _after_s(header: str | None) -> float | None:
 
 
 class Encoding(Protocol):
-    """The part of a chat format (`etude.capture.Chat`) that asking a policy needs."""
+    """The methods of a chat format (`etude.capture.Chat`) that `PolicyAsker` needs."""
 
     stop_token_ids: tuple[int, ...]
 

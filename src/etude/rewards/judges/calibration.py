@@ -96,14 +96,16 @@ class AspectReport(msgspec.Struct, frozen=True, kw_only=True):
     """How well a judge agrees with people about one aspect, over `num_labels` works or pairs with a verdict.
 
     - `num_unknown`: works or pairs without a verdict. They are in no other number.
-    - `kappa`: Cohen's kappa with squared weights, which are all equal on a scale of two. 1: agrees, 0: as by chance.
+    - `kappa`: Cohen's kappa with quadratic weights; on a scale of two scores it equals the unweighted kappa. 1: full
+      agreement, 0: agreement by chance.
     - `auc`: of two works that people score differently, the probability that the judge orders them as people do; ties
       count half. On a scale of two scores it is the area under the ROC curve. None for pairs.
     - `exact`: share of equal scores. For `exact` and `kappa`, fractional scores are rounded.
     - `length`: Spearman correlation of judge minus people with the length of the work. None for pairs.
-    - `prefers_first`: share of pairs in which the work shown first wins in both orders, minus that of the second. None
-      for works.
-    - `authors`: judge minus people for the works of each author, minus that of all others, in points of the scale."""
+    - `prefers_first`: share of pairs in which the work shown first wins in both orders, minus the share in which the
+      work shown second does. None for single works.
+    - `authors`: for each author, the mean of judge minus people over their works, minus the same mean over all other
+      works, in points of the scale."""
 
     aspect: str
     num_labels: int

@@ -121,8 +121,8 @@ class Judge:
     async def in_both_orders(self, aspect: Aspect, first: Evidence, second: Evidence) -> list[Verdict]:
         """Ask which of two works is better, once in each order, and return both verdicts.
 
-        The value of a verdict is FIRST, SECOND or TIE. FIRST is the work that this question showed first; in the second
-        question this is `second`."""
+        The value of a verdict is FIRST, SECOND or TIE. FIRST is the work that the question showed first. In the second
+        question that is the argument `second`."""
         asking = await self._asked_as()
         orders = [(first, second), (second, first)]
         return await asyncio.gather(

@@ -166,7 +166,7 @@ class JudgeStore:
             database.execute(change, (0.0 if spent is None else spent - reserved, int(spent is None), judge))
 
     def turn(self, judge: str, per_minute: int, most_s: float) -> float | None:
-        """Reserve the next time for a call at a rate of `per_minute`, and return the seconds until then.
+        """Reserve the next time at which a call may start at a rate of `per_minute`, and return the seconds until then.
 
         Returns None, and reserves nothing, if that is more than `most_s` seconds away."""
         with self._transaction() as database:

@@ -194,7 +194,8 @@ def instruction(form: Form, domain: Domain, code: str) -> str:
 
 
 def schema(domain: Domain) -> dict[str, Any]:
-    """Return the JSON schema of an answer of the form `Form.JSON`. All codes have the same, so servers cache it."""
+    """Return the JSON schema of an answer of the form `Form.JSON`. It does not depend on the question's code, so
+    servers can cache it."""
     properties = {"reason": {"type": "string"}, "verdict": domain.schema, "code": {"type": "string"}}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 

@@ -97,7 +97,8 @@ class TestResults:
     def deadline_s(self, max_s: float) -> float:
         """Return the deadline in seconds, at most `max_s`, for grading one of these tests in its own process.
 
-        It is long enough for slow machines, but short, because a solution that loops reaches it in every test.
+        It must be long enough for slow machines, but as short as possible, because a solution with an endless loop
+        reaches it in every test.
 
         >>> [TestResults(frozenset(), file_s=file_s).deadline_s(60.0) for file_s in (1.0, 15.0)]
         [20.0, 45.0]

@@ -43,7 +43,7 @@ def python_edits(text: str) -> list[Edit] | None:
 def same_code(one: str, other: str) -> bool:
     """Return whether two Python modules compile to the same code, apart from positions.
 
-    Also True if `other` does not compile, since such a mutant needs no test."""
+    Also returns True if `other` does not compile, since no test is needed to find such a mutant."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

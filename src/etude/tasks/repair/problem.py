@@ -34,7 +34,7 @@ VISIBLE_FAILING = 2
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A wrong body, and its kind: "operator", "operands", "constant", "call" or "missing"."""
+    """A wrong function body, and the kind of its error: "operator", "operands", "constant", "call" or "missing"."""
 
     kind: str
     body: Body

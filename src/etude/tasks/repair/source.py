@@ -65,7 +65,7 @@ class RepairSource:
         return Answer(reference=problem.reference(), cases=problem.hidden)
 
     def demonstration(self, split: Split, index: int, *, seed: int, right: float) -> Demonstration:
-        """Return a task with a script that edits validly but often wrongly; a share `right` of the edits is correct."""
+        """Return a task with a script of valid edits, of which only the share `right` is correct."""
         problem = self.problem(split, index)
         script = imperfect(problem, random.Random(f"demonstration {seed} {index}"), right_body=right)
         return Demonstration(task_of(problem, split, index), script)

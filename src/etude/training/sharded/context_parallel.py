@@ -23,7 +23,7 @@ from etude.training.sharded.mesh import Mesh
 
 
 def token_ranges(num_tokens: int, rank: int, ranks: int) -> list[range]:
-    """Return the two token ranges of a text that a rank has: one from the front, one from the back.
+    """Return the two token ranges of a text that a rank has: one from its first half, one from its second half.
 
     >>> [token_ranges(1024, rank, 2) for rank in range(2)]
     [[range(0, 256), range(768, 1024)], [range(256, 512), range(512, 768)]]

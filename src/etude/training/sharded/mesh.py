@@ -78,9 +78,9 @@ def join(
 ) -> Mesh:
     """Connect to the other ranks of the learner, and create the meshes. A collective call.
 
-    With `store` (of `host_store` or `connect_store`), this process is rank `rank`. Without it, ranks find each other by
-    the environment variables of torchrun, or are in an initialised default group already. `deadline_s`: of each
-    collective. Raises `ConfigError` where the number of ranks does not match."""
+    With `store` (of `host_store` or `connect_store`), this process is rank `rank`. Without `store`, ranks find each
+    other by the environment variables of torchrun, unless a default process group is initialised already. `deadline_s`:
+    of each collective. Raises `ConfigError` where the number of ranks does not match."""
     met, first = distributed.is_initialized(), os.environ.get("MASTER_ADDR", LOOPBACK) if store is None else store.host
     if met:
         rank, size = distributed.get_rank(), distributed.get_world_size()

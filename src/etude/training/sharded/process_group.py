@@ -51,7 +51,7 @@ class RankMissing(RankLost):
 class ShardedProcessGroup:
     """One rank of a sharded learner: the `ProcessGroup` over the ranks of a `Mesh`.
 
-    About the model it stores only how it is sharded."""
+    It does not hold the model, only how the model is sharded."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size

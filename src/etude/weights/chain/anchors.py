@@ -29,7 +29,8 @@ PASSES_PER_FETCH = 64
 
 @dataclass(frozen=True)
 class CatchUpCost:
-    """What a late reader fetches for the newest version: the last full snapshot (*anchor*), and what follows.
+    """What a late reader fetches to get the newest version: the last full snapshot (*anchor*) and the versions after
+    it.
 
     `anchor_bytes`: size of that anchor. `since`: cost of the versions after it, in bytes. A pass over the model in
     memory is counted as bytes too (`PASSES_PER_FETCH`).

@@ -60,7 +60,8 @@ class WriterState:
 
     `pointer`: the stored bytes of the channel's pointer, which the next compare-and-swap expects; None if there is no
     pointer. `ref`: the reference to the version's manifest. `tensors`: its tensors by name; None if they could not be
-    rebuilt. `cost`: what a late reader fetches. `serial`: of the manifest. `generation`: of the pointer.
+    rebuilt. `cost`: what a late reader fetches. `serial`: the manifest's serial. `generation`: the pointer's
+    generation.
     """
 
     pointer: bytes | None = None
@@ -74,7 +75,7 @@ class WriterState:
 class Channel:
     """The writer of a channel: publishes versions of one set of tensors to a store. Not thread-safe.
 
-    A channel has one writer: a second one fails at its first commit.
+    A channel can have only one writer: a second writer fails at its first commit.
 
     `name`: 1 to 64 characters of a-z, 0-9, _ and -. `incarnation`: 8 hex characters, random by default; they are part
     of each version's name, so that a restarted writer never reuses a name. `signer`: signs what is published; None:

@@ -24,9 +24,9 @@ class CommitUnknown(StoreError):
 class Outcome(enum.Enum):
     """The outcome of moving a pointer by compare-and-swap.
 
-    WON: the pointer moved. HEALED: it moved, over a pointer that was lost or damaged in the meantime. SWEPT: it did not
-    move, since garbage was collected in the meantime; objects written for this commit may be deleted. LOST: it did not
-    move, since another writer moved it.
+    WON: the pointer moved. HEALED: it moved, and replaced a pointer that was lost or damaged in the meantime. SWEPT: it
+    did not move, since garbage was collected in the meantime; objects written for this commit may be deleted. LOST: it
+    did not move, since another writer moved it.
     """
 
     WON = "won"

@@ -38,9 +38,9 @@ class Compactor:
     """Follows a channel of weights, and stores additional deltas over several steps for its newest version. Not
     thread-safe.
 
-    With them a late reader fetches fewer bytes. One per channel is enough; more would repeat the same work. `spans`:
-    how many steps each added delta covers, all at least 2. `anchors`: also add a full snapshot when one is due, for a
-    writer that writes none (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
+    With these deltas a late reader fetches fewer bytes. One compactor per channel is enough; several would repeat the
+    same work. `spans`: how many steps each added delta covers, all at least 2. `anchors`: also add a full snapshot when
+    one is due, for a writer that writes none (`Channel(anchors=False)`). Raises `WeightsError` for invalid spans.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class Marks:
 
 
 def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: Signer | None = None) -> Collected:
-    """Delete what channel `name` has not needed since `keep_s` seconds before `now` (Unix time), and does not need now.
+    """Delete the keys that channel `name` does not need now (Unix time `now`) and has not needed for `keep_s` seconds.
 
     Call it regularly: each call writes a record of what is needed, and only records that are `keep_s` old allow
     deletion. So the first call deletes nothing. `signer`: needed to delete what killed publishes left in a channel

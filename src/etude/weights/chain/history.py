@@ -98,7 +98,8 @@ def load(store: BlobStore, ref: Ref) -> Manifest:
 def find(store: BlobStore, name: str, version: Version) -> Manifest | None:
     """Find the manifest (the description) of a version of channel `name` among all stored ones; None if there is none.
 
-    It is also found if no pointer leads to it. Only its list of tensors is verified, by the digest in `version`.
+    A version that no pointer leads to is found, too. Only the manifest's list of tensors is verified, by the digest in
+    `version`.
     """
     return next((manifest for _, manifest in stored(store, name, version)), None)
 

@@ -138,7 +138,8 @@ def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
 def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | None = None) -> None:
     """Raise `WeightsError` if versions of channel `name` were published but the pointer to the newest is missing.
 
-    For signed versions the hint asks for the key. Raises too if `signer` has another key than the one that signed them.
+    If the versions are signed, the hint asks for the key. Also raises `WeightsError` if `signer` has another key than
+    the one that signed the versions.
     """
     if history.head(store, name) is not None:
         return

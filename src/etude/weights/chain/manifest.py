@@ -181,11 +181,12 @@ class Pointer(msgspec.Struct, frozen=True, kw_only=True):
 
     Rewriting it is the commit of a publish.
 
-    `head`: the reference to the manifest of that version. `nonce`: that of the manifest; if the store's answer is lost,
-    the writer sees by it whether its own write succeeded. Readers accept a pointer only if the pair (`generation`,
-    serial of the head) has not decreased. A publish raises the serial. The generation is raised only to move a pointer
-    back on purpose, or to restore a lost pointer. `sweep`: raised by garbage collection, so that a publish that began
-    before cannot commit. `signature`: Ed25519 over `signed_text`, 128 hex characters; empty if not signed.
+    `head`: the reference to the manifest of that version. `nonce`: the manifest's nonce. If the store's answer is lost,
+    the writer can tell by the nonce whether its own write succeeded. Readers accept a pointer only if the pair
+    (`generation`, serial of the head) has not decreased. A publish raises the serial. The generation is raised only to
+    move a pointer back on purpose, or to restore a lost pointer. `sweep`: raised by garbage collection, so that a
+    publish that began before cannot commit. `signature`: Ed25519 over `signed_text`, 128 hex characters; empty if not
+    signed.
     """
 
     format: int

@@ -72,7 +72,7 @@ class Tile:
     """A part of one or several tensors that is coded alone: the items of `pieces`, piece after piece, each row by row.
 
     An item is an element or one half of it (`tensors.DType`). Items are grouped into `classes` (1 to `MAX_CLASSES`)
-    classes by the exponent of their old code. The class of an item is `high` minus that exponent, clipped to [0,
+    classes by the exponent of their old code. The class of an item is `high` minus the exponent, clipped to [0,
     `classes` - 1].
     """
 

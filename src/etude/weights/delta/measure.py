@@ -63,9 +63,9 @@ class Cost:
 class Costs:
     """The size of a delta from one set of tensors to another. From `measure`.
 
-    `tensors`: each encoded alone, sorted by name. `deltas`: all tensors with an old one of the same dtype and shape
-    together. `full_tensors`: all others, and the bytes that they add. Both are None if there are no such tensors.
-    `num_whole`: the number of tensors in `full_tensors`.
+    `tensors`: each encoded alone, sorted by name. `deltas`: all tensors that have an old tensor of the same dtype and
+    shape, encoded together. `full_tensors`: all other tensors, and the bytes that they add. Both are None if there are
+    no such tensors. `num_whole`: the number of tensors in `full_tensors`.
     """
 
     tensors: list[Cost]

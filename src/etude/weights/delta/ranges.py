@@ -52,7 +52,8 @@ class Parts:
     def needs_old(self, tensor: int) -> frozenset[int]:
         """Return the numbers of the tensors whose old values are needed to decode the tensor with number `tensor`.
 
-        They are that tensor and those that share its tile, the unit of coding. None is needed if it is stored in full.
+        They are that tensor and those that share its tile, the unit of coding. If the tensor is stored in full, no old
+        values are needed.
         """
         form = self._header.layout.forms[tensor]
         if form in (SAME, WHOLE):

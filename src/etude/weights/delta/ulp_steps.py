@@ -17,7 +17,7 @@ Numbers = npt.NDArray[np.uint32]
 def to_order(items: Codes, kind: DType) -> Codes:
     """Map items to unsigned integers in the order of the floats that they stand for.
 
-    -inf is lowest, -0 directly below +0, +inf highest; NaNs are outside. Integers stay as they are.
+    -inf is lowest, -0 directly below +0, +inf highest; NaNs are outside of this range. Integers stay as they are.
 
     >>> from etude.weights.tensors import DTYPES
     >>> to_order(np.array([0x8001, 0x8000, 0x0000, 0x0001], np.uint16), DTYPES["bf16"]).tolist()

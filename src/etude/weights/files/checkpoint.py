@@ -232,7 +232,7 @@ def _names(folder: Path) -> list[str]:
 def read_index(path: Path, *, hint: str = _HINT_INDEX) -> tuple[str, dict[str, str]]:
     """Read an index, which may only name files of its own directory. Return its text, and tensor name -> file name.
 
-    `hint`: that of errors. Raises `CheckpointError`.
+    `hint`: the hint of errors. Raises `CheckpointError`.
     """
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:

@@ -36,7 +36,7 @@ def adapter_map(
 
     `pieces` is called with the specs of checkpoint tensors, and returns where each of them is in the engine's memory.
     `base`: the tensors of the checkpoint. `published`: the tensors of the first published version. `packing`: tensor
-    name -> function to call after that tensor was written. Raises `WeightsError` if the checkpoint is not the base of
+    name -> function to call after this tensor was written. Raises `WeightsError` if the checkpoint is not the base of
     the adapter, or the engine has no place for an adapted matrix.
     """
     config = published_config(published)

@@ -30,9 +30,10 @@ class Update:
     """What differs between the version held before and the one held now. All tensors are verified.
 
     `changed`: for each tensor with changes, ascending flat positions (uint32 or int64), and the codes (new bits) there.
-    `replaced`: tensors that are new, or had another dtype or shape; at the start all. `removed`: names of tensors that
-    no longer exist. `fetch_s`: seconds of fetching, decoding and verifying. `fetched_bytes`: without attempts that
-    failed. `healed`: the errors of failed attempts, after which another delta or snapshot worked.
+    `replaced`: tensors that are new, or had another dtype or shape; in the first update all tensors. `removed`: names
+    of tensors that no longer exist. `fetch_s`: seconds of fetching, decoding and verifying. `fetched_bytes`: number of
+    bytes fetched, without failed attempts. `healed`: the errors of failed attempts, after which another delta or
+    snapshot worked.
     """
 
     version: Version
@@ -46,7 +47,7 @@ class Update:
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """A version and its tensors by name, and, if kept, what leads back to the version `before`."""
+    """A version and its tensors by name, and, if it was kept, the record that leads back to the version `before`."""
 
     manifest: Manifest
     tensors: dict[str, Tensor]

@@ -36,10 +36,10 @@ class MovedBack(WeightsError):
 
 
 class FollowedPointer(msgspec.Struct, frozen=True):
-    """What a reader notes of the pointer (the record of the newest version) that it followed last.
+    """What a reader remembers of the pointer (the record of the newest version) that it followed last.
 
-    By this it recognises a pointer that moved back. `pointer`: its key in the store. `version`: the version that it
-    named. The pair (`generation` of the pointer, `serial` of the version) never decreases.
+    By this record the reader recognises a pointer that moved back. `pointer`: its key in the store. `version`: the
+    version that it named. The pair (`generation` of the pointer, `serial` of the version) never decreases.
     """
 
     pointer: str
@@ -136,8 +136,8 @@ class HeadTracker:
             ):
                 raise MovedBack(
                     f"{self._key} moved back to {target.version}",
-                    f"{seen.version} was followed; the pointer's generation is {pointer.generation} after"
-                    f" {seen.generation}, the version's serial {target.serial} after {seen.serial}",
+                    f"{seen.version} was followed before; the pointer's generation went from {seen.generation} to"
+                    f" {pointer.generation}, the version's serial from {seen.serial} to {target.serial}",
                     hint="a stale cache or a restored copy of the store can cause this; for an intended"
                     " rollback use `etude weights point`, which raises the generation",
                 )

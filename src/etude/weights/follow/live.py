@@ -201,9 +201,9 @@ class Window:
         return DeviceScatter(storage, from_start, _to_device(codes.view(_SIGNED[self.itemsize]), flat.device))
 
     def fill(self, codes: Codes) -> None:
-        """Write all elements, from their bits as unsigned integers (`codes`) of the same shape.
+        """Write all elements. `codes`: their bits as unsigned integers, in the same shape.
 
-        Needs no extra memory on a host.
+        For host memory this needs no temporary copy.
         """
         if isinstance(self.view, np.ndarray):
             np.copyto(self.view, codes)

@@ -119,7 +119,8 @@ class Piece:
     def fill(self, spec: Spec, codes: Codes) -> None:
         """Write this piece's part of the tensor to the live memory. `codes`: of the complete tensor.
 
-        Allocates at most one copy of the piece; in host memory nothing, unless `reorder` is set.
+        Allocates at most one copy of the piece; if the piece is in host memory, it allocates nothing unless `reorder`
+        is set.
         """
         part, convert = self.part(spec, codes), _EXACT.get((spec.dtype, self.window.dtype))
         if convert is not None and isinstance(self.window.view, np.ndarray):

@@ -56,8 +56,8 @@ def unpacked(word, index, WIDTH: tl.constexpr):
 def numbers(row, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Return the numbers of the items of a block, and a mask of those that exist.
 
-    `row`: pointer to the block's row in the table of blocks. The numbers are relative to the tensor, or in a full block
-    to its first item.
+    `row`: pointer to the block's row in the table of blocks. The numbers count from the first item of the tensor, or in
+    a full block from the first item of the block.
     """
     j = tl.arange(0, BLOCK)
     if FULL:

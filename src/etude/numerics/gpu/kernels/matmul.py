@@ -102,7 +102,7 @@ def weight_gradient(
     """Compute one tile of the weights' gradient dw = dyᵀ · x, [matrices or parts, OUT, IN].
 
     `GROUPED`: matrix g has rows [starts[g], starts[g+1]). Otherwise part p sums `part_rows` rows from p · part_rows on.
-    `GATHER`: row r of x is its row source[r]."""
+    `GATHER`: row r of dy belongs to row source[r] of x."""
     IN_TILES: tl.constexpr = (IN + INS - 1) // INS
     tile, number = tl.program_id(0), tl.program_id(1)
     out = tile // IN_TILES * OUTS + tl.arange(0, OUTS)
