@@ -89,7 +89,7 @@ class RunFolder:
         if identity.get("format") != FORMAT:
             raise RunRefused(
                 f"{path} has format version {identity.get('format')!r}",
-                f"this version of etude reads format version {FORMAT}",
+                f"this version of etude supports format version {FORMAT}",
                 hint=f"open it with etude {identity.get('etude', 'that wrote it')}",
             )
         return run

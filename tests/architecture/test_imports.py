@@ -53,6 +53,7 @@ TORCH_FREE = {
     "cli",
     *ALONE,
 }
+PROCESSES = [f"etude.loop.{name}" for name in ("conductor", "worker", "grader", "phases", "config", "serving")]
 FOLDERS = sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists())
 
 
@@ -71,20 +72,39 @@ def test_a_folder_that_is_usable_alone_loads_no_sibling_and_no_torch(folder):
     assert not {"torch", "vllm", "transformers", "ray"} & loaded
 
 
-@pytest.mark.parametrize("folder", sorted(TORCH_FREE & set(FOLDERS)))
-def test_importing_a_folder_that_agents_conductors_and_readers_use_loads_no_torch(folder):
-    assert "torch" not in loaded_after(f"import etude.{folder}")
+def those_that_load(names: set[str], modules: Collection[str]) -> list[str]:
+    """The modules whose import loads one of `names`, or a part of it.
+
+    One process imports them all; only if that loads one are they imported one by one."""
+
+    def loads(*some: str) -> bool:
+        loaded = loaded_after(f"import {', '.join(some)}")
+        return any(name == one or name.startswith(f"{one}.") for name in loaded for one in names)
+
+    return [one for one in modules if loads(one)] if loads(*modules) else []
 
 
-@pytest.mark.parametrize("module", ["conductor", "worker", "grader", "phases", "config", "serving"])
-def test_only_learners_and_engines_load_torch_and_only_a_run_on_a_cluster_loads_ray(module):
-    assert not {"torch", "ray"} & loaded_after(f"import etude.loop.{module}")
+def test_a_module_that_loads_another_is_named():
+    assert those_that_load({"json"}, ["abc", "json.decoder", "keyword"]) == ["json.decoder"]
+
+
+def test_importing_a_folder_that_agents_conductors_and_readers_use_loads_no_torch():
+    assert those_that_load({"torch"}, [f"etude.{folder}" for folder in sorted(TORCH_FREE & set(FOLDERS))]) == []
+
+
+def test_only_learners_and_engines_load_torch_and_only_a_run_on_a_cluster_loads_ray():
+    assert those_that_load({"torch", "ray"}, PROCESSES) == []
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @functools.cache
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -102,10 +122,8 @@ def test_attacks_are_imported_by_the_command_line_only():
     assert importers <= {"redteam", "cli"}
 
 
-@pytest.mark.parametrize("module", ["conductor", "worker", "grader", "phases"])
-def test_no_process_of_a_run_loads_an_attack(module):
-    loaded = loaded_after(f"import etude.loop.{module}")
-    assert not [name for name in loaded if name.startswith("etude.redteam")]
+def test_no_process_of_a_run_loads_an_attack():
+    assert those_that_load({"etude.redteam"}, PROCESSES) == []
 
 
 def test_no_folder_imports_the_command_line():
@@ -135,7 +153,7 @@ def module_name(path: Path) -> str:
 
 def imported_to_run(path: Path, modules: Collection[str]) -> set[str]:
     """The modules of ours that a file imports, on load or within functions: not those for type checkers only."""
-    found, nodes = set[str](), list[ast.AST](ast.parse(path.read_text()).body)
+    found, nodes = set[str](), list[ast.AST](parsed(path).body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

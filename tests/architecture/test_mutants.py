@@ -55,9 +55,10 @@ def test_a_result_is_believed_until_the_code_of_a_changed_file_or_of_the_tests_f
 
 
 def test_the_page_has_every_mutant_with_its_promises_and_the_reason_where_it_was_not_run(tmp_path: Path) -> None:
-    table, results = mutants(), Results(tmp_path / "results.json")
+    mutant = next(one for one in mutants() if one.promised in PROMISES[1] and one.promised in PROMISES[139])
+    table = [one for number, one in enumerate(mutants()) if one == mutant or number % 8 == 0]  # all take seconds
+    results = Results(tmp_path / "results.json")
     assert page(table, results).count(f"| {UNKNOWN} |") == len(table)
-    mutant = next(one for one in table if one.promised in PROMISES[1] and one.promised in PROMISES[139])
     results.put(mutant, Result(mutant.test, NOT_RUN, "no QEMU | here", inputs_of(mutant, ROOT)))
     assert f"| 1, 139 | `{mutant.test}` | " in page(table, results)
     assert f"| {NOT_RUN}: no QEMU / here |" in page(table, results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,9 @@ from tests.here import opened
 
 import etude
 from etude.environments import MachineLimits, NamespaceRuntime
+from etude.environments.namespace import runtime as runtimes
+from etude.environments.namespace.machine import _pid_of
+from etude.environments.namespace.runtime import MachineWarning
 from etude.errors import MachineError
 from etude.records.command import ExecResult
 from etude.seams import Machine
@@ -747,6 +751,79 @@ def test_a_machine_killed_from_outside_counts_as_a_killed_command_not_as_an_erro
         return result
 
     assert with_runtime(test).exit_code == 137
+
+
+def test_a_machine_that_was_killed_from_outside_is_closed_at_once():
+    async def test(machine):
+        signal.pidfd_send_signal(machine._handle.init, signal.SIGKILL)
+        assert (await machine.exec(["true"], key="1", deadline_s=20)).exit_code == 137
+        before = time.monotonic()
+        await machine.close()
+        return time.monotonic() - before
+
+    assert with_machine(test) < runtimes._END_S
+
+
+PTRACE_ATTACH, WALL = 16, 0x40000000
+
+
+def begin_tracing(pid: int) -> bool:
+    """Trace a process from now on. False: this process may not."""
+    if ctypes.CDLL(None).ptrace(PTRACE_ATTACH, pid, 0, 0) != 0:
+        return False
+    wait_traced(pid)
+    return True
+
+
+def wait_traced(pid: int) -> None:
+    os.waitpid(pid, WALL)
+
+
+def test_the_slot_of_a_killed_machine_that_does_not_end_is_free_again_once_it_has(monkeypatch):
+    """A traced process is not gone before its tracer has waited for it, and so neither is its machine."""
+    monkeypatch.setattr(runtimes, "_END_S", 0.2)
+
+    async def hold(machine: Any) -> int:
+        """Trace a process of the machine; returns its PID."""
+        init = _pid_of(machine._handle.init)
+        begun = asyncio.Event()
+        command = ["sh", "-c", "echo; sleep 600 & wait"]
+        running = asyncio.create_task(
+            machine.exec(command, key="1", deadline_s=600, on_output=lambda chunk: begun.set())
+        )
+        async with asyncio.timeout(60):
+            await begun.wait()
+        [child, *_] = map(int, Path(f"/proc/{init}/task/{init}/children").read_text().split())
+        if not begin_tracing(child):
+            pytest.skip("this process may not trace others")
+        running.cancel()
+        return child
+
+    async def main() -> None:
+        runtime = opened("namespace", lambda: NamespaceRuntime(max_machines=2, spare=0))
+        held: list[int] = []
+        try:
+            tree = await runtime.prepare({})
+            left, right = await runtime.fork(tree, 2)
+            held.append(await hold(left))
+            with pytest.warns(MachineWarning, match="machine 1 has not ended 0.2 s .* occupy 1 of 2 slots"):
+                await left.close()  # no error: what it was for is known
+            held.append(await hold(right))
+            with pytest.raises(MachineError, match=r"machine 2 has not ended.*: killed machines occupy 2 of 2"):
+                await right.close()
+            with pytest.raises(MachineError, match="2 are alive, 2 of them killed"):
+                await runtime.fork(tree, 1, deadline_s=0.5)
+            while held:
+                wait_traced(held.pop())
+            [again, _] = await runtime.fork(tree, 2, deadline_s=60)
+            assert (await again.exec(["true"], key="1", deadline_s=20)).exit_code == 0
+        finally:
+            for pid in held:
+                os.kill(pid, signal.SIGKILL)
+                wait_traced(pid)
+            await runtime.close()
+
+    asyncio.run(main())
 
 
 def test_more_machines_than_there_is_room_for_wait_until_others_are_closed_or_the_deadline():

@@ -133,7 +133,7 @@ def parse_manifest(data: bytes, name: object = MANIFEST) -> Manifest:
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise ValueError("it is not the manifest of a corpus")
         if plain.get("version") != VERSION:
-            raise ValueError(f"it has version {plain.get('version')!r}, and this version of etude reads {VERSION}")
+            raise ValueError(f"it has version {plain.get('version')!r}, and this version of etude supports {VERSION}")
         verify_json(plain, name, must=True, kind=CorpusError)
         manifest = msgspec.convert({key: value for key, value in plain.items() if key != "sha256"}, Manifest)
         files = [file for phase in manifest.phases for shard in phase.shards for file in (shard.file, shard.provenance)]
@@ -207,7 +207,7 @@ def parse_header(data: bytes, *, vocab_size: int) -> tuple[int, int]:
     if magic != MAGIC:
         raise ValueError("it does not begin with ETUDETOK")
     if version != VERSION:
-        raise ValueError(f"it has version {version}, and this version of etude reads {VERSION}")
+        raise ValueError(f"it has version {version}, and this version of etude supports {VERSION}")
     if vocabulary != vocab_size:
         raise ValueError(f"its vocabulary has {vocabulary:,} tokens, and that of the corpus {vocab_size:,}")
     if num_documents >= 1 << 48 or num_tokens >= 1 << 48:

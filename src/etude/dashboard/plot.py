@@ -29,10 +29,12 @@ class Frame:
 
     @property
     def right(self) -> int:
+        """Where the axes end on the right."""
         return self.width - _RIGHT
 
     @property
     def bottom(self) -> int:
+        """Where the horizontal axis is, from the top."""
         return self.height - _BOTTOM
 
 

@@ -168,12 +168,16 @@ def cgroup_usage(accounts: str, threads: str, *, also: Iterable[int] = ()) -> Me
             used_s = int(words[0]) / 1e9 if len(words) == 1 else int(words[words.index("usage_usec") + 1]) / 1e6
         except (OSError, ValueError, IndexError):
             return None
-        return MachineUsage(used_s, _waits([*inside, *others]))
+        return MachineUsage(used_s, run_queue_waits([*inside, *others]))
 
     return measure
 
 
-def _waits(threads: Iterable[int]) -> dict[int, float]:
+def run_queue_waits(threads: Iterable[int]) -> dict[int, float]:
+    """Return for each of these thread ids how many seconds the thread has waited in the run queue since its start.
+
+    Threads that cannot be read are left out.
+    """
     found = {}
     for thread in threads:
         with (

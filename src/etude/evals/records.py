@@ -144,7 +144,7 @@ def _read(path: Path, kind: type[T]) -> T:
     if found.format != FORMAT:
         raise StoreError(
             f"{path} has format version {found.format}",
-            f"this version of etude reads format version {FORMAT}",
+            f"this version of etude supports format version {FORMAT}",
             hint="evaluate again: etude eval SUITE",
         )
     return found

@@ -64,10 +64,12 @@ class EvalRow:
 
     @property
     def valid(self) -> bool:
+        """Whether the attempt was graded. An invalid one failed for a reason outside the agent."""
         return self.outcome == "graded"
 
     @property
     def solved(self) -> bool:
+        """Whether the attempt was graded with a reward of at least 1."""
         return self.valid and self.reward >= 1.0
 
 

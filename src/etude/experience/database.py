@@ -132,6 +132,6 @@ def check_format(where: object, found: Any, *, readonly: bool) -> None:
     if found != str(FORMAT) and not (readonly and found in READABLE):
         raise LedgerError(
             f"{where} has ledger format {found}",
-            f"this etude reads {FORMAT}",
+            f"this version of etude writes format {FORMAT}, and reads {', '.join(READABLE)} and {FORMAT}",
             hint="use the etude version that wrote the run",
         )

@@ -52,6 +52,7 @@ class Session:
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
+        """The open connection. Raises `IndexError` if there is none."""
         return self._connections[0]
 
     @property

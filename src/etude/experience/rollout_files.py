@@ -99,7 +99,7 @@ class RolloutFiles:
         if not data.startswith(HEAD):
             raise LedgerError(
                 f"the stored rollout {summary.rollout_id} has another format",
-                f"{path} does not begin with {HEAD.decode().strip()!r}, as this etude writes it",
+                f"{path} does not begin with {HEAD.decode().strip()!r}, as this version of etude writes it",
                 hint="continue with the etude version that started the run, or start a new run",
             )
         try:

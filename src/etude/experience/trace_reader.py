@@ -268,7 +268,7 @@ def _table(handle: BinaryIO, columns: Mapping[int, list[str]] | None) -> tuple[p
         if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
             raise ValueError("its columns are not those of a trace, or its metadata is incomplete")
         if facts["format"] not in (1, *_SCHEMAS):
-            raise ValueError(f"it has format {facts['format']}, this etude reads 1 to {FORMAT}")
+            raise ValueError(f"it has format {facts['format']}, and this version of etude supports 1 to {FORMAT}")
         if facts["format"] != 1 and not schema.equals(_SCHEMAS[facts["format"]], check_metadata=False):
             raise ValueError("its columns are not those of a trace")
         table = file.read(columns=columns and columns[facts["format"]], use_threads=False)

@@ -108,6 +108,7 @@ class StoredTrace:
             raise FileNotFoundError(self.name) from None
 
     def exists(self) -> bool:
+        """Return whether the store has the trace."""
         try:
             self.store.get(self.name, 0, 1)
         except KeyError:
@@ -115,6 +116,7 @@ class StoredTrace:
         return True
 
     def unlink(self, missing_ok: bool = True) -> None:
+        """Delete the trace; a missing one is no error."""
         self.store.delete(self.name)
 
     def replace(self, data: bytes) -> None:

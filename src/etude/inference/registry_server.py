@@ -230,17 +230,16 @@ class RegistryServer:
     async def _refuse_if_taken(self, join: JoinRequest) -> None:
         member = self.registry.members.get(join.name)
         state = self.registry.states(now=time.monotonic()).get(join.name)
-        taken = join.name in self._reserved
+        taken = "the run starts an engine of this name itself" if join.name in self._reserved else ""
         if member is not None and state in ALIVE and member.joined.url != join.url:
             try:
                 await self.engines[join.name].info(deadline_s=PROBE_TIMEOUT_S)
-                taken = True
+                taken = f"it answers at {member.joined.url}"
             except EngineError:
                 pass  # the old engine is gone, and this one replaces it
         if taken:
-            raise MalformedRequest(
-                f"the fleet already has an engine {join.name!r}", "and it responds", hint="choose another --name"
-            )
+            what = f"the fleet already has an engine with the name {join.name!r}"
+            raise MalformedRequest(what, taken, hint="choose another --name")
 
     async def _renew(self, request: Request) -> RenewalAnswer:
         join = await _read(request, Renewal)
@@ -263,7 +262,7 @@ def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) 
     Checked are its capabilities, its context and its parity class (processes of one class compute the same bits)."""
     needed = {"adopt", "spans", "verify"} | ({"routes"} if requirements.routes else set())
     if missing := needed - set(info.capabilities):
-        facts = f"the run needs {', '.join(sorted(missing))}, it has {', '.join(sorted(info.capabilities))}"
+        facts = f"the run needs {', '.join(sorted(missing))}; the engine has {', '.join(sorted(info.capabilities))}"
         raise MalformedRequest(
             f"{name} cannot serve this run",
             facts,
@@ -272,13 +271,13 @@ def refuse_unfit(name: str, info: EngineInfo, requirements: EngineRequirements) 
     if info.context_tokens < requirements.context_tokens:
         raise MalformedRequest(
             f"{name} has a context of {info.context_tokens} tokens",
-            f"the run's is {requirements.context_tokens}",
+            f"the run needs {requirements.context_tokens}",
             hint=f"start it with --context-tokens {requirements.context_tokens}",
         )
     if requirements.parity and info.parity != requirements.parity:
         raise MalformedRequest(
             f"{name} does not compute the same bits as the learner",
-            f"its parity class is {info.parity!r}, the learner's {requirements.parity!r}",
+            f"its parity class is {info.parity!r}, and that of the learner {requirements.parity!r}",
             hint="run it on the same kind of host and build, or set numerics.mode = 'native'",
         )
 

@@ -77,9 +77,9 @@ class FleetConfig:
     """The `[fleet]` section: which processes a run has, and how many of each.
 
     `engines` has one entry per engine, and `num_workers` and `num_graders` are numbers of processes. A process that
-    does not answer for `hung_s` seconds is killed and restarted. `listen` is HOST:PORT, at which remote engines join
-    the run; "" for none. `ranks_away` is the number of the learner's ranks that run on other machines; they connect to
-    the learner's machine at the address `ranks_at`."""
+    does not answer for `hung_s` seconds is killed and restarted; time in which it waited for a core does not count.
+    `listen` is HOST:PORT, at which remote engines join the run; "" for none. `ranks_away` is the number of the
+    learner's ranks that run on other machines; they connect to the learner's machine at the address `ranks_at`."""
 
     engines: tuple[EngineKind, ...] = (EngineKind.REFERENCE, EngineKind.REFERENCE)  # engine-0, engine-1, ...
     num_workers: int = ranged(1, low=1, high=64)

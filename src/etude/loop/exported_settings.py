@@ -57,5 +57,6 @@ def summaries_of_checkpoint(folder: Path) -> SummaryLimits | None:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{folder / FILE} cannot be read", str(error), hint=hint) from None
     if found.format != FORMAT:
-        raise CheckpointError(f"{folder / FILE} has format {found.format}", f"this etude reads {FORMAT}", hint=hint)
+        facts = f"this version of etude supports format {FORMAT}"
+        raise CheckpointError(f"{folder / FILE} has format {found.format}", facts, hint=hint)
     return found.summaries

@@ -101,6 +101,9 @@ class Process(Protocol):
     async def cpu_s(self) -> float:
         """Return the CPU seconds of the process and its descendants."""
 
+    async def queued_s(self) -> dict[int, float]:
+        """Return what `usage.queued_s` does of the process: how long each of its threads has waited for a core."""
+
 
 class Placement(Protocol):
     """Starts programs on machines.
@@ -143,6 +146,9 @@ class LocalProcess:
 
     async def cpu_s(self) -> float:
         return usage.Processes().cpu_s(self.pid)
+
+    async def queued_s(self) -> dict[int, float]:
+        return usage.queued_s(self.pid)
 
 
 class LocalPlacement:

@@ -3,7 +3,8 @@
 A child is ``python -m MODULE ...`` in its own process group, with its output in ``logs/<name>.log``. The kernel kills
 it when the conductor dies (PR_SET_PDEATHSIG), and it sees end-of-file on its socket, so there are no orphans. A child
 that dies is restarted with back-off, up to `MAX_RESTARTS` times within `RESTART_WINDOW_S`; then the run ends with an
-error that names it. A child that does not answer for `hung_s` is killed, which counts as a death."""
+error that names it. A child that does not answer for `hung_s` is killed, which counts as a death. Time in which it, or
+the conductor, waited for a core does not count: on a loaded host a child is slow, and not hung."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from etude.environments.fair_time import MAX_EXTENSION
 from etude.errors import DeadlineExceeded, EtudeError
 from etude.loop.placement import NO_ENV, LocalPlacement, NoCapacity, Placement, Process, Program
 from etude.loop.rpc import Caller, ProcessLost
@@ -25,6 +27,8 @@ READY_S = 600.0
 """Seconds for a live child to become ready. On a host with ten processes per core `import torch` alone takes minutes. A
 child that dies is noticed at once."""
 BEAT_S = 2.0
+PARTS = 8
+"""So many times in `hung_s` the supervisor looks whether a child that does not answer waits for a core."""
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a program that lost one of its own processes and should be started again."""
 KEEP_MEMORY_ENV = {
@@ -154,6 +158,10 @@ class Child:
         cpu_s = await self.process.cpu_s()
         return f"it is alive and has used {cpu_s:.1f} s of CPU time in {time.monotonic() - self.starts[-1]:.0f} s"
 
+    async def queued_s(self) -> dict[int, float]:
+        """Return how many seconds each of its threads has waited for a core, by thread id."""
+        return {} if self.process is None else await self.process.queued_s()
+
     def log_tail(self, lines: int = 12) -> str:
         """Return the last lines of its log, for an error message."""
         try:
@@ -191,6 +199,11 @@ class Supervisor:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._joining: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def call_s(self) -> float:
+        """Seconds for a call of a health check: more than the supervisor waits for its end on any host."""
+        return 2 * MAX_EXTENSION * self.hung_s
 
     async def add(self, child: Child, role: Role) -> None:
         """Start a child, wait until it is ready, and supervise it from then on.
@@ -319,7 +332,7 @@ class Supervisor:
         try:
             while not (await asyncio.wait({exited}, timeout=BEAT_S))[0]:
                 try:
-                    await _with_deadline(role.health_check(child), self.hung_s, child, "to answer")
+                    await _wait_for_answer(role.health_check(child), self.hung_s, child)
                 except DeadlineExceeded as error:
                     if not is_killed:
                         self.telemetry.event("process", name=child.name, state="hung", pid=child.pid, reason=error.what)
@@ -363,13 +376,37 @@ class Supervisor:
         await self.placement.close()
 
 
+async def _wait_for_answer(check: Awaitable[object], hung_s: float, child: Child) -> None:
+    """Wait for the end of a health check. Raises `DeadlineExceeded` after `hung_s` seconds in which the child could
+    run: it was not in the kernel's run queue, and this process could look. All together at most `MAX_EXTENSION` times
+    as long."""
+    part_s, could_run_s = hung_s / PARTS, 0.0
+    began = time.monotonic()
+    queued: dict[int, float] = {}
+    answer = asyncio.ensure_future(check)
+    try:
+        for _ in range(round(PARTS * MAX_EXTENSION)):
+            if (await asyncio.wait({answer}, timeout=part_s))[0]:
+                answer.result()
+                return
+            before, queued = queued, await child.queued_s()
+            waited_s = max((queued[one] - before[one] for one in queued.keys() & before.keys()), default=0.0)
+            could_run_s += max(0.0, part_s - waited_s)  # a late look counts as one part
+            if could_run_s > hung_s - part_s / 2:
+                break
+    finally:
+        answer.cancel()
+    raise await _overdue(child, "to answer", time.monotonic() - began)
+
+
 async def _with_deadline(work: Awaitable[object], seconds: float, child: Child, what: str) -> None:
     try:
         async with asyncio.timeout(seconds):
             await work
     except TimeoutError:
-        raise DeadlineExceeded(
-            f"waited for {child.name} {what}",
-            f"for {seconds:g} s; {await child.state()}",
-            hint=f"its log is {child.log_path}; if that is empty the host is overloaded: run fewer processes on it",
-        ) from None
+        raise await _overdue(child, what, seconds) from None
+
+
+async def _overdue(child: Child, what: str, seconds: float) -> DeadlineExceeded:
+    hint = f"its log is {child.log_path}; if that is empty the host is overloaded: run fewer processes on it"
+    return DeadlineExceeded(f"waited for {child.name} {what}", f"for {seconds:.3g} s; {await child.state()}", hint=hint)

@@ -113,6 +113,11 @@ class RayHost:
         `pss_bytes`."""
         return await asyncio.to_thread(self._measure_usage, with_memory)
 
+    async def queued_s(self) -> dict[int, float]:
+        """Return what `usage.queued_s` does of the program."""
+        assert self._process is not None, "start comes first"
+        return usage.queued_s(self._process.pid)
+
     def _measure_usage(self, with_memory: bool) -> dict[str, Any]:
         assert self._process is not None, "start comes first"
         processes, pid = usage.Processes(), self._process.pid

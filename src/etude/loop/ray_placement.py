@@ -96,11 +96,18 @@ class RayProcess:
     async def cpu_s(self) -> float:
         return float((await self.usage(with_memory=False)).get("cpu_s", 0.0))
 
+    async def queued_s(self) -> dict[int, float]:
+        return await self._ask(self._actor.queued_s)
+
     async def usage(self, *, with_memory: bool) -> dict[str, Any]:
         """Return what `RayHost.usage` returns; {} when the node does not answer in time."""
+        return await self._ask(self._actor.usage, with_memory)
+
+    async def _ask(self, method: Any, *args: object) -> dict[Any, Any]:
+        """What a method of the actor returns; {} when the node does not answer in time."""
         try:
             async with asyncio.timeout(USAGE_EVERY_S):
-                return dict(await _result(self._actor.usage.remote(with_memory)))
+                return dict(await _result(method.remote(*args)))
         except (EtudeError, TimeoutError):
             return {}
 

@@ -193,7 +193,8 @@ def record_change(
 
 
 def check_hints(rewards: RewardsConfig) -> None:
-    """Check that the terms with `hints` give hints, as their classes say (`seams.RewardTerm`). Raises `ConfigError`."""
+    """Check that the terms with `hints` give hints, as their classes say (`seams.RewardTerm`), and that the text of a
+    built-in one is not empty. Raises `ConfigError`."""
     for term in rewards.terms:
         path = import_path(Kind.REWARD, term.kind.path)
         if term.hints and not getattr(found(path), "gives_hints", False):
@@ -201,6 +202,12 @@ def check_hints(rewards: RewardsConfig) -> None:
                 f"the reward term {term.name!r} has hints = {term.hints:g}",
                 f"{path} gives no hints, so the setting has no effect",
                 hint=f"set {term.name}.hints = 0.0; if its scores have hints, give it the attribute gives_hints = True",
+            )
+        if term.hints and path.startswith("etude.rewards.process:") and term.kind.settings.get("hint") == "":
+            raise ConfigError(
+                f"the reward term {term.name!r} has hints = {term.hints:g}",
+                'its text is hint = "", so it gives no hints and the setting has no effect',
+                hint=f'set {term.name}.hints = 0.0, or leave out hint = "" for the usual text',
             )
 
 

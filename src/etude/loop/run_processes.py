@@ -300,7 +300,7 @@ class RunProcesses:
 
         async def answers(child: Child) -> None:
             assert child.caller is not None, "members are started with a socket"
-            await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
+            await child.caller.call("ready", bool, deadline_s=self.supervisor.call_s)
 
         return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
 
@@ -335,7 +335,7 @@ class RunProcesses:
             await self._send_engines()
 
         async def answers(_: Child) -> None:
-            await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
+            await self._own[name].info(deadline_s=self.supervisor.call_s)
 
         ready_file.unlink(missing_ok=True)
         child = self._child(name, argv, nice=ENGINE_NICE, devices=self.config.devices_of(kind))

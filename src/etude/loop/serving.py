@@ -105,7 +105,7 @@ async def model_of_checkpoint(
             fleet.add("engine", engines[-1])
 
         async def answers(_: Child) -> None:
-            await fleet.engines["engine"].info(deadline_s=2 * supervisor.hung_s)
+            await fleet.engines["engine"].info(deadline_s=supervisor.call_s)
 
         try:
             child = Child("engine", argv, logs=folder, telemetry=telemetry)

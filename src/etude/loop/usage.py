@@ -12,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from etude.environments.fair_time import run_queue_waits
 from etude.telemetry import Telemetry
 
 EVERY_S, MEMORY_EVERY = 1.0, 15
@@ -65,6 +66,16 @@ def pss_bytes(pids: Iterable[int]) -> int:
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
     return total
+
+
+def queued_s(pid: int) -> dict[int, float]:
+    """Return for each thread of a process how many seconds it has waited for a core since its start, by thread id.
+
+    {} when the process has ended, and where the kernel does not count them."""
+    try:
+        return run_queue_waits(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return {}
 
 
 def _read_bytes(path: str) -> bytes:

@@ -181,6 +181,7 @@ class Attention(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(norms["k_norm"])) if norms else None
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
+        """Return the outputs of N tokens, [N, D] like the inputs; their keys and values are put into the cache."""
         n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
         ops, parallel = self.operators, self.parallel
         qkv = parallel.column_parallel(ops, x_ND, self.qkv)

@@ -48,6 +48,7 @@ class LatentAttention(nn.Module):
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * at.value_dim))
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, hook: ForwardHook) -> torch.Tensor:
+        """Return the outputs of N tokens, [N, D] like the inputs; keys and values, or latents, go into the cache."""
         ops, at, n = self.operators, self.latent, len(x_ND)
         q, latent, key = torch.split(hook("attention.inward", self._inward(x_ND)), self.widths, -1)
         if self.q_up is not None:

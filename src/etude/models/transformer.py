@@ -58,6 +58,7 @@ class Mlp(nn.Module):
         self.down = nn.Parameter(torch.empty(hidden_size, width))
 
     def forward(self, x_ND: torch.Tensor, hook: ForwardHook) -> torch.Tensor:
+        """Return the outputs of N tokens, [N, D] like the inputs."""
         ops, down = self.operators, f"{self.name}.down"
         h = hook(f"{self.name}.gate_up", self.parallel.column_parallel(ops, x_ND, self.gate_up))
         act = hook(f"{self.name}.activated", ops.gated(h))
@@ -85,6 +86,7 @@ class Stack(nn.Module):
         self.down = nn.Parameter(torch.empty(num_held, c.hidden_size, c.expert_size))
 
     def forward(self, x_ND: torch.Tensor, choice: Choice, hook: ForwardHook) -> torch.Tensor:
+        """Return for N tokens the sum of the outputs of their experts times their gates, [N, D] like the inputs."""
         return mix(x_ND, choice, self.gate_up, self.down, self.operators, hook, parallel=self.parallel)
 
     def matrices(self) -> dict[str, list[int]]:

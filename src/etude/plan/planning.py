@@ -38,10 +38,12 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """Bytes of all parts."""
         return self.weights + self.optimiser + self.activations + self.cache
 
     @property
     def fits(self) -> bool:
+        """Whether all parts fit into the memory of the device."""
         return self.total <= self.capacity
 
 

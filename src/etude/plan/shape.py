@@ -31,6 +31,7 @@ class Shape:
 
     @property
     def rollouts(self) -> float:
+        """Rollouts of a step."""
         return self.groups * self.group_size
 
     @property

@@ -33,6 +33,7 @@ class Kind(enum.StrEnum):
 
     @property
     def trust(self) -> Trust:
+        """How far a grade can be trusted: DATA if the host compares plain data, CODE if code decides."""
         return Trust.DATA if self is Kind.CASES else Trust.CODE
 
 

@@ -65,6 +65,7 @@ class MutationResult:
 
     @property
     def flaky(self) -> bool:
+        """Whether repeated gradings of the reference had different outcomes."""
         return len(set(self.rewards)) > 1
 
 

@@ -45,6 +45,7 @@ class Proof:
 
     @property
     def num_proven(self) -> int:
+        """Number of valid tasks."""
         return self.num_tasks - len(self.failures)
 
     def require(self, place: str = "", *, listed: bool = False) -> None:

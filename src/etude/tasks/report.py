@@ -40,6 +40,7 @@ class TaskReport:
 
     @property
     def survival(self) -> float:
+        """Share of the graded mutants that scored 1; 0.0 if none was graded."""
         graded = self.num_mutants - self.num_ungraded
         return len(self.survivors) / graded if graded else 0.0
 

@@ -103,6 +103,7 @@ class PolicyLossContract(Contract):
     The interface is `etude.training.losses.PolicyLossFunction`."""
 
     def loss(self, tokens: SampledTokens) -> PolicyLoss:
+        """Return what the loss computes for these tokens, checked as in the learner."""
         from etude.training.learner_plugins import call_loss
 
         return call_loss(self.name, self.make(), tokens)
@@ -169,6 +170,7 @@ class CorrectionContract(Contract):
     The interface is `etude.training.corrections.Correction`."""
 
     def weights(self, tokens: SampledTokens) -> Corrected:
+        """Return what the correction computes for these tokens, checked as in the learner."""
         from etude.training.learner_plugins import call_correction
 
         log_ratio_R = tokens.logprobs_R.detach() - tokens.sampler_logprobs_R
@@ -302,6 +304,7 @@ class CorpusSourceContract(Contract):
     FIRST = 50
 
     def first(self, seed: int = 0) -> list[str | Exchange]:
+        """Return the first documents of a new source."""
         return list(itertools.islice(self.make().documents(seed), self.FIRST))
 
     def test_documents_are_texts_or_exchanges_with_content(self) -> None:
@@ -331,6 +334,7 @@ class DocumentSourceContract(Contract):
     FIRST = 200
 
     def first(self) -> list[Document | Dropped]:
+        """Return the first documents, or the reasons for dropped ones, of a new source."""
         return list(itertools.islice(self.make().documents(), self.FIRST))
 
     def test_it_yields_documents_or_reasons_why_one_is_none(self) -> None:
@@ -414,6 +418,7 @@ class TaskSourceContract(Contract):
     solved already."""
 
     def some(self, source: TaskSource, split: Split) -> list[Task]:
+        """Return the first tasks of a split, at most 8."""
         size = source.size(split)
         return [source.task(split, index) for index in range(8 if size is None else min(size, 8))]
 

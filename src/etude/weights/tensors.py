@@ -163,6 +163,7 @@ class Tensor:
 
     @property
     def spec(self) -> Spec:
+        """The dtype and shape."""
         return Spec(self.dtype, self.shape)
 
     @property

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.small_rollouts import Kit
 
 from etude.errors import LedgerError, StoreError
 from etude.experience import (
@@ -138,11 +139,16 @@ def test_a_parquet_file_of_something_else_is_refused(tmp_path, kit):
         read_trace(path)
 
 
+@pytest.fixture(scope="module")
+def trace_bytes(tmp_path_factory):
+    _, path = recorded(tmp_path_factory.mktemp("whole"), Kit(), max_lag=1)
+    return path.read_bytes()
+
+
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_bytes_give_an_error_with_a_hint_or_a_batch(tmp_path, kit, data):
-    _, path = recorded(tmp_path, kit, max_lag=1)
-    content = bytearray(path.read_bytes())
+def test_damaged_bytes_give_an_error_with_a_hint_or_a_batch(tmp_path, trace_bytes, data):
+    path, content = tmp_path / "batch-000005.parquet", bytearray(trace_bytes)
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content) - 1))]
     else:
@@ -375,7 +381,7 @@ def grown(rng: np.random.Generator, stem: I32, kind: Any) -> Trace:
     return Trace(tuple(turns))
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])  # of eight trees each
 @given(
     seed=st.integers(0, 2**32 - 1),
     kind=st.sampled_from([np.uint8, np.uint16, None]),
@@ -405,5 +411,5 @@ def test_a_file_of_a_later_format_is_refused_by_name(tmp_path, kit):
     facts = json.loads(table.schema.metadata[b"etude.batch"]) | {"format": 6}
     pq.write_table(table.replace_schema_metadata({b"etude.batch": json.dumps(facts).encode()}), path)
     for read in (read_trace, read_index, lambda path: read_rollout(path, "g000000.0")):
-        with pytest.raises(LedgerError, match="it has format 6, this etude reads 1 to 5"):
+        with pytest.raises(LedgerError, match="it has format 6, and this version of etude supports 1 to 5"):
             read(path)

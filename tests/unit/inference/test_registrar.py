@@ -300,7 +300,7 @@ def test_an_engine_that_cannot_work_in_the_run_is_refused_when_it_joins() -> Non
     async def story() -> None:
         async with world() as home, served() as (_, url), served(context_tokens=64) as (_, small):
             refusals = [
-                (home.registration("engine-0", url), MalformedRequest, "the fleet already has an engine 'engine-0'"),
+                (home.registration("engine-0", url), MalformedRequest, "the fleet already has an engine with the name 'engine-0'"),
                 (home.registration("", url), MalformedRequest, "a valid name and URL"),
                 (home.registration("west", "ftp://there"), MalformedRequest, "a valid name and URL"),
                 (home.registration("small", small), MalformedRequest, "has a context of 64 tokens"),
@@ -315,7 +315,7 @@ def test_an_engine_that_cannot_work_in_the_run_is_refused_when_it_joins() -> Non
                     await registration.run()
             keeping = asyncio.create_task(home.registration("west", url).run())
             await home.until("west", State.CATCHING_UP)
-            with pytest.raises(MalformedRequest, match="the fleet already has an engine 'west'"):
+            with pytest.raises(MalformedRequest, match="the fleet already has an engine with the name 'west'"):
                 await home.registration("west", small).run()
             keeping.cancel()
             async with aiohttp.ClientSession(headers={"authorization": "Bearer t"}) as session:

@@ -15,6 +15,7 @@ from etude.errors import ConfigError, InputError, RunError, RunRefused
 from etude.loop.config import RunConfig, build, config_to_resume, read_config
 from etude.loop.reward_settings import FILE, RewardSettings, check_hints, read_changes, record_change
 from etude.rewards import Composition
+from etude.rewards.config import RewardsConfig
 from etude.run import RunFolder
 
 
@@ -88,6 +89,19 @@ def test_hints_of_a_term_that_gives_none_are_refused(run: RunFolder, kind: str, 
         with pytest.raises(ConfigError, match="gives no hints, so the setting has no effect"):
             record_change(run, rewards, from_step=1, last_step=lambda: 0, num_steps=9)
     check_hints(build(RunConfig, {"rewards": {"terms": [term | {"hints": 0.0}]}}).rewards)
+
+
+@pytest.mark.parametrize("kind", ["malformed-calls", "repeated-reads", "reverted-edits", "tests-never-run"])
+def test_hints_without_a_text_are_refused(run: RunFolder, kind: str) -> None:
+    def rewards(hints: float, **settings: str) -> RewardsConfig:
+        term = {"name": "own", "kind": {"kind": kind, **settings}, "hints": hints}
+        return build(RunConfig, {"rewards": {"terms": [term]}}).rewards
+
+    with pytest.raises(ConfigError, match=r"the reward term 'own' has hints = 0\.5: its text is hint = \"\""):
+        record_change(run, rewards(0.5, hint=""), from_step=1, last_step=lambda: 0, num_steps=9)
+    assert read_changes(run) == []
+    for allowed in (rewards(0.0, hint=""), rewards(0.5, hint="Look again."), rewards(0.5)):
+        check_hints(allowed)
 
 
 def test_a_change_that_another_process_records_meanwhile_is_not_lost(

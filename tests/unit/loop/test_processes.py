@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from etude.config import to_toml
 from etude.errors import DeadlineExceeded, EtudeError
 from etude.loop.config import RunConfig
 from etude.loop.phases import _program
-from etude.loop.placement import LocalPlacement, OnWait, Process, Program
+from etude.loop.placement import LocalPlacement, LocalProcess, OnWait, Process, Program
 from etude.loop.processes import READY_S, Child, Role, Supervisor
 from etude.loop.rpc import ProcessLost
 from etude.run import RunFolder
@@ -92,6 +93,82 @@ class SlowToDie(LocalPlacement):
 
         process.signal = signalled  # type: ignore[method-assign]
         return process
+
+
+class OnALoadedHost(LocalPlacement):
+    """A child waits for a core almost all the time, by the kernel's count."""
+
+    async def start(self, program: Program, waits: OnWait) -> Process:
+        process = await super().start(program, waits)
+
+        async def queued_s() -> dict[int, float]:
+            return {process.pid: 0.99 * time.monotonic(), 1: 0.0}
+
+        process.queued_s = queued_s  # type: ignore[method-assign]
+        return process
+
+
+def states_with_answers_after(tmp_path: Path, answer_s: float, hung_s: float, placement: LocalPlacement) -> list[str]:
+    """What is reported of a child that answers two health checks, each after `answer_s` seconds."""
+    checks = 0
+
+    async def is_up(_: Child) -> None:
+        """Be ready at once."""
+
+    async def answers(_: Child) -> None:
+        nonlocal checks
+        await asyncio.sleep(answer_s)
+        checks += 1
+
+    def states() -> list[str]:
+        return [json.loads(line)["state"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+
+    async def main() -> list[str]:
+        telemetry = Telemetry(tmp_path / "events.jsonl", process="test")
+        supervisor = Supervisor(telemetry, hung_s=hung_s, placement=placement)
+        argv = ["-c", "import time; time.sleep(600)"]
+        child = Child("worker-0", argv, logs=tmp_path / "logs", telemetry=telemetry, placement=placement)
+        try:
+            async with asyncio.timeout(300):
+                await supervisor.add(child, Role(is_up, answers))
+                while checks < 2 and "hung" not in states():  # noqa: ASYNC110  it is read from a file
+                    await asyncio.sleep(0.01)
+                return states()
+        finally:
+            await supervisor.close()
+            telemetry.close()
+
+    return asyncio.run(main())
+
+
+def test_a_child_that_waits_for_a_core_is_not_hung_and_one_that_could_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.loop.processes.BEAT_S", 0.01)
+    slow = states_with_answers_after(tmp_path / "slow", 1.5, 0.5, OnALoadedHost())
+    assert slow == ["start", "ready"]
+    hung = states_with_answers_after(tmp_path / "hung", 600.0, 0.5, LocalPlacement())
+    assert hung[:3] == ["start", "ready", "hung"]
+
+
+def test_a_child_that_waits_for_a_core_for_ever_is_hung_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.loop.processes.BEAT_S", 0.01)
+    states = states_with_answers_after(tmp_path, 600.0, 0.1, OnALoadedHost())
+    assert states[:3] == ["start", "ready", "hung"]
+
+
+def test_a_supervisor_that_got_no_core_counts_that_as_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.loop.processes.BEAT_S", 0.01)
+    looks = LocalProcess.queued_s
+
+    async def blocked(process: LocalProcess) -> dict[int, float]:
+        time.sleep(1.0)  # noqa: ASYNC251  as if this process had got no core
+        return await looks(process)
+
+    monkeypatch.setattr(LocalProcess, "queued_s", blocked)
+    assert states_with_answers_after(tmp_path, 0.9, 0.8, LocalPlacement()) == ["start", "ready"]
 
 
 def states_of_a_loss(tmp_path: Path, placement: LocalPlacement, *, is_silent: bool) -> list[str]:

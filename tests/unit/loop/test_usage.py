@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
-from etude.loop.usage import Processes, pss_bytes
+from etude.loop.usage import Processes, pss_bytes, queued_s
 
 BURN = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\n"
 PARENT = (
@@ -33,6 +34,29 @@ def test_a_process_that_is_gone_costs_nothing():
         pass
     assert Processes().cpu_s(done.pid) == 0.0
     assert pss_bytes([done.pid]) == 0
+
+
+def test_what_waits_for_a_core_is_told_from_what_sleeps():
+    core = min(os.sched_getaffinity(0))
+    burn = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    programs = [burn, burn, "import time; time.sleep(600)"]
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    try:
+        begun = [queued_s(process.pid) for process in processes]
+        end = time.monotonic() + 300
+        waited = [0.0, 0.0, 0.0]
+        while min(waited[:2]) < 1.0 or waited[2] > waited[0] / 2:
+            assert time.monotonic() < end, f"waited for a core: {waited} s"
+            time.sleep(0.05)
+            waited = [
+                queued_s(process.pid)[process.pid] - before[process.pid]
+                for process, before in zip(processes, begun, strict=True)
+            ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert queued_s(processes[0].pid) == {}
 
 
 def test_own_cpu_time_excludes_children():

@@ -172,5 +172,5 @@ def test_a_file_of_the_format_before_is_refused_by_name() -> None:
     delta[4:6] = struct.pack("<H", 1)
     with pytest.raises(WeightsError, match=r"format 1\.0") as refused:
         apply({}, bytes(delta))
-    assert "this etude reads 2.0" in refused.value.facts
+    assert "this version of etude supports format 2.0" in refused.value.facts
     assert "encode it again" in refused.value.hint

@@ -45,7 +45,6 @@ from etude.records.command import OutputCallback, ProcessStarted
 
 T = TypeVar("T")
 _START_DEADLINE_S = 20.0
-_END_DEADLINE_S = 300.0  # of a killed machine: on a host with many waiting processes its end has taken over a minute
 _HINT = (
     "machines need user namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces>0), run as root with CAP_SYS_ADMIN "
@@ -137,7 +136,8 @@ class LauncherProcess:
         self.failure: str | None = None
         self.image = image  # settings of `namespace.images.image_settings`
         self._pending: deque[PendingMachine] = deque()
-        self._ending: dict[int, asyncio.Future[None]] = {}
+        self._alive: set[int] = set()  # numbers of the machines that have not ended
+        self._ending: dict[int, asyncio.Future[None]] = {}  # of those that `kill` waits for
         self._running: dict[int, asyncio.Future[CommandEnd]] = {}  # by the command's number, like `_on_started`
         self._on_started: dict[int, OutputCallback] = {}
         self._last_number = 0
@@ -200,26 +200,17 @@ class LauncherProcess:
         with contextlib.suppress(MachineError):
             self._send(KILL, number)
 
-    async def kill(self, number: int, *, deadline_s: float = _END_DEADLINE_S) -> None:
-        """Kill the machine `number` and wait until all its processes are gone.
+    async def kill(self, number: int, *, deadline_s: float) -> bool:
+        """Kill the machine `number` and wait until all its processes are gone, for at most `deadline_s` seconds.
 
-        Raises `MachineError` if they are not gone after `deadline_s` seconds.
+        Returns whether they are gone. May be called again.
         """
-        if self.failure is not None:
-            return
-        loop = self._start_receiving()
-        gone = self._ending.get(number)
-        if gone is None:
-            gone = self._ending[number] = loop.create_future()
-            self._send(KILL, number)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.shield(gone)
-        except TimeoutError:
-            facts = f"{deadline_s:g} s after it was killed"
-            hint = "probably a process hangs in the kernel: ps shows it in state D"
-            raise MachineError(f"machine {number} has not ended", facts, hint=hint) from None
-        self._ending.pop(number, None)
+        self.discard(number)
+        if self.is_gone(number):
+            return True
+        gone = self._ending.setdefault(number, self._start_receiving().create_future())
+        done, _ = await asyncio.wait({gone}, timeout=deadline_s)
+        return bool(done)
 
     def run(
         self,
@@ -316,7 +307,9 @@ class LauncherProcess:
         elif kind == BEGUN:
             self._on_started.pop(number)(ProcessStarted(*BEGUN_FACTS.unpack(facts)))
         elif kind == GONE:
-            _set_result(self._ending.setdefault(number, asyncio.get_running_loop().create_future()), None)
+            self._alive.discard(number)
+            if (gone := self._ending.pop(number, None)) is not None:
+                _set_result(gone, None)
         elif kind == MADE:
             self._handle_made(number, facts, fds)
         elif kind == FAILED:
@@ -331,6 +324,7 @@ class LauncherProcess:
 
     def _handle_made(self, number: int, facts: bytes, fds: list[int]) -> None:
         future = self._pending.popleft()
+        self._alive.add(number)
         num_folders = 1 if self.image is None else 3
         if len(fds) == 1 + num_folders + self.info["agent"]:
             slot, init_pid = MADE_FACTS.unpack(facts)
@@ -347,8 +341,8 @@ class LauncherProcess:
             future.set_exception(MachineError("a new machine could not be used", "too many open files", hint=hint))
 
     def is_gone(self, number: int) -> bool:
-        """Return whether the machine `number` has died without a call of `kill` or `discard`."""
-        return number in self._ending and self._ending[number].done()
+        """Return whether all processes of the machine `number` are gone."""
+        return number not in self._alive
 
     def _set_failed(self, why: str) -> None:
         self.failure = why
@@ -359,6 +353,8 @@ class LauncherProcess:
                 future.set_exception(_gone_error(why))
         for gone in self._ending.values():
             _set_result(gone, None)
+        self._ending.clear()
+        self._alive.clear()
         self._pending.clear()
         self._running.clear()
         self._on_started.clear()

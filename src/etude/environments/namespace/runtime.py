@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -35,9 +36,14 @@ from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _START_S = 20.0  # for an agent to start; fork has its own deadline
+_END_S = 60.0  # to wait for the end of a killed machine; a host under load takes longer, and then nothing waits for it
 _SNAPSHOT_BYTES = 256 << 20  # of all snapshots
 _MAX_IMAGES = 8  # images with a launcher
 _IMAGE_SPARE = 2  # machines of each image created in advance
+
+
+class MachineWarning(UserWarning):
+    """A machine still occupies its slot after it was killed."""
 
 
 class NamespaceRuntime:
@@ -50,6 +56,9 @@ class NamespaceRuntime:
     - `python`, `prefix`: the interpreter inside the machines, and the folder where it is installed; None: this one
     - `images`: a store whose images machines can start from; None: no images
     - `with_agent`: False runs without the machine agent, as if it had not been built
+
+    A killed machine whose processes are not gone after a minute keeps its slot until they are: closing it gives a
+    `MachineWarning`, and `MachineError` once half of the slots are kept like that.
 
     The constructor raises `MachineError` on a host without namespaces.
 
@@ -81,6 +90,7 @@ class NamespaceRuntime:
         self._snapshots = Snapshots(max_bytes=_SNAPSHOT_BYTES)
         self._images = images
         self._alive: dict[tuple[int, int], NamespaceMachine] = {}  # by launcher and machine number
+        self._ending: dict[tuple[int, int], asyncio.Task[None]] = {}  # of `_alive`: killed, and not gone after `_END_S`
         self._reserved = 0
         self._slots_changed = asyncio.Condition()
         self._closed = False
@@ -189,7 +199,8 @@ class NamespaceRuntime:
                 waiting_for = "machines to start"
                 return [*await self._fork(state or wire.unpack(tree).fields, n)]
         except TimeoutError:
-            facts = f"waited {deadline_s:g} s for {waiting_for}; {len(self._alive)} are alive"
+            alive = f"{len(self._alive)} are alive, {len(self._ending)} of them killed"
+            facts = f"waited {deadline_s:g} s for {waiting_for}; {alive}"
             hint = "close machines, or wait longer"
             raise MachineError(f"{n} machines could not be forked", facts, hint=hint) from None
 
@@ -302,12 +313,34 @@ class NamespaceRuntime:
         return machine
 
     async def _kill(self, launcher: LauncherProcess, number: int) -> None:
-        try:
-            await launcher.kill(number)
-        finally:
-            self._alive.pop((id(launcher), number), None)
-            async with self._slots_changed:
-                self._slots_changed.notify_all()
+        """Kill a machine, wait for its end and free its slot; after `_END_S` this goes on in the background."""
+        key = id(launcher), number
+        if await launcher.kill(number, deadline_s=_END_S):
+            await self._free_slot(key)
+            return
+        is_new = key not in self._ending
+        if is_new:
+            self._ending[key] = asyncio.create_task(self._kill_again(launcher, number), name="end a machine")
+        what = f"machine {number} has not ended {_END_S:g} s after it was killed"
+        facts = f"killed machines occupy {len(self._ending)} of {self._max_machines} slots"
+        if 2 * len(self._ending) > self._max_machines:
+            hint = "the kernel does not end their processes: ps shows them in state D or Z; check the host's load"
+            raise MachineError(what, facts, hint=hint)
+        if is_new:
+            until = "its slot is free when its processes are gone"
+            warnings.warn(MachineWarning(f"{what}; {until}; {facts}"), stacklevel=1)
+
+    async def _kill_again(self, launcher: LauncherProcess, number: int) -> None:
+        while not await launcher.kill(number, deadline_s=_END_S):  # ends at the latest with the runtime
+            pass
+        key = id(launcher), number
+        del self._ending[key]
+        await self._free_slot(key)
+
+    async def _free_slot(self, key: tuple[int, int]) -> None:
+        self._alive.pop(key, None)
+        async with self._slots_changed:
+            self._slots_changed.notify_all()
 
     def _abandon_all(self, launcher: LauncherProcess | None = None) -> None:
         """Discard all machines, or those of one launcher."""
@@ -331,6 +364,7 @@ class NamespaceRuntime:
         for pool in pools:
             pool.shut_down()
         self._abandon_all()
+        await asyncio.gather(*self._ending.values())  # their launchers have ended
         for pool in pools:
             await pool.wait()
         async with self._slots_changed:

@@ -57,6 +57,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
+        """EQUAL: the same bits in every way of computing; NEAR: within the budget, where `exact` is False; OFF."""
         if all(w.parity.equal for w in self.ways) and not self.findings:
             return Verdict.EQUAL
         near = not self.exact and not self.findings and all(self.budget.holds(w.parity) for w in self.ways)

@@ -130,7 +130,7 @@ class Environment:
         if version != kind.version:
             raise EngineError(
                 f"{kind.name} {version} in {self.folder} was not tested",
-                f"this etude works with {kind.name} {kind.version}: {kind.why}",
+                f"this version of etude works with {kind.name} {kind.version}: {kind.why}",
                 hint=f"etude engines install {kind.key} --folder ANOTHER, and use that one; or delete this one first",
             )
         return mark

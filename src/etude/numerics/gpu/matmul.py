@@ -34,6 +34,7 @@ class Groups:
 
     @property
     def num_groups(self) -> int:
+        """Number of groups, empty ones included."""
         return len(self.starts) - 1
 
     def tile_starts(self, tile_rows: int, share: int = 1) -> torch.Tensor:

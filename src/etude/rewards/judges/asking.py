@@ -105,6 +105,7 @@ class HttpAsker:
 
     @property
     def identity(self) -> tuple[str, ...]:
+        """The dialect, URL, model and options of the requests."""
         return (self.dialect, self.url.rstrip("/"), self.model, json.dumps(self.options, sort_keys=True, default=str))
 
     async def ask(self, question: Question) -> Reply:
@@ -301,6 +302,7 @@ class PolicyAsker:
 
     @property
     def identity(self) -> tuple[str, ...]:
+        """ "policy" and the name of the model."""
         return ("policy", self.name)
 
     async def ask(self, question: Question) -> Reply:

@@ -103,7 +103,7 @@ class JudgeStore:
             database.execute("PRAGMA synchronous = NORMAL")
             [found] = database.execute("PRAGMA user_version").fetchone()
             if found not in (0, _FORMAT):
-                raise sqlite3.DatabaseError(f"its format version is {found}, this version of etude reads {_FORMAT}")
+                raise sqlite3.DatabaseError(f"it has format {found}, and this version of etude supports {_FORMAT}")
             database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")
         except BaseException:
             database.close()

@@ -53,6 +53,7 @@ class MiningResult:
 
     @property
     def tasks(self) -> list[Attempt]:
+        """The attempts that gave a task."""
         return [attempt for attempt in self.attempts if attempt.outcome == "task"]
 
     def reasons(self) -> dict[str, int]:

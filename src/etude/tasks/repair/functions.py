@@ -142,6 +142,7 @@ class Body:
 
     @property
     def text(self) -> str:
+        """The expression as Python source."""
         return _fill(self.template.expression, self.operands)
 
     def value(self, variables: Sequence[str], args: Sequence[Any]) -> Any:
@@ -173,6 +174,7 @@ class Function:
 
     @property
     def operands(self) -> tuple[str | int, ...]:
+        """What stands for the placeholders of the template: the variables, or the first one and the constant."""
         return (self.variables[0], self.constant) if self.template.family == "ak" else self.variables
 
     @property
@@ -182,6 +184,7 @@ class Function:
 
     @property
     def docstring(self) -> str:
+        """The docstring, which says in words what the correct body computes."""
         return _fill(self.template.phrases[self.phrasing], self.operands)
 
     @property
@@ -193,6 +196,7 @@ class Function:
 
     @property
     def split(self) -> Split:
+        """The split to which the function belongs, by the hash of its `key`."""
         return split_of_key(self.key)
 
     def source(self, body: Body | None = None) -> str:

@@ -35,6 +35,9 @@ class Environment:
         self._iterator, self._rows = iter(taskset), list[Any]()
 
     def description(self) -> dict[str, Any]:
+        """Return the version of `verifiers`, the number of rows and their hashes; None and [] if it is endless.
+
+        Raises `ValueError` for one with more than `MAX_ROWS` rows."""
         hashes = []
         if not self.endless:
             while len(self._rows) <= MAX_ROWS and self._more():
@@ -45,6 +48,7 @@ class Environment:
         return {"version": self.version, "size": None if self.endless else len(hashes), "hashes": hashes}
 
     def row(self, index: int) -> dict[str, Any]:
+        """Return the instruction of a row, its answer if that is a text, and what else its task needs."""
         task = self._task(index)
         data = task.data
         parts = [data.system_prompt, data.prompt_text]

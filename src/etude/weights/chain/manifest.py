@@ -103,6 +103,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     @property
     def spec(self) -> Spec:
+        """The dtype and shape."""
         return Spec(self.dtype, self.shape)
 
 
@@ -323,7 +324,9 @@ class _Marked(msgspec.Struct):
 def _check_format(name: str, found: int) -> None:
     if found != FORMAT:
         raise WeightsError(
-            f"{name} has format {found}", f"this etude reads {FORMAT}", hint="use the version of etude that wrote it"
+            f"{name} has format {found}",
+            f"this version of etude supports format {FORMAT}",
+            hint="use the version of etude that wrote it",
         )
 
 

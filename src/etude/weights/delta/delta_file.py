@@ -135,8 +135,8 @@ def read(data: bytes | memoryview) -> DeltaFile:
     if form != FORMAT or flags:
         older = form < FORMAT and not flags
         raise WeightsError(
-            f"this is a delta file of format {form}.{flags}",
-            f"this etude reads {FORMAT}.0",
+            f"the delta file has format {form}.{flags}",
+            f"this version of etude supports format {FORMAT}.0",
             hint="encode it again, or read it with the version of etude that wrote it"
             if older
             else "update etude on this machine",

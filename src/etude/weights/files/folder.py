@@ -264,9 +264,9 @@ class CheckpointFolder:
             ) from None
         if state.format != FORMAT:
             raise WeightsError(
-                f"{self.path} is of format {state.format}",
-                f"this etude reads {FORMAT}",
-                hint="update etude on this machine",
+                f"{self.path} has format {state.format}",
+                f"this version of etude supports format {FORMAT}",
+                hint="update etude on this machine, or delete the folder: the follower fetches everything again",
             )
         return state
 

@@ -134,10 +134,12 @@ class Window:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all elements, without gaps between them."""
         return self.size * self.itemsize
 
     @property

@@ -45,6 +45,7 @@ class Items:
 
     @property
     def address(self) -> int:
+        """Address of the first item, in the memory of the device."""
         return self.codes.data_ptr()
 
     @property
