@@ -4,6 +4,7 @@ A shard is read without copying: a header of 32 bytes, the starts of the documen
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from etude.corpus.hashes import U64, mixed
+from etude.corpus.hashes import U64
 from etude.errors import CorpusError, InputError
 from etude.file_checksums import file_digest, sealed, verify_json
 
@@ -29,7 +30,6 @@ MAGIC = b"ETUDETOK"
 
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
-KEY_TOKENS = 32
 _REMAKE = "restore the folder from a backup, or delete it and build it again"
 
 
@@ -173,15 +173,9 @@ class Shard:
         return len(self.starts_D) - 1
 
     def keys(self) -> U64:
-        """Return a hash of each document, uint64 [D]: of its length and `KEY_TOKENS` of its tokens, evenly spaced.
-
-        Equal documents have equal keys, and so have a few that are almost equal."""
-        lengths_D = np.diff(self.starts_D)
-        keys_D = mixed(lengths_D.astype(np.uint64))
-        for k in range(KEY_TOKENS):
-            at_D = np.minimum(self.starts_D[:-1] + lengths_D * k // KEY_TOKENS, len(self.tokens_T) - 1)
-            keys_D = mixed(keys_D ^ self.tokens_T[at_D])
-        return keys_D
+        """Return a hash of the tokens of each document: uint64 [D]."""
+        digests = (hashlib.blake2b(self.document(index).data, digest_size=8).digest() for index in range(len(self)))
+        return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
     def document(self, index: int) -> U32:
         """Return the token ids of a document, with its end token, as a view into the file: [T] uint32."""
