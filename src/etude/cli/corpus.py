@@ -99,7 +99,7 @@ def _tokenizer(corpus: Corpus, path: Path | None) -> SafeTokenizer | None:
 
 def _load(corpus: Corpus, path: Path) -> SafeTokenizer:
     tokenizer, facts = load_tokenizer(TokenizerConfig(path, corpus.manifest.tokenizer.end))
-    corpus.check_tokenizer(facts.sha256, facts.vocab_size, path)
+    corpus.check_tokenizer(facts.sha256, path)
     return tokenizer
 
 

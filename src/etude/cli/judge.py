@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +180,15 @@ def tune(args: argparse.Namespace) -> int:
                 facts = f"it has {len(chat.encode(score))} tokens in the tokeniser of {args.start}"
                 hint = "use a scale in the rubric whose scores are one token each, or another checkpoint"
                 raise InputError(f"score {score!r} of aspect {aspect.name!r} is not one token", facts, hint=hint)
-    most = config.mid_training.longest(model.context_tokens)
+    settings = replace(config.mid_training, corpus=None, phases=())  # those are of a run; a judge learns its labels
+    most = settings.longest(model.context_tokens)
     texts = exchanges(judge.rubric, own, max_chars=judge.limits.max_chars, seed=config.seed, hide=judge.hide)
     documents = [encoded(chat, text, most=most) for text in texts]
     corpus = args.out.absolute().with_name(f"{args.out.name}.corpus")
     write_corpus(corpus, documents)
-    num_tokens = config.mid_training.num_tokens
-    console().print(f"tuning {args.start} with {len(own)} of {len(labels)} labels for {num_tokens:,} tokens")
+    console().print(f"tuning {args.start} with {len(own)} of {len(labels)} labels for {settings.num_tokens:,} tokens")
     done = mid_train(
-        config.mid_training,
+        settings,
         corpus,
         args.out,
         model=model,

@@ -7,7 +7,8 @@
     for shard in corpus.shards("all"):
         shard.document(0)  # uint32 token ids, memory-mapped
 
-The laptop example's corpus of demonstrations is another one: `etude.tasks.corpus`, `etude.training.corpus`.
+Mid-training reads it (`[mid_training] corpus`). The laptop example's corpus of demonstrations is another one:
+`etude.tasks.corpus`, `etude.training.corpus`.
 """
 
 from etude.corpus.build import build_corpus

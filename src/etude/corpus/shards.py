@@ -4,10 +4,11 @@ A shard is read without copying: a header of 32 bytes, the starts of the documen
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from etude.corpus.hashes import U64
 from etude.errors import CorpusError, InputError
 from etude.file_checksums import file_digest, sealed, verify_json
 
@@ -27,6 +29,7 @@ HEADER = struct.Struct("<8sIIQQ")
 MAGIC = b"ETUDETOK"
 
 U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
 _REMAKE = "restore the folder from a backup, or delete it and build it again"
 
 
@@ -169,6 +172,11 @@ class Shard:
     def __len__(self) -> int:
         return len(self.starts_D) - 1
 
+    def keys(self) -> U64:
+        """Return a hash of the tokens of each document: uint64 [D]."""
+        digests = (hashlib.blake2b(self.document(index).data, digest_size=8).digest() for index in range(len(self)))
+        return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+
     def document(self, index: int) -> U32:
         """Return the token ids of a document, with its end token, as a view into the file: [T] uint32."""
         return self.tokens_T[self.starts_D[index] : self.starts_D[index + 1]]
@@ -227,23 +235,26 @@ class Corpus:
         """Open a corpus. Raises `InputError` if there is none, and `CorpusError` if its manifest is damaged."""
         return cls(Path(folder), read_manifest(Path(folder)))
 
-    def check_tokenizer(self, sha256: str, vocab_size: int, name: object) -> None:
+    def check_tokenizer(self, sha256: str, name: object) -> None:
         """Raise `CorpusError` unless this is the tokenizer with which the corpus was built.
 
         `sha256`: of its tokenizer.json. `name` is the tokenizer's name in that error."""
         own = self.manifest.tokenizer
         if sha256 != own.sha256:
-            facts = f"SHA-256 {sha256[:12]} with {vocab_size:,} tokens; the corpus has {own.sha256[:12]} with "
-            facts += f"{own.vocab_size:,}"
+            facts = f"its SHA-256 is {sha256[:12]}, that of the corpus {own.sha256[:12]} ({own.path})"
             hint = "use the tokenizer of the corpus, or build the corpus again with this one"
             raise CorpusError(f"{name} is not the tokenizer of {self.folder}", facts, hint=hint)
 
+    def phase(self, name: str) -> PhaseFacts:
+        """Return what the manifest says about a phase. Raises `InputError` for an unknown one."""
+        known = {one.name: one for one in self.manifest.phases}
+        if name not in known:
+            raise InputError(f"the corpus has no phase {name!r}", hint=f"its phases are {', '.join(known)}")
+        return known[name]
+
     def shards(self, phase: str) -> Iterator[Shard]:
         """Yield the shards of a phase in training order, memory-mapped. Raises `InputError` for an unknown phase."""
-        known = {one.name: one for one in self.manifest.phases}
-        if phase not in known:
-            raise InputError(f"the corpus has no phase {phase!r}", hint=f"its phases are {', '.join(known)}")
-        for facts in known[phase].shards:
+        for facts in self.phase(phase).shards:
             yield Shard.open(self.folder / facts.file, vocab_size=self.manifest.tokenizer.vocab_size)
 
     def provenance(self, shard: ShardFacts) -> Iterator[Mapping[str, str]]:
@@ -257,11 +268,36 @@ class Corpus:
             raise CorpusError(f"{path} is damaged", str(error), hint=_REMAKE) from None
 
 
-def check_corpus(corpus: Corpus) -> Iterator[str]:
-    """Verify all shards of a corpus, and yield the name of each that is correct: digests, counts, end tokens, and that
-    every token id is in the vocabulary. Raises `CorpusError` for the first that is not."""
+class PhaseTokens:
+    """The documents of a phase, over its memory-mapped shards. Tokens are numbered through all of them.
+
+    `spans_D2`: int64 [D, 2], the first token of each document and the one after its last. `keys_D`: `Shard.keys`."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = tuple(shards)
+        self._ends_S = np.cumsum([len(shard.tokens_T) for shard in shards], dtype=np.int64)
+        parts, keys, first = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.uint64)], 0
+        for shard in shards:
+            parts.append(np.stack([shard.starts_D[:-1], shard.starts_D[1:]], 1) + first)
+            keys.append(shard.keys())
+            first += len(shard.tokens_T)
+        self.spans_D2: I64 = np.concatenate(parts)
+        self.keys_D: U64 = np.concatenate(keys)
+
+    def tokens(self, start: int, stop: int) -> U32:
+        """Return the tokens from `start` to `stop`, which are of one document, as a view into its file: uint32."""
+        shard = int(np.searchsorted(self._ends_S, start, side="right"))
+        first = int(self._ends_S[shard - 1]) if shard else 0
+        return self._shards[shard].tokens_T[start - first : stop - first]
+
+
+def check_corpus(corpus: Corpus, only: str | None = None) -> Iterator[str]:
+    """Verify the shards of all phases, or of one, and yield the name of each that is correct: digests, counts, end
+    tokens, and that every token id is in the vocabulary. Raises `CorpusError` for the first that is not."""
     tokenizer = corpus.manifest.tokenizer
     for phase in corpus.manifest.phases:
+        if only is not None and phase.name != only:
+            continue
         for facts in phase.shards:
             path = corpus.folder / facts.file
             for name, expected in ((facts.file, facts.sha256), (facts.provenance, facts.provenance_sha256)):

@@ -24,21 +24,26 @@ TOKENIZER_FILES = (
 )
 
 
-def copy_start_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | None = None) -> None:
+def copy_start_checkpoint(
+    checkpoint: Path, run: RunFolder, telemetry: Telemetry | None = None, *, name: str = "mid"
+) -> None:
     """Copy a Hugging Face directory into a run as its starting checkpoint and tokeniser. Raises `CheckpointError`.
+
+    `name`: of the copy in the run's folder `checkpoints`: "mid", from which RL starts, or "start", from which
+    mid-training does.
 
     Optimiser state from another run is not copied, since this run begins at step 0. If the checkpoint has layers that
     etude does not compute, an event names them."""
-    learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
-    for folder in (mid, run / "tokenizer"):
+    learners, copy = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / name
+    for folder in (copy, run / "tokenizer"):
         (folder / SUMS).unlink(missing_ok=True)
     verify_files(checkpoint, [n for n in files_in(checkpoint) if not n.startswith("learner.")], kind=CheckpointError)
-    shutil.copytree(checkpoint, mid, dirs_exist_ok=True, ignore=learners)
-    write_sums(mid)
+    shutil.copytree(checkpoint, copy, dirs_exist_ok=True, ignore=learners)
+    write_sums(copy)
     (run / "tokenizer").mkdir(exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if (checkpoint / name).is_file():
-            shutil.copy(checkpoint / name, run / "tokenizer" / name)
+    for file in TOKENIZER_FILES:
+        if (checkpoint / file).is_file():
+            shutil.copy(checkpoint / file, run / "tokenizer" / file)
     write_sums(run / "tokenizer")
     ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
     layers = unused_layers(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))

@@ -151,7 +151,8 @@ class RunConfig:
     """All settings of a run: one field for each section of config.toml.
 
     Each section's class describes its settings. `seed` is the seed of the run. `start` is a Hugging Face directory with
-    the starting checkpoint; with it, the phases corpus and mid-training are skipped."""
+    the starting checkpoint; with it, no corpus is made, and the model is mid-trained only if `mid_training.corpus` is
+    set."""
 
     seed: int = ranged(0, low=0)
     start: Path | None = None
@@ -192,16 +193,20 @@ class RunConfig:
         self._check_engine_dtype()
         self._check_ranks()
         self._check_pairs()
+        self._check_mid_training()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} is larger than "
                 f"engine.context_tokens = {self.engine.context_tokens}: set it to at most that"
             )
-        if self.start is None and self.engine.context_tokens > self.model.context_tokens:
-            raise ValueError(
-                f"engine.context_tokens = {self.engine.context_tokens} is larger than "
-                f"model.context_tokens = {self.model.context_tokens}: set it to at most that"
-            )
+        if self.start is None:
+            context_tokens = self.mid_training.models(self.model)[-1].context_tokens
+            if self.engine.context_tokens > context_tokens:
+                longer = "" if context_tokens == self.model.context_tokens else ", with mid-training's rope_factor"
+                raise ValueError(
+                    f"engine.context_tokens = {self.engine.context_tokens} is larger than "
+                    f"model.context_tokens = {context_tokens}{longer}: set it to at most that"
+                )
 
     def _check_engine_numerics(self) -> None:
         """Refuse engine kinds that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
@@ -287,6 +292,24 @@ class RunConfig:
         if hinted := [term.name for term in self.rewards.terms if term.hints]:
             facts = f"the term {hinted[0]!r} has hints, which change advantages; this loss does not use advantages"
             raise ConfigError(what, facts, hint="set hints = 0.0 in the term, or use another loss")
+
+    def _check_mid_training(self) -> None:
+        """Refuse corpora of mid-training that do not go with `start`. Raises `ConfigError`."""
+        corpora = [phase.corpus for phase in self.mid_training.settings()]
+        if self.start is None and self.mid_training.uses_corpus:
+            facts = "a run without `start` trains a tokeniser of its own, and this corpus has another one"
+            hint = "set start to a checkpoint with the tokeniser of the corpus"
+            raise ConfigError("mid_training.corpus is set and `start` is not", facts, hint=hint)
+        if self.start is not None and self.mid_training.phases and None in corpora:
+            name = self.mid_training.phases[corpora.index(None)].name
+            facts = "a run with `start` makes no corpus of its own"
+            hint = "set mid_training.corpus to a folder of `etude corpus build`, or `corpus` in each phase"
+            raise ConfigError(f"phase {name!r} of mid_training has no corpus", facts, hint=hint)
+
+    @property
+    def mid_trains(self) -> bool:
+        """Whether the run has the phase mid-training: from `start` it has it with `mid_training.corpus` only."""
+        return self.start is None or self.mid_training.uses_corpus
 
     def with_parity_budget(self) -> RunConfig:
         """Return this config with the parity budget filled in, so that config.toml has the numbers.

@@ -49,7 +49,12 @@ _PLAIN = {"lock", "rewards.lock", "logs", "trackers", "lease"}
 """Parts of a run folder that a resumed run does not read: locks, logs of processes, files of trackers, and files of
 leases of engines. They have no checksums."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
-_WRITTEN_IN_PLACE = {"tokenizer": "corpus", "corpus": "corpus", "checkpoints/mid": "mid-training"}
+_WRITTEN_IN_PLACE = {
+    "tokenizer": "corpus",
+    "corpus": "corpus",
+    "checkpoints/start": "corpus",
+    "checkpoints/mid": "mid-training",
+}
 """Directories whose checksums are written last, and the phase after which they are complete."""
 _HINTS = (
     ("checkpoints/final", "copy it back, or write it again: etude export RUN@STEP"),

@@ -19,6 +19,7 @@ from etude.environments.memory import MemoryMachine
 from etude.errors import EtudeError
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks, read_config
+from etude.loop.limits import start_model_config
 from etude.loop.processes import EXIT_RESTART
 from etude.models import Transformer
 from etude.models.attention import Packed
@@ -28,8 +29,10 @@ from etude.run import RunFolder
 from etude.tasks.scripts import WithCopyProbe
 from etude.telemetry import Telemetry
 from etude.training import mid_train
+from etude.training.batches import group_by_budget
 from etude.training.data_parallel import RankDied
 
+FORWARD_TOKENS = 8192  # of one forward pass of the copy probe
 PROBE_TASKS, PROBE_FIRST = 128, 5_000_000
 """Training tasks whose indices are far from those that demonstrations and rollouts use."""
 
@@ -46,14 +49,18 @@ class CopyProbe:
 
     @torch.no_grad()
     def __call__(self, model: Transformer) -> float:
-        tokens = [torch.from_numpy(text).long() for text in self.texts]
-        logits, _ = model(torch.cat([t[:-1] for t in tokens]), Packed([len(t) - 1 for t in tokens], model.operators))
-        right = torch.split(logits.argmax(-1) == torch.cat([t[1:] for t in tokens]), [len(t) - 1 for t in tokens])
-        return sum(bool(r[-n:].all()) for r, n in zip(right, self.num_answer, strict=True)) / len(tokens)
+        num_right = 0
+        for part in group_by_budget([len(text) for text in self.texts], FORWARD_TOKENS):  # bounds the memory of logits
+            tokens = [torch.from_numpy(text).long() for text in self.texts[part]]
+            lengths = [len(t) - 1 for t in tokens]
+            logits, _ = model(torch.cat([t[:-1] for t in tokens]), Packed(lengths, model.operators))
+            right = torch.split(logits.argmax(-1) == torch.cat([t[1:] for t in tokens]), lengths)
+            num_right += sum(bool(r[-n:].all()) for r, n in zip(right, self.num_answer[part], strict=True))
+        return num_right / len(self.texts)
 
 
-def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
-    """Build the copy probe of the run's task source; None if the source has none."""
+def copy_probe(run: RunFolder, config: RunConfig, *, context_tokens: int) -> CopyProbe | None:
+    """Build the copy probe of the run's task source from its texts of at most `context_tokens`; None if it has none."""
     source = open_tasks(config, canaries=False)
     if not isinstance(source, WithCopyProbe):
         return None
@@ -63,28 +70,33 @@ def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
         task, script, end = source.copy_probe(index)
         machine = MemoryMachine({path: text.encode() for path, text in task.files.items()})
         talk = demonstrate(task, script, tools, machine)
-        texts.append(chat.encode_conversation(talk[:-1], tools.signatures))  # without the edit's answer
-        num_answer.append(len(chat.encode(end)) + 1)  # plus the end of the turn
-    return CopyProbe(tuple(texts), tuple(num_answer))
+        text = chat.encode_conversation(talk[:-1], tools.signatures)  # without the edit's answer
+        if len(text) <= context_tokens:
+            texts.append(text)
+            num_answer.append(len(chat.encode(end)) + 1)  # plus the end of the turn
+    return CopyProbe(tuple(texts), tuple(num_answer)) if texts else None
 
 
 def main() -> int:
-    """Mid-train the model of the run ``--run DIR``. Returns the exit code."""
+    """Mid-train the model of the run ``--run DIR``, or its starting checkpoint. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     run = RunFolder.open(parser.parse_args().run)
     config = read_config(run)
+    start = None if config.start is None else run / "checkpoints" / "start"
     try:
+        model = config.model if start is None else start_model_config(start)
         mid_train(
             config.mid_training,
-            run / "corpus",
+            run / "corpus" if start is None else None,
             run / "checkpoints" / "mid",
-            model=config.model,
+            model=model,
             ranks=len(os.sched_getaffinity(0)),
             seed=config.seed,
+            start=start,
             assets=run / "tokenizer",
             telemetry=Telemetry(run / "events" / "learner.jsonl", process="learner"),
-            copy_probe=copy_probe(run, config),
+            copy_probe=copy_probe(run, config, context_tokens=model.context_tokens),
         )
     except RankDied as died:
         print(died, file=sys.stderr)

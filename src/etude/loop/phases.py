@@ -55,15 +55,16 @@ async def run_phases(
     watching = asyncio.create_task(usage.log_usage(supervisor.usage, telemetry), name="usage")
     try:
         async with tracked(run, config.trackers, to_plain(config), telemetry):
-            preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
+            program = functools.partial(_program, run, telemetry, supervisor)
             if config.start is not None:
                 await _phase(run, telemetry, "corpus", functools.partial(_adopt_start, run, config, telemetry))
             else:
-                for phase, module in preparing.items():
-                    program = functools.partial(_program, run, telemetry, supervisor, phase, module)
-                    await _phase(run, telemetry, phase, program)
-                    if phase == "corpus" and not run.ended("mid-training"):
-                        await asyncio.to_thread(_check_limits, run, config)
+                await _phase(run, telemetry, "corpus", functools.partial(program, "corpus", "etude.loop.corpus"))
+                if not run.ended("mid-training"):
+                    await asyncio.to_thread(_check_limits, run, config)
+            if config.mid_trains:
+                training = functools.partial(program, "mid-training", "etude.loop.mid_training")
+                await _phase(run, telemetry, "mid-training", training)
             if not run.ended("eval-after"):
                 async with open_processes(run, config, telemetry, supervisor) as members:
                     await _with_processes(run, config, telemetry, members)
@@ -95,7 +96,8 @@ def _check_limits(run: RunFolder, config: RunConfig) -> None:
 async def _adopt_start(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> Mapping[str, Any]:
     """The corpus phase of a run with a starting checkpoint: copy the checkpoint into the run."""
     assert config.start is not None, "called with a start only"
-    await asyncio.to_thread(copy_start_checkpoint, config.start, run, telemetry)
+    name = "start" if config.mid_trains else "mid"
+    await asyncio.to_thread(copy_start_checkpoint, config.start, run, telemetry, name=name)
     return {"start": str(config.start)}
 
 

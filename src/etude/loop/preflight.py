@@ -43,6 +43,7 @@ from etude.seams import TaskSource
 from etude.tasks import check, open_source
 from etude.tasks.harbor import HarborSource
 from etude.tasks.verifiers import grader_for
+from etude.training.mid_training_phases import plan_phases
 from etude.weights.chain.signing import read_signer
 
 VALIDATED_TASKS = 8
@@ -66,7 +67,16 @@ def preflight(
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
-        model = check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, log=log)
+        rope_factor = config.mid_training.settings()[-1].rope_factor if config.mid_trains else 1.0
+        model = check_start(
+            config.start,
+            context_tokens=context_tokens,
+            numerics=numerics,
+            lora_rank=rank,
+            rope_factor=rope_factor,
+            log=log,
+        )
+        check_mid_training(config, model, given, log)
         check_experts(model, config.learner.expert_parallel)
         log_unused_model_settings(config, model, given, log)
         check_step(config, model, log)
@@ -237,24 +247,27 @@ def check_start(
     context_tokens: int,
     numerics: NumericsConfig | None = None,
     lora_rank: int = 0,
+    rope_factor: float = 1.0,
     log: Callable[[str], None] = lambda _: None,
 ) -> ModelConfig:
     """Check a Hugging Face directory as a run's starting checkpoint, and return its model config.
 
     It checks that etude supports the architecture; that every weight exists (from the headers of the files); that the
     layer sizes fit `numerics` (format of quantisation, tensor-parallel degree) and are larger than `lora_rank`; that
-    the model has `context_tokens` positions; and that there is a tokeniser with a chat format. `log` is called with a
-    line on layers that are left out. Raises `CheckpointError` or `ConfigError`."""
+    the model has `context_tokens` positions, of which mid-training makes `rope_factor` times as many; and that there is
+    a tokeniser with a chat format. `log` is called with a line on layers that are left out. Raises `CheckpointError` or
+    `ConfigError`."""
     numerics = numerics or NumericsConfig()
     model = start_model_config(checkpoint)
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
     check_rank(model, lora_rank)
     model.per_rank(numerics.degree)
-    if context_tokens > model.context_tokens:
+    positions = model.extended(rope_factor).context_tokens
+    if context_tokens > positions:
         raise ConfigError(
             f"engine.context_tokens = {context_tokens} is too large",
-            f"the checkpoint has positions for {model.context_tokens}",
+            f"the checkpoint has positions for {positions}",
             hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
         )
     ChatFormat.load(checkpoint)
@@ -273,6 +286,24 @@ def log_unused_model_settings(
     if other:
         unused = ", ".join(f"{name} = {wanted[name]!r} (it has {is_.get(name)!r})" for name in other)
         log(f"start = {str(config.start)!r} defines the model; these settings are not used: {unused}")
+
+
+def check_mid_training(
+    config: RunConfig, model: ModelConfig, given: Collection[str], log: Callable[[str], None]
+) -> None:
+    """Check the mid-training of a starting checkpoint and its corpora, and log what it does.
+
+    `given` are the dotted names of the settings that the user set. Raises `ConfigError`, and `InputError` or
+    `CorpusError` for a corpus that is missing, unfinished, damaged, or of another tokenizer."""
+    if not config.mid_trains:
+        if unused := sorted(name for name in given if name.startswith("mid_training.")):
+            log(f"start is set and mid_training.corpus is not: no mid-training; not used: {', '.join(unused)}")
+        return
+    for plan in plan_phases(config.mid_training, None, model=model, tokenizer=config.start):
+        assert plan.built is not None, "with a start, every phase has a corpus"
+        wanted, has = plan.settings.num_tokens, plan.built.facts.tokens
+        once = "each document once" if wanted is None or not has else f"{wanted / has:.3g} times all of them"
+        log(f"mid-training on {plan.folder}, phase {plan.built.facts.name!r}: {has:,} tokens, {once}")
 
 
 def check_experts(model: ModelConfig, expert_parallel: int) -> None:

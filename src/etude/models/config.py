@@ -181,6 +181,23 @@ class ModelConfig:
         """The intermediate width of layers without a router."""
         return self.dense_size or self.expert_size
 
+    def extended(self, factor: float) -> ModelConfig:
+        """Return this config with a context that is `factor` times as long, by YaRN; with factor 1 this config itself.
+
+        Raises `ConfigError` if RoPE is scaled already, or the context becomes too long."""
+        if factor == 1.0:
+            return self
+        if self.yarn is not None or self.llama3 is not None:
+            facts = f"it has {'YaRN' if self.yarn is not None else 'llama3 scaling'}, and RoPE has one scaling"
+            hint = "leave out rope_factor, or start from a checkpoint without RoPE scaling"
+            raise ConfigError(f"the model's context cannot be extended by rope_factor = {factor:g}", facts, hint=hint)
+        context_tokens = int(self.context_tokens * factor)
+        if context_tokens > MAX_CONTEXT_TOKENS:
+            facts = f"{context_tokens:,} tokens, the limit is {MAX_CONTEXT_TOKENS:,}"
+            raise ConfigError(f"rope_factor = {factor:g} makes too long a context", facts, hint="give a smaller one")
+        yarn = Yarn(factor=factor, original_tokens=self.context_tokens)
+        return replace(self, context_tokens=context_tokens, yarn=yarn)
+
     @property
     def rope_dim(self) -> int:
         """The width of the part of a head to which rotary positions apply."""

@@ -281,6 +281,12 @@ class Transformer(nn.Module):
         sizes = {"heads": kept.heads, "key_width": kept.key_width}
         return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)
 
+    def extend_context(self, config: ModelConfig) -> None:
+        """Use the RoPE scaling and the context of `config`, which is `ModelConfig.extended` of this model's."""
+        self.config = config
+        self.local = replace(self.local, context_tokens=config.context_tokens, yarn=config.yarn)
+        self.cos, self.sin = (table.to(self.cos) for table in tables(config))
+
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Convert the parameters to `dtype`. Router biases, which are not parameters, stay float32."""
         for parameter in self.parameters():

@@ -9,22 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from etude.errors import TaskError
-from etude.training.corpus import Documents
-
-Spans = npt.NDArray[np.int64]
-"""[documents, 2]: start and stop in `Documents.tokens`."""
+from etude.training.corpus import Spans, TokenizedDocuments
 
 
 def plan_batches(
-    documents: Documents, *, num_tokens: int, batch_tokens: int, document_tokens: int, seed: int
+    documents: TokenizedDocuments,
+    *,
+    num_tokens: int | None,
+    batch_tokens: int,
+    document_tokens: int,
+    seed: int,
+    phase: int = 0,
 ) -> list[Spans]:
-    """Plan the batches of a training run until they hold `num_tokens`. The corpus is reshuffled for each epoch.
+    """Plan the batches of a training run until they hold `num_tokens`; None: every document once.
 
-    `batch_tokens`: the most tokens in a batch. `document_tokens`: longer documents are split. Raises `TaskError` when
-    no document has a token to predict.
+    The corpus is shuffled anew for each epoch, and for each number of a phase. `batch_tokens`: the most tokens in a
+    batch. `document_tokens`: longer documents are split. Raises `TaskError` when no document has a token to predict.
 
     >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
     >>> [b.tolist() for b in plan_batches(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
@@ -37,10 +39,12 @@ def plan_batches(
             "every document has fewer than two tokens, or is only context",
             hint="add documents of at least two tokens, or exchanges with an answer",
         )
+    if num_tokens is None:
+        num_tokens = int((spans[:, 1] - spans[:, 0]).sum())
     batches: list[Spans] = []
     planned, epoch = 0, 0
     while planned < num_tokens:
-        shuffled = spans[np.random.default_rng([seed, epoch]).permutation(len(spans))]
+        shuffled = spans[np.random.default_rng([seed, epoch, *([phase] if phase else [])]).permutation(len(spans))]
         for part in group_by_budget((shuffled[:, 1] - shuffled[:, 0]).tolist(), batch_tokens):
             batches.append(shuffled[part])
             planned += int((shuffled[part, 1] - shuffled[part, 0]).sum())
@@ -50,25 +54,16 @@ def plan_batches(
     return batches
 
 
-def split_documents(documents: Documents, *, document_tokens: int) -> Spans:
+def split_documents(documents: TokenizedDocuments, *, document_tokens: int) -> Spans:
     """Split documents into pieces of at most `document_tokens`.
 
     Pieces without a token to predict are dropped: those of one token, and those that are only context."""
-    cut = [
-        (at, min(at + document_tokens, int(stop)))
-        for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
-        for at in range(int(start), int(stop), document_tokens)
-    ]
-    pieces = np.array(cut, np.int64).reshape(-1, 2)
-    return pieces[targets_per_span(documents, pieces) > 0]
-
-
-def targets_per_span(documents: Documents, spans: Spans) -> npt.NDArray[np.int64]:
-    """Return the number of tokens to predict in each span, int64 [spans].
-
-    They are its tokens with loss after the first token of the span."""
-    before = documents.num_learned_before
-    return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
+    starts, stops = documents.spans.T
+    counts = -(-(stops - starts) // document_tokens)
+    of = np.repeat(np.arange(len(counts)), counts)  # the document of each piece
+    first = starts[of] + document_tokens * (np.arange(len(of)) - (np.cumsum(counts) - counts)[of])
+    pieces = np.stack([first, np.minimum(first + document_tokens, stops[of])], 1)
+    return pieces[documents.num_targets(pieces) > 0]
 
 
 def rank_share(spans: Spans, rank: int, ranks: int) -> Spans:

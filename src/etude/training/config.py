@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from etude.config import Plugin, ranged
+from etude.models.config import ModelConfig
 from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
@@ -235,9 +237,55 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True)
+class MidTrainingPhase:
+    """A `[[mid_training.phases]]` table. A setting that is None has the value of `[mid_training]`.
+
+    - `name`: of the phase. A corpus with several phases must have one of this name, which is then read.
+    - `corpus`: a folder of `etude corpus build`.
+    - `num_tokens`: tokens to train on; None: every document once.
+    - `batch_tokens`, `document_tokens`, `warmup_steps`: as in `[mid_training]`.
+    - `lr`: of this phase: warm-up, constant, then linear decay to the share `final_lr` from the share `decay_from` of
+      the phase's steps on; with `decay_from` = 1 it never decays.
+    - `rope_factor`: by how much the context becomes longer than the model's own, with YaRN (arXiv 2309.00071). It stays
+      so in later phases, and the result's config.json has it."""
+
+    name: str
+    corpus: Path | None = None
+    num_tokens: int | None = ranged(None, low=1)
+    batch_tokens: int | None = ranged(None, low=1)
+    document_tokens: int | None = ranged(None, low=2)
+    lr: float | None = ranged(None, low=0.0)
+    warmup_steps: int | None = ranged(None, low=0)
+    decay_from: float = ranged(0.6, low=0.0, high=1.0)
+    final_lr: float = ranged(0.03, low=0.0, high=1.0)
+    rope_factor: float | None = ranged(None, low=1.0, high=1024.0)
+
+
+@dataclass(frozen=True)
+class PhaseSettings:
+    """The settings of one phase of mid-training, with the values of `[mid_training]` filled in. See
+    `MidTrainingPhase`; `rope_factor` includes that of earlier phases, and is 1 without any."""
+
+    name: str
+    corpus: Path | None
+    num_tokens: int | None
+    batch_tokens: int
+    document_tokens: int
+    lr: float
+    warmup_steps: int
+    decay_from: float
+    final_lr: float
+    rope_factor: float
+
+
+@dataclass(frozen=True)
 class MidTrainingConfig:
     """The `[mid_training]` section of a run's config. Mid-training runs in float32 on the CPU, one rank per core.
 
+    - `corpus`: a folder of `etude corpus build`, for a run with a `start`; None: the run's own corpus (`[corpus]`).
+      With `start` and without a corpus, there is no mid-training.
+    - `heldout_documents`: how many different documents of such corpora are never trained on, and give the held-out
+      loss; at most a twentieth of all.
     - `num_tokens`: tokens to train on; the corpus is repeated and reshuffled as needed.
     - `batch_tokens`: tokens of one optimiser step, over all ranks.
     - `document_tokens`: documents longer than this or than `batch_tokens` are split.
@@ -245,8 +293,12 @@ class MidTrainingConfig:
     - `optimizer`: "muon" learns more from each token and takes more time for a step; the ranks share this extra work.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
       model families that have one.
-    - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps."""
+    - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps.
+    - `phases`: parts of mid-training with settings of their own, in order; `num_tokens` is then set in each. Empty: one
+      phase."""
 
+    corpus: Path | None = None
+    heldout_documents: int = ranged(64, low=0)
     num_tokens: int = ranged(2_100_000, low=1)
     batch_tokens: int = ranged(2048, low=1)
     document_tokens: int = ranged(512, low=2)
@@ -259,7 +311,42 @@ class MidTrainingConfig:
     balance_bias: float = ranged(1e-3, low=0.0)
     eval_every: int = ranged(200, low=1)
     checkpoint_every: int = ranged(200, low=1)
+    phases: tuple[MidTrainingPhase, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [phase.name for phase in self.phases]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"{names.count(name)} of mid_training.phases are called {name!r}: names must be unique"
+                )
+
+    def settings(self) -> tuple[PhaseSettings, ...]:
+        """Return the settings of each phase; of one without a name where `phases` is empty.
+
+        >>> MidTrainingConfig(lr=0.1, phases=(MidTrainingPhase("main"),)).settings()[0].lr
+        0.1
+        """
+        own = ("corpus", "batch_tokens", "document_tokens", "lr", "warmup_steps")
+        found, rope_factor = list[PhaseSettings](), 1.0
+        for phase in self.phases or (MidTrainingPhase("", num_tokens=self.num_tokens),):
+            rope_factor = rope_factor if phase.rope_factor is None else phase.rope_factor
+            filled = {name: getattr(self, name) for name in own if getattr(phase, name) is None}
+            found.append(PhaseSettings(**{**vars(phase), **filled, "rope_factor": rope_factor}))
+        return tuple(found)
+
+    def models(self, model: ModelConfig) -> tuple[ModelConfig, ...]:
+        """Return the model's config in each phase, the last one also that of the result. Raises `ConfigError`."""
+        return tuple(model.extended(phase.rope_factor) for phase in self.settings())
+
+    @property
+    def uses_corpus(self) -> bool:
+        """Whether a phase reads a corpus of `etude corpus build`."""
+        return any(phase.corpus is not None for phase in self.settings())
 
     def longest(self, context_tokens: int) -> int:
-        """Return the most tokens of a document that is not split, for a model with this context."""
-        return min(self.document_tokens, self.batch_tokens, context_tokens)
+        """Return the most tokens of a document that no phase splits, for a model with this context."""
+        return min(
+            min(phase.document_tokens, phase.batch_tokens, int(context_tokens * phase.rope_factor))
+            for phase in self.settings()
+        )

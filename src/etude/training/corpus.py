@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +39,30 @@ class Answered:
     num_context: int
 
 
+Spans = npt.NDArray[np.int64]
+"""[pieces, 2]: the first token of each piece of a document, and the one after its last."""
+
+
+class TokenizedDocuments(Protocol):
+    """Documents as token ids that mid-training can read. Tokens are numbered through all documents."""
+
+    @property
+    def spans(self) -> Spans:
+        """[documents, 2] The first token of each document, and the one after its last."""
+
+    def num_targets(self, spans: Spans) -> npt.NDArray[np.int64]:
+        """Return for each piece the number of tokens to predict: its tokens with loss, without the first one."""
+
+    def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the token ids of a piece, and which of them have loss: [stop - start] each."""
+
+
 @dataclass(frozen=True)
 class Documents:
     """Many documents as token ids in arrays.
 
-    `tokens`: [T] of all documents, one after another. `offsets`: [documents + 1] the start of each document, and T.
+    `tokens`: [T], uint16 or uint32, of all documents, one after another. `offsets`: [documents + 1] the start of each
+    document, and T.
     `num_context`: [documents] the number of leading tokens of each document that have no loss; None: 0 for all.
 
     >>> docs = Documents(tokens=np.array([5, 6, 7], np.uint16), offsets=np.array([0, 2, 3]))
@@ -50,14 +70,14 @@ class Documents:
     (2, [5, 6], [2, 1])
     """
 
-    tokens: npt.NDArray[np.uint16]
+    tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
     offsets: npt.NDArray[np.int64]
     num_context: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.uint16]:
+    def __getitem__(self, index: int) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -78,6 +98,20 @@ class Documents:
     def num_learned_before(self) -> npt.NDArray[np.int64]:
         """[T + 1] For each token the number of tokens with loss before it; at the end, their total number."""
         return np.concatenate([[0], np.cumsum(self.learned)])
+
+    @property
+    def spans(self) -> Spans:
+        """[documents, 2] The first token of each document, and the one after its last."""
+        return np.stack([self.offsets[:-1], self.offsets[1:]], 1)
+
+    def num_targets(self, spans: Spans) -> npt.NDArray[np.int64]:
+        """Return for each piece the number of tokens to predict: its tokens with loss, without the first one."""
+        before = self.num_learned_before
+        return before[spans[:, 1]] - before[np.minimum(spans[:, 0] + 1, spans[:, 1])]
+
+    def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the token ids of a piece, and which of them have loss: [stop - start] each."""
+        return self.tokens[start:stop].astype(np.int64), self.learned[start:stop]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ the same bytes as a run without interruption."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -21,8 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from etude.config import to_plain
+from etude.corpus.shards import MANIFEST
 from etude.errors import CheckpointError, ParityError, RunError
-from etude.file_checksums import file_digest, files_in, verify_files
+from etude.file_checksums import SUMS, file_digest, files_in, verify_files
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, write_model
 from etude.models.checkpoint_files import atomic_directory, load_tensors, save_tensors
@@ -33,17 +35,11 @@ from etude.models.transformer import Forward, Transformer
 from etude.models.weight_views import hf_biases, hf_views
 from etude.telemetry import Telemetry
 from etude.training.balance import ExpertBalancer
-from etude.training.batches import (
-    Spans,
-    group_by_budget,
-    plan_batches,
-    rank_share,
-    split_documents,
-    targets_per_span,
-)
+from etude.training.batches import group_by_budget, plan_batches, rank_share, split_documents
 from etude.training.config import LiveWeights, MidTrainingConfig, OptimizerKind
-from etude.training.corpus import Corpus, Documents, read_corpus
+from etude.training.corpus import Spans, TokenizedDocuments
 from etude.training.data_parallel import RankGroup, run_ranks
+from etude.training.mid_training_phases import PhasePlan, open_documents, plan_phases, verify_corpora
 from etude.training.mid_training_progress import checkpoint_path, newest_checkpoint, progress_folder
 from etude.training.muon import Muon
 from etude.training.nan_check import check_logits, checked_step
@@ -80,7 +76,7 @@ class MidTrained:
 class _Job:
     config: MidTrainingConfig
     model: ModelConfig
-    corpus: Path
+    corpus: Path | None
     out: Path
     start: Path | None
     assets: Path | None
@@ -93,16 +89,27 @@ class _Job:
         return progress_folder(self.out)
 
     @property
+    def plans(self) -> tuple[PhasePlan, ...]:
+        """The phases, without their documents. Raises errors of the settings and of corpora."""
+        return plan_phases(self.config, self.corpus, model=self.model, tokenizer=self.assets)
+
+    @property
     def identity(self) -> str:
         """The digest of everything that must be equal to resume from a checkpoint."""
-        corpus = {name: file_digest(self.corpus / name) for name in files_in(self.corpus)}
-        plain = [to_plain(self.config), to_plain(self.model), self.seed, str(self.start), corpus]
+        corpora: dict[str, dict[str, str]] = {}
+        for plan in self.plans:  # a manifest has the digests of the shards
+            names = files_in(plan.folder) if plan.built is None else [MANIFEST]
+            corpora[str(plan.folder)] = {name: file_digest(plan.folder / name) for name in names}
+        start = str(self.start)
+        if self.start is not None and (self.start / SUMS).is_file():
+            start = file_digest(self.start / SUMS)
+        plain = [to_plain(self.config), to_plain(self.model), self.seed, start, list(corpora.values())]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def mid_train(
     config: MidTrainingConfig,
-    corpus_dir: Path | str,
+    corpus_dir: Path | str | None,
     out_dir: Path | str,
     *,
     model: ModelConfig,
@@ -113,23 +120,25 @@ def mid_train(
     telemetry: Telemetry | None = None,
     copy_probe: Probe | None = None,
 ) -> MidTrained:
-    """Train a new model, or the one in the checkpoint directory `start`, on a corpus.
+    """Train a new model, or the one in the checkpoint directory `start`, on a corpus, in one phase or several.
 
-    `out_dir` becomes a Hugging Face directory in float32. It returns at once when `out_dir` has the result of the same
-    settings.
+    `corpus_dir`: a folder of `write_corpus`, for phases without a corpus of `etude corpus build` (`config.corpus`);
+    None where all have one. `out_dir` becomes a Hugging Face directory in float32. It returns at once when `out_dir`
+    has the result of the same settings.
 
+    - `model`: its sizes, those of `start` if that is given.
     - `ranks`: the number of data-parallel processes.
-    - `assets`: a directory whose tokeniser files are copied.
+    - `assets`: a directory whose tokeniser files are copied. It must be the tokeniser of the corpora.
     - `copy_probe`: measures copying from the context, for the event `mid.eval`.
 
-    Raises `RunError` when a rank dies or a checkpoint was made with other settings, `TaskError` for a missing or
-    damaged corpus, `CheckpointError` for disk errors, and `DeadlineExceeded` when the ranks make no progress."""
+    Raises `RunError` when a rank dies or a checkpoint was made with other settings, `ConfigError` for settings that do
+    not fit together, `TaskError`, `InputError` or `CorpusError` for a missing or damaged corpus, `CheckpointError` for
+    disk errors, and `DeadlineExceeded` when the ranks make no progress."""
     where = None if telemetry is None else (telemetry.path, telemetry.process)
-    read_corpus(corpus_dir, vocab_size=model.vocab_size)  # report errors of the corpus before ranks start
     job = _Job(
         config,
         model,
-        Path(corpus_dir),
+        None if corpus_dir is None else Path(corpus_dir),
         Path(out_dir),
         None if start is None else Path(start),
         None if assets is None else Path(assets),
@@ -137,6 +146,7 @@ def mid_train(
         copy_probe,
         where,
     )
+    verify_corpora(job.plans, model=model)  # report errors of the corpora before ranks start
     if (job.out / RESULT).is_file():
         shutil.rmtree(job.partial, ignore_errors=True)
         return _finished(job)
@@ -203,14 +213,21 @@ class _Run:
     def __init__(self, ranks: RankGroup, job: _Job) -> None:
         config = job.config
         self.ranks, self.job, self.identity = ranks, job, job.identity
-        self.corpus: Corpus = read_corpus(job.corpus, vocab_size=job.model.vocab_size)
-        self.batches = plan_batches(
-            self.corpus.train,
-            num_tokens=config.num_tokens,
-            batch_tokens=config.batch_tokens,
-            document_tokens=self._longest,
-            seed=job.seed,
-        )
+        self.plans = job.plans
+        self.documents = open_documents(self.plans, model=job.model, heldout_documents=config.heldout_documents)
+        self.batches: list[Spans] = []
+        self._first_steps: list[int] = []  # of each phase
+        for number, (plan, documents) in enumerate(zip(self.plans, self.documents.train, strict=True)):
+            self._first_steps.append(len(self.batches))
+            self.batches += plan_batches(
+                documents,
+                num_tokens=plan.settings.num_tokens,
+                batch_tokens=plan.settings.batch_tokens,
+                document_tokens=plan.longest,
+                seed=job.seed,
+                phase=number,
+            )
+        self.phase = 0
         self.model = (Transformer(job.model, seed=job.seed) if job.start is None else load_model(job.start)).train()
         muon = functools.partial(Muon, exchange=_Shares(ranks))
         self.optimizer = (muon if config.optimizer is OptimizerKind.MUON else AdamW)(
@@ -228,12 +245,18 @@ class _Run:
 
     def train_step(self, step: int) -> None:
         """Take one optimiser step."""
-        config, spans = self.job.config, self.batches[step]
+        self._enter_phase(step)
+        spans, settings = self.batches[step], self.plans[self.phase].settings
+        first, *ends = [*self._first_steps[self.phase :], len(self.batches)]
         sums = self._accumulate(spans)
         self.ranks.all_reduce(self.optimizer.grad)
         self.ranks.all_reduce(sums)
-        lr = config.lr * lr_multiplier(
-            step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03
+        lr = settings.lr * lr_multiplier(
+            step - first,
+            ends[0] - first,
+            warmup_steps=settings.warmup_steps,
+            decay_from=settings.decay_from,
+            final=settings.final_lr,
         )
         norm = checked_step(self.optimizer, functools.partial(hf_views, self.model), lr=lr, step=step + 1)
         self.ranks.all_reduce(self.balance.load_LE)
@@ -242,13 +265,18 @@ class _Run:
         self.num_tokens += _num_tokens(spans)
         self._report(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
 
+    def _enter_phase(self, step: int) -> None:
+        """Use the phase of this step, and its RoPE."""
+        self.phase = bisect.bisect_right(self._first_steps, step) - 1
+        if self.model.config != self.plans[self.phase].model:
+            self.model.extend_context(self.plans[self.phase].model)
+
     def _accumulate(self, spans: Spans) -> torch.Tensor:
         """Accumulate this rank's part of the gradient, and return its part of (mean loss, balance loss)."""
-        num_targets, num_inputs = int(targets_per_span(self.corpus.train, spans).sum()), _num_tokens(spans)
+        documents = self.documents.train[self.phase]
+        num_targets, num_inputs = int(documents.num_targets(spans).sum()), _num_tokens(spans)
         sums = torch.zeros(2)
-        for inputs, targets, lengths in _forwards(
-            self.corpus.train, rank_share(spans, self.ranks.rank, self.ranks.size)
-        ):
+        for inputs, targets, lengths in _forwards(documents, rank_share(spans, self.ranks.rank, self.ranks.size)):
             self.ranks.heartbeat()
             done = self._forward(inputs, lengths)
             again = functools.partial(self._forward, inputs, lengths)
@@ -269,10 +297,9 @@ class _Run:
     def evaluate(self) -> None:
         """Compute the held-out loss over all ranks, and the copy probe on the first rank."""
         self.model.eval()
-        docs = self.corpus.heldout
         sums = torch.zeros(2)
-        if len(docs):
-            every = split_documents(docs, document_tokens=self._longest)
+        for docs in self.documents.heldout:
+            every = split_documents(docs, document_tokens=self.plans[self.phase].longest)
             for inputs, targets, lengths in _forwards(docs, rank_share(every, self.ranks.rank, self.ranks.size)):
                 self.ranks.heartbeat()
                 logits, _ = self.model(inputs, Packed(lengths, self.model.operators))
@@ -291,10 +318,6 @@ class _Run:
                 heldout_loss=self.heldout_loss,
                 copy_probe=self.copy_probe,
             )
-
-    @property
-    def _longest(self) -> int:
-        return min(self.job.config.document_tokens, self.job.model.context_tokens)
 
     def checkpoint(self) -> None:
         """Write a checkpoint, on the first rank."""
@@ -358,6 +381,7 @@ class _Run:
         if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
             return
         self._reported = now, self.num_tokens
+        name = self.plans[self.phase].settings.name
         self.telemetry.event(
             "mid.step",
             step=step,
@@ -365,6 +389,7 @@ class _Run:
             tokens=self.num_tokens,
             loss=self.loss,
             tokens_per_s=(self.num_tokens - tokens) / max(now - since, 1e-9),
+            **({"phase": name} if name else {}),
             **values,
         )
 
@@ -373,15 +398,16 @@ def _num_tokens(spans: Spans) -> int:
     return int((spans[:, 1] - spans[:, 0]).sum())
 
 
-def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+def _forwards(documents: TokenizedDocuments, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Return (inputs, targets, lengths) of each forward pass over some documents.
 
     The last token of a document is a target and no input. Targets without loss are `NOT_LEARNED`."""
     batches = []
     for part in group_by_budget((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
-        docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]
+        pieces = [documents.read(int(start), int(stop)) for start, stop in spans[part]]
+        docs = [torch.from_numpy(tokens) for tokens, _ in pieces]
         lengths = [len(doc) - 1 for doc in docs]
-        learned = [torch.from_numpy(documents.learned[start + 1 : stop]) for start, stop in spans[part]]
-        targets = torch.cat([d[1:] for d in docs]).masked_fill(~torch.cat(learned), NOT_LEARNED)
+        learned = torch.cat([torch.from_numpy(learned[1:]) for _, learned in pieces])
+        targets = torch.cat([d[1:] for d in docs]).masked_fill(~learned, NOT_LEARNED)
         batches.append((torch.cat([d[:-1] for d in docs]), targets, lengths))
     return batches

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from etude.config import build
 from etude.errors import ConfigError, Exit, InputError
 from etude.loop.config import EvalsConfig, RunConfig
-from etude.loop.preflight import check_experts, check_start, log_short_splits, log_unused_model_settings
+from etude.loop.preflight import (
+    check_experts,
+    check_mid_training,
+    check_start,
+    log_short_splits,
+    log_unused_model_settings,
+)
 from etude.models.config import ModelConfig
 from etude.records.task import Answer, Split, Task
 from etude.tasks import RepairSource
@@ -58,6 +65,32 @@ def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: lis
     config = RunConfig(start=Path("checkpoint"), model=ModelConfig(hidden_size=160, num_layers=3))
     log_unused_model_settings(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
     assert [line.partition("; ")[2] for line in said] == told
+
+
+def test_mid_training_of_a_start_needs_a_corpus_of_its_own(tmp_path: Path) -> None:
+    corpus, phases = {"corpus": str(tmp_path)}, {"phases": [{"name": "main"}]}
+    with pytest.raises(ConfigError, match=r"mid_training\.corpus is set and `start` is not"):
+        build(RunConfig, {"mid_training": corpus})
+    with pytest.raises(ConfigError, match="phase 'main' of mid_training has no corpus: a run with `start`"):
+        build(RunConfig, {"start": "checkpoint", "mid_training": phases})
+    assert build(RunConfig, {"mid_training": phases}).mid_trains
+    assert not build(RunConfig, {"start": "checkpoint"}).mid_trains
+    config = build(RunConfig, {"start": "checkpoint", "mid_training": corpus | phases})
+    assert config.mid_trains
+    with pytest.raises(InputError, match=r"no corpus in .*: it has no manifest\.json"):
+        check_mid_training(config, ModelConfig(), [], print)
+    said: list[str] = []
+    unused = build(RunConfig, {"start": "checkpoint", "mid_training": {"lr": 1.0}})
+    check_mid_training(unused, ModelConfig(), ["mid_training.lr", "seed"], said.append)
+    assert said == ["start is set and mid_training.corpus is not: no mid-training; not used: mid_training.lr"]
+
+
+def test_the_context_of_engines_may_be_that_after_mid_training() -> None:
+    longer = {"phases": [{"name": "main"}, {"name": "long", "rope_factor": 2.0}, {"name": "last"}]}
+    given = {"engine": {"context_tokens": 2048}, "model": {"context_tokens": 1024}}
+    assert build(RunConfig, given | {"mid_training": longer}).mid_training.longest(1024) == 512
+    with pytest.raises(ConfigError, match=r"larger than model\.context_tokens = 1024"):
+        build(RunConfig, given)
 
 
 @pytest.mark.parametrize(

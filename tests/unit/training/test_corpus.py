@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from etude.errors import TaskError
 from etude.training import read_corpus, train_tokenizer, write_corpus
-from etude.training.batches import group_by_budget, plan_batches, rank_share, split_documents, targets_per_span
+from etude.training.batches import group_by_budget, plan_batches, rank_share, split_documents
 from etude.training.corpus import Answered, Documents
 
 SPECIAL = ("<|pad|>", "<|user|>", "<|end|>")
@@ -39,7 +39,7 @@ def test_pieces_that_are_only_context_are_left_out(tmp_path: Path) -> None:
     assert docs.learned.tolist() == [False, True, True, *[False] * 6, *[True] * 4]
     spans = split_documents(docs, document_tokens=4)
     assert spans.tolist() == [[0, 3], [7, 11], [11, 13]]
-    assert targets_per_span(docs, spans).tolist() == [2, 2, 1]
+    assert docs.num_targets(spans).tolist() == [2, 2, 1]
 
 
 def test_token_ids_past_sixteen_bits_are_refused(tmp_path: Path) -> None:
