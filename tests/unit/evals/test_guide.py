@@ -17,23 +17,6 @@ from etude.models import ModelConfig, Transformer, save_model
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "numerics.md").read_text()
 
-TORCHRUN = """
-import os, socket, sys
-import etude.models, etude.numerics.parallel  # once for both ranks
-
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-ranks = []
-for rank in range(2):
-    ranks.append(os.fork())
-    if not ranks[rank]:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        exec(open("this.py").read(), {})
-        sys.exit()
-sys.exit(any([os.waitpid(pid, 0)[1] for pid in ranks]))
-"""
-"""What `torchrun --nproc-per-node 2 this.py` does, but its three processes import torch once."""
-
 
 def test_the_guides_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone, ranks = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
@@ -43,7 +26,8 @@ def test_the_guides_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     model = Transformer(replace(sizes, expert_size=32, num_experts=4, top_k=2))
     save_model(model, tmp_path / "checkpoint", dtype="f32")
     (tmp_path / "this.py").write_text(ranks)
-    done = subprocess.run([sys.executable, "-c", TORCHRUN], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "this.py"]
+    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
