@@ -300,7 +300,11 @@ def test_an_engine_that_cannot_work_in_the_run_is_refused_when_it_joins() -> Non
     async def story() -> None:
         async with world() as home, served() as (_, url), served(context_tokens=64) as (_, small):
             refusals = [
-                (home.registration("engine-0", url), MalformedRequest, "the fleet already has an engine with the name 'engine-0'"),
+                (
+                    home.registration("engine-0", url),
+                    MalformedRequest,
+                    "the fleet already has an engine with the name 'engine-0'",
+                ),
                 (home.registration("", url), MalformedRequest, "a valid name and URL"),
                 (home.registration("west", "ftp://there"), MalformedRequest, "a valid name and URL"),
                 (home.registration("small", small), MalformedRequest, "has a context of 64 tokens"),
