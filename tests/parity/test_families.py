@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.tiers import first_few
+from tests.unit.models.test_stacked_experts import SIZES as STACKED
+from tests.unit.models.test_stacked_experts import in_mxfp4
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.models import load_model, save_model
+from etude.models import Transformer, load_model, save_model
 from etude.numerics import Native
 from etude.records import CompletionRequest, Sampling, Version
 
@@ -45,6 +48,7 @@ with warnings.catch_warnings():
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))
 SHARED: dict[str, Any] = {
@@ -287,6 +291,16 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: Saved, name
             return (await engine.generate(request)).token_ids.tolist()
 
     assert asyncio.run(story()) == expected[0, 20:].tolist()
+
+
+def test_mxfp4_of_stacked_experts_has_the_values_that_transformers_reads(tmp_path: Path) -> None:
+    save_model(Transformer(STACKED), tmp_path / "model", dtype="f32")
+    values = in_mxfp4(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(values) == 4
+    for name, value in values.items():
+        parts = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+        assert torch.equal(convert_moe_packed_tensors(*parts, dtype=torch.float32), value), name
 
 
 @pytest.mark.parametrize("name", EACH)

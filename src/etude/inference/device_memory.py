@@ -26,6 +26,7 @@ import torch
 from etude.errors import ConfigError
 from etude.inference.kv import I64, Span
 from etude.models import ModelConfig
+from etude.models.components import GroupedQueries
 from etude.numerics import varlen_attention
 from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
@@ -43,7 +44,8 @@ class DeviceMemory:
     def __init__(
         self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
     ) -> None:
-        if sizes.sliding_layers or sizes.architecture.sinks:
+        kind = sizes.attention
+        if sizes.sliding_layers or (isinstance(kind, GroupedQueries) and kind.sinks):
             raise ConfigError(
                 f"an engine on {device} cannot compute a model of family {sizes.family}",
                 "its attention there has no sliding windows and no sinks",

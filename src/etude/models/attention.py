@@ -151,8 +151,8 @@ class PackedTree:
         for q, branch in zip(q_parts, self._branches, strict=True):
             seen = [parts[i] for parts in (k_parts, v_parts) for i in branch.seen]
             if self._copy_again and torch.is_grad_enabled():
-                again = {"use_reentrant": False, "preserve_rng_state": False}
-                one = checkpoint(self._one, branch, scale, options, q, *seen, **again)
+                given = (branch, scale, options, q, *seen)
+                one = checkpoint(self._one, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 one = self._one(branch, scale, options, q, *seen)
             outs.append(one)

@@ -313,12 +313,11 @@ class ModelFamily:
     """Normalisation of queries and keys in grouped-query attention."""
     qkv_bias: ClassVar[bool] = False
     """Whether the projections to queries, keys and values have biases in every model of the family."""
-    sinks: ClassVar[bool] = False
-    """Whether grouped-query attention has attention sinks (`GroupedQueries.sinks`)."""
     expert_bias: ClassVar[bool] = False
     """Whether routers and all projections of experts have biases."""
     stacks_experts: ClassVar[bool] = False
-    """Whether a checkpoint has the experts of a layer in one tensor, as gpt-oss has (`models.stacked_experts`)."""
+    """Whether a checkpoint has the experts of a layer in one tensor, in gpt-oss's layout with biases
+    (`models.stacked_experts`)."""
     scores: ClassVar[Scores] = Scores.SOFTMAX
     """The activation of router logits."""
     options: ClassVar[frozenset[str]] = frozenset()
@@ -388,8 +387,7 @@ class ModelFamily:
         """Return the kind of attention of the layers of the model `c`."""
         if c.latent is not None:
             return c.latent
-        norm = self.qk_norm if c.qk_norm else QkNorm.NONE
-        return GroupedQueries(norm, bias=self.qkv_bias or c.attention_bias, sinks=self.sinks)
+        return GroupedQueries(self.qk_norm if c.qk_norm else QkNorm.NONE, bias=self.qkv_bias or c.attention_bias)
 
     def unused(self, names: Iterable[str], c: ModelConfig) -> set[str]:
         """Return the names of tensors in a checkpoint that etude does not use. They are dropped, and reported to the

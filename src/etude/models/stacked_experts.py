@@ -125,9 +125,9 @@ def stacked_views(model: Transformer) -> dict[str, torch.Tensor]:
         at, stack = outside(f"model.layers.{layer}.mlp.experts."), block.experts.stack
         assert stack.gate_up_bias is not None
         assert stack.down_bias is not None
-        gate_up = stack.gate_up.unflatten(1, (2, -1)).permute(0, 3, 2, 1)  # [E, D, F, 2]
-        found[at + "gate_up_proj"] = gate_up.detach()
-        found[at + "gate_up_proj_bias"] = stack.gate_up_bias.unflatten(1, (2, -1)).mT.detach()
+        held, _, width = stack.gate_up.shape
+        found[at + "gate_up_proj"] = stack.gate_up.detach().view(held, 2, -1, width).permute(0, 3, 2, 1)  # [E, D, F, 2]
+        found[at + "gate_up_proj_bias"] = stack.gate_up_bias.detach().view(held, 2, -1).mT
         found[at + "down_proj"] = stack.down.mT.detach()
         found[at + "down_proj_bias"] = stack.down_bias.detach()
     return found

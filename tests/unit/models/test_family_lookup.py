@@ -16,7 +16,7 @@ from etude.models import ModelConfig
 from etude.models.config import FAMILY_NAMES, OWN_FAMILIES, family_of
 
 ROTARY = {"rotary_dim": 2}
-WINDOW = {"sliding_layers": [0], "sliding_window": 4}
+WINDOW = {"sliding_window": 4, "sliding_layers": [0]}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,

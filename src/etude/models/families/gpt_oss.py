@@ -20,17 +20,10 @@ class GptOss(ModelFamily):
     sizes = {**MOE, "expert_size": WIDTH, "num_experts": "num_local_experts"}
     fixed = {"hidden_act": FIXED["hidden_act"]}
     each = {}
-    defaults = {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150_000.0,
-        "head_dim": 64,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-    }
+    defaults = {"rms_norm_eps": 1e-5, "rope_theta": 1.5e5, "head_dim": 64, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
     options = frozenset({"attention_bias", "sliding_window", "sliding_layers", "swiglu"})
     varies = "layer_types, sliding_window, attention_bias, swiglu_alpha, swiglu_limit, tie_word_embeddings"
     qk_norm = QkNorm.NONE
-    sinks = True
     expert_bias = True
     stacks_experts = True
     renamed = {".mlp.gate.": ".mlp.router."}

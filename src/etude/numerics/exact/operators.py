@@ -139,8 +139,8 @@ class Exact(Operators):
             start: int = 0,
             options: AttentionOptions | None = None,
         ) -> torch.Tensor:
-            wide = (at_least_float32(x) for x in (q, k, v))
-            return inner(*wide, scale, start, options).to(self.dtype)
+            q, k, v = map(at_least_float32, (q, k, v))
+            return inner(q, k, v, scale, start, options).to(self.dtype)
 
         return causal
 

@@ -66,7 +66,7 @@ def attention_with_sinks(
         return o
     scores = (q_BHMA @ k_BGWA.mT).float() * (q_BHMA.shape[-1] ** -0.5 if scale is None else scale) + mask
     weights = torch.cat([scores, sinks_BHM[..., None]], -1).softmax(-1)[..., :-1]
-    return weights.to(v_BGWC.dtype) @ v_BGWC
+    return torch.matmul(weights.to(v_BGWC.dtype), v_BGWC)
 
 
 class _WithSinks(torch.autograd.Function):
