@@ -135,8 +135,10 @@ def check_scheme(raw: Mapping[str, Any], *, stacked: bool = False) -> None:
         )
     method, blocks = found.get("quant_method"), found.get("weight_block_size")
     e4m3 = found.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    if stacked and method == "mxfp4":
+        return
     deepseek = method == "fp8" and e4m3 and blocks == [FP8_BLOCK, FP8_BLOCK]
-    if deepseek or is_readable(found) or (stacked and method == "mxfp4"):
+    if deepseek or is_readable(found):
         return
     how = {key: found[key] for key in ("fmt", "format", "weight_block_size", "bits") if key in found}
     raise CheckpointError(
