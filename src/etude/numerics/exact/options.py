@@ -84,10 +84,10 @@ class _WithSinks(torch.autograd.Function):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         o, log_sum = kernel(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
         share = in_lanes(torch.sigmoid, (log_sum - sinks_BHM).flatten(0, -2)).view_as(log_sum)
-        o = (o * share[..., None]).to(o.dtype)
-        ctx.save_for_backward(q, k, v, mask, o, log_sum, sinks_BHM)
+        out: torch.Tensor = (o * share[..., None]).to(o.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, log_sum, sinks_BHM)
         ctx.scale = scale
-        return o
+        return out
 
     @staticmethod
     @once_differentiable
