@@ -16,7 +16,7 @@ from tests.tiers import first_few
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig
-from etude.models.components import Latent, Routing, Scores
+from etude.models.components import ClampedSwiglu, Latent, Routing, Scores
 from etude.numerics.exact import matmul
 from etude.numerics.exact.operators import Exact
 from etude.numerics.native import Native
@@ -37,12 +37,15 @@ GLM = dataclasses.replace(
     DEEPSEEK, num_heads=4, num_kv_heads=2, head_dim=16, family="glm4_moe", latent=None, attention_bias=True,
     rotary_dim=8, routing=Routing(Scores.SIGMOID, scaling=2.5),
 )  # fmt: skip
-FAMILIES = {"qwen3-moe": QWEN, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "glm4-moe": GLM}
+GPT_OSS = dataclasses.replace(
+    QWEN, family="gpt_oss", attention_bias=True, sliding_layers=(0,), sliding_window=24, swiglu=ClampedSwiglu(limit=0.5)
+)
+FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": GPT_OSS, "deepseek-v3": DEEPSEEK, "olmoe": OLMOE, "glm4-moe": GLM}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (3, 17, 70, 150, 201)
 NUM = 12
 every_model = pytest.mark.parametrize(
-    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 10), ids=lambda v: str(v).removeprefix("torch.")
+    ("family", "dtype"), first_few(itertools.product(FAMILIES, DTYPES), 13), ids=lambda v: str(v).removeprefix("torch.")
 )
 
 

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.tiers import first_few
+from tests.unit.models.test_stacked_experts import SIZES as STACKED
+from tests.unit.models.test_stacked_experts import in_mxfp4
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.models import load_model, save_model
+from etude.models import Transformer, load_model, save_model
 from etude.numerics import Native
 from etude.records import CompletionRequest, Sampling, Version
 
@@ -27,6 +30,8 @@ with warnings.catch_warnings():
         DeepseekV3ForCausalLM,
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MiniMaxM2Config,
@@ -43,6 +48,7 @@ with warnings.catch_warnings():
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))
 SHARED: dict[str, Any] = {
@@ -87,6 +93,7 @@ GLM = {
     "attention_bias": True,
 }
 MINIMAX = {**MIXTRAL, "rotary_dim": 8}
+GPT_OSS = {**MIXTRAL, "sliding_window": 7, "swiglu_limit": 0.8}
 MANY = {"num_hidden_layers": 2, "num_experts_per_tok": 8}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -117,6 +124,7 @@ def variant(kind: type[PreTrainedModel], sizes: dict[str, Any], layers_with_rout
         Qwen2ForCausalLM: Qwen2Config,
         Glm4MoeForCausalLM: Glm4MoeConfig,
         MiniMaxM2ForCausalLM: MiniMaxM2Config,
+        GptOssForCausalLM: GptOssConfig,
     }
     return Variant(kind, configs[kind](**{**sizes, **changed}), layers_with_router)
 
@@ -161,7 +169,18 @@ VARIANTS = {
     "qwen2": variant(Qwen2ForCausalLM, SHARED, 0, num_key_value_heads=2),
     "glm4-moe": variant(Glm4MoeForCausalLM, GLM, 2),
     "minimax-m2": variant(MiniMaxM2ForCausalLM, MINIMAX, 3),
+    "gpt-oss": variant(GptOssForCausalLM, GPT_OSS, 3),
     **(FURTHER := {
+        "gpt-oss full attention, no biases of it, tied, llama3": variant(
+            GptOssForCausalLM, GPT_OSS, 3, layer_types=["full_attention"] * 3, attention_bias=False,
+            tie_word_embeddings=True, rope_parameters=LLAMA3,
+        ),
+        "gpt-oss every layer slides, yarn": variant(
+            GptOssForCausalLM, GPT_OSS, 3, layer_types=["sliding_attention"] * 3, rope_parameters=YARN
+        ),
+        "gpt-oss 128 experts": variant(
+            GptOssForCausalLM, GPT_OSS, 2, num_local_experts=128, intermediate_size=4, **MANY
+        ),
         "llama tied, a key for each head": variant(LlamaForCausalLM, SHARED, 0, tie_word_embeddings=True),
         "llama yarn": variant(LlamaForCausalLM, QWEN, 0, rope_parameters=YARN),
         "deepseek-v3 llama3": variant(DeepseekV3ForCausalLM, DEEPSEEK, 2, rope_parameters=LLAMA3),
@@ -195,7 +214,7 @@ VARIANTS = {
 EACH = first_few(VARIANTS, len(VARIANTS) - len(FURTHER))
 FEW = [
     "qwen3-moe every second layer", "qwen3 tied, yarn", "deepseek-v3 yarn", "olmoe", "mixtral", "glm4-moe",
-    "minimax-m2", "llama, llama3", "qwen2",
+    "minimax-m2", "gpt-oss", "llama, llama3", "qwen2",
 ]  # fmt: skip
 
 
@@ -213,7 +232,7 @@ class Saved(dict[str, Path]):
             for key, value in model.state_dict().items():
                 if "norm" in key:
                     value.copy_(1 + 0.2 * torch.randn(value.shape))
-                elif key.endswith("e_score_correction_bias"):
+                elif key.endswith(("bias", "sinks")):
                     value.copy_(0.3 * torch.randn(value.shape))
                 else:
                     value.copy_(torch.randn(value.shape) * 1.2 * value.shape[-1] ** -0.5)
@@ -241,8 +260,9 @@ def test_logits_and_routes_are_those_of_transformers(saved: Saved, name: str) ->
     model = theirs(saved[name])
     seen: list[torch.Tensor] = []
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda _module, _inputs, outputs: seen.append(outputs[2]))
+        router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+        if router is not None:
+            router.register_forward_hook(lambda _module, _inputs, outputs: seen.append(outputs[2]))
     expected = model(TOKENS[None]).logits[0]
     for operators in (None, Native()):  # absorbed, expanded
         done = load_model(saved[name], operators=operators).eval().run(TOKENS)
@@ -252,7 +272,7 @@ def test_logits_and_routes_are_those_of_transformers(saved: Saved, name: str) ->
             assert torch.equal(done.routes[:, layer].long().sort(-1).values, experts.sort(-1).values)
 
 
-@pytest.mark.parametrize("name", first_few([*FEW, "deepseek-v3 two bytes a route"], 7))
+@pytest.mark.parametrize("name", first_few([*FEW, "deepseek-v3 two bytes a route"], 8))
 def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: Saved, name: str) -> None:
     expected = theirs(saved[name]).generate(
         TOKENS[None, :20], do_sample=False, max_new_tokens=10, eos_token_id=96, pad_token_id=0
@@ -271,6 +291,16 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: Saved, name
             return (await engine.generate(request)).token_ids.tolist()
 
     assert asyncio.run(story()) == expected[0, 20:].tolist()
+
+
+def test_mxfp4_of_stacked_experts_has_the_values_that_transformers_reads(tmp_path: Path) -> None:
+    save_model(Transformer(STACKED), tmp_path / "model", dtype="f32")
+    values = in_mxfp4(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(values) == 4
+    for name, value in values.items():
+        parts = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+        assert torch.equal(convert_moe_packed_tensors(*parts, dtype=torch.float32), value), name
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.parity import ranked
 from tests.parity.ranked import Case, Told
-from tests.parity.test_exact import DEEPSEEK, GLM, QWEN
+from tests.parity.test_exact import DEEPSEEK, GLM, GPT_OSS, QWEN
 
 from etude.errors import ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
@@ -38,6 +38,8 @@ CASES = {
     "deepseek float16 tensor": Case(LATENTS, Exact(torch.float16, degree=2), Split.TENSOR),
     "deepseek float32 expert": Case(LATENTS, Exact(), Split.EXPERT),
     "glm bfloat16 tensor": Case(GLM, Exact(torch.bfloat16, degree=2), Split.TENSOR),
+    "gpt-oss bfloat16 tensor": Case(GPT_OSS, Exact(torch.bfloat16, degree=2), Split.TENSOR),
+    "gpt-oss float32 expert": Case(GPT_OSS, Exact(), Split.EXPERT),
     "native": Case(QWEN, Native(), Split.TENSOR),
 }
 both_ways = pytest.mark.parametrize("name", [name for name in CASES if name != "native"])
@@ -117,7 +119,7 @@ def test_a_rank_that_does_not_answer_is_an_error_in_the_other_that_names_the_wai
     assert died.startswith("True rank 0 of 2 timed out waiting for the other ranks: mlp.down")
 
 
-@pytest.mark.parametrize("config", [QWEN, LATENTS, WHOLE_QUERIES])
+@pytest.mark.parametrize("config", [QWEN, LATENTS, WHOLE_QUERIES, GPT_OSS])
 @pytest.mark.parametrize("split", Split)
 def test_what_is_saved_whole_is_read_by_any_number_of_ranks(config: ModelConfig, split: Split, tmp_path: Path) -> None:
     whole = Transformer(config, seed=5, operators=Exact(degree=2))

@@ -26,7 +26,9 @@ import torch
 from etude.errors import ConfigError
 from etude.inference.kv import I64, Span
 from etude.models import ModelConfig
+from etude.models.components import GroupedQueries
 from etude.numerics import varlen_attention
+from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
 
 Attend = Callable[..., torch.Tensor]
@@ -42,6 +44,13 @@ class DeviceMemory:
     def __init__(
         self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
     ) -> None:
+        kind = sizes.attention
+        if sizes.sliding_layers or (isinstance(kind, GroupedQueries) and kind.sinks):
+            raise ConfigError(
+                f"an engine on {device} cannot compute a model of family {sizes.family}",
+                "its attention there has no sliding windows and no sinks",
+                hint="use engines on CPUs",
+            )
         kept, dtype = sizes.cache_layout, operators.storage_dtype
         self.device, self.num_slots, self.length, self.shared = device, num_slots + 1, context_tokens, kept.shared
         self.vendor = not (operators.exact or kept.shared) and varlen_attention.is_supported(
@@ -128,12 +137,18 @@ class DeviceStep:
         )
 
     def attend(
-        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGZ: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHA: torch.Tensor,
+        k_NGA: torch.Tensor,
+        v_NGZ: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         """Store the step's keys and values of one layer, and compute causal attention of its queries within each slot.
 
         Returns [N, H, Z]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
-        None means 1/√(key width)."""
+        None means 1/√(key width). `DeviceMemory` refuses models whose layers have `options`."""
         keys, values = self.memory.keys[layer], self.memory.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._places, k_NGA)
         if not self.memory.shared:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from etude.models import ModelConfig
 from etude.numerics.exact import KERNEL_BLOCK, causal_mask
+from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
 
 FEW = 4  # fewer decoding rows are not worth a separate kernel call
@@ -104,12 +105,18 @@ class StepCache:
         ]
 
     def attend(
-        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHA: torch.Tensor,
+        k_NGA: torch.Tensor,
+        v_NGB: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         """Store the step's keys and values of one layer, and compute causal attention of its queries within each slot.
 
         Returns [N, H, B]: tokens of the step, query heads, value width. `scale` multiplies the scores before softmax;
-        None means 1/√(key width)."""
+        None means 1/√(key width). `options`: a sliding window and sinks, in layers that have them."""
         kv, (n, h, a), dtype = self.kv, q_NHA.shape, q_NHA.dtype
         keys, values = kv.keys[layer], kv.values[layer]
         q_NHA, k_NGA, v_NGB = (t.to(keys.dtype) for t in (q_NHA, k_NGA, v_NGB))
@@ -119,20 +126,26 @@ class StepCache:
         q_NGRA = q_NHA.view(n, kv.heads, kv.group, a)
         o_NGRB = q_NGRA.new_empty(*q_NGRA.shape[:3], values.shape[-1])
         for group in self._decode:
-            group.attend(keys, values, q_NGRA, o_NGRB, scale)
+            group.attend(keys, values, q_NGRA, o_NGRB, scale, options)
         if self.chunks:
-            self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale)
+            self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale, options)
         return o_NGRB.view(n, h, values.shape[-1])[..., : kv.value_width].to(dtype)
 
     def _attend_chunks(
-        self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        q_NGRA: torch.Tensor,
+        o_NGRB: torch.Tensor,
+        scale: float | None,
+        options: AttentionOptions | None,
     ) -> None:
         """Attend for all chunks. The kernel needs head-major layout, so there is one copy to it and one back."""
         sizes = [chunk.num_rows for chunk in self.chunks]
         q_GNRA = q_NGRA.transpose(0, 1).contiguous()
         o_GNRB = q_GNRA.new_empty(*q_GNRA.shape[:3], values.shape[-1])
         for chunk, q, o in zip(self.chunks, torch.split(q_GNRA, sizes, 1), torch.split(o_GNRB, sizes, 1), strict=True):
-            chunk.attend(keys, values, q, o, scale)
+            chunk.attend(keys, values, q, o, scale, options)
         o_NGRB.copy_(o_GNRB.transpose(0, 1))
 
 
@@ -152,6 +165,21 @@ def _by_window(windows: I64) -> list[tuple[int, I64]]:
     return groups
 
 
+class _Masks:
+    """The causal masks of rows at these positions, by sliding window: all layers with one window share a mask."""
+
+    def __init__(self, positions_M: torch.Tensor, window: int, dtype: torch.dtype) -> None:
+        self._positions_M, self._window, self._dtype = positions_M, window, dtype
+        self._made: dict[int | None, torch.Tensor] = {}
+
+    def __call__(self, options: AttentionOptions | None) -> torch.Tensor:
+        """Return the additive mask [M, W] for a layer with these options."""
+        sliding = None if options is None else options.window
+        if sliding not in self._made:
+            self._made[sliding] = causal_mask(self._positions_M, self._window, sliding).to(self._dtype)
+        return self._made[sliding]
+
+
 class _DecodeView:
     """Decoding rows that need the same window, one per slot.
 
@@ -164,17 +192,23 @@ class _DecodeView:
         self.run = slice(low, high) if high - low == len(slots) else None
         self.slots = torch.from_numpy(slots)
         self.rows = torch.from_numpy(rows)
-        hidden = np.where(np.arange(window) > positions[:, None], np.float32(-np.inf), np.float32(0.0))
-        self.mask = torch.from_numpy(hidden)[:, None, None].to(kv.queries.dtype)  # [n, 1, 1, W]
+        self.masks = _Masks(torch.from_numpy(positions), window, kv.queries.dtype)  # [n, W]
 
     def attend(
-        self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        q_NGRA: torch.Tensor,
+        o_NGRB: torch.Tensor,
+        scale: float | None,
+        options: AttentionOptions | None,
     ) -> None:
         kv = self.kv
         queries = kv.queries[: self.num]
         queries[:, :, : kv.group] = q_NGRA.index_select(0, self.rows)
         k, v = (self._slots_of(t[:, :, : self.window]) for t in (keys, values))
-        o = kv.windows.attend(queries, k, v, self.mask, scale)[:, :, : kv.group]
+        mask, sinks = self.masks(options)[:, None, None], () if options is None else options.rows(kv.heads, queries)
+        o = kv.windows.attend(queries, k, v, mask, scale, *sinks)[:, :, : kv.group]
         o_NGRB.index_copy_(0, self.rows, o)
 
     def _slots_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -190,14 +224,20 @@ class _ChunkView:
         num = self.num_rows * kv.group
         self.padding = kv.windows.padded(num) - num
         positions = torch.arange(chunk.start, chunk.stop).repeat_interleave(kv.group)
-        self.mask = causal_mask(F.pad(positions, (0, self.padding), value=chunk.start), self.window).to(
-            kv.queries.dtype
-        )
+        positions = F.pad(positions, (0, self.padding), value=chunk.start)
+        self.masks = _Masks(positions, self.window, kv.queries.dtype)  # [rows, W]
 
     def attend(
-        self, keys: torch.Tensor, values: torch.Tensor, q_GnRA: torch.Tensor, o_GnRB: torch.Tensor, scale: float | None
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        q_GnRA: torch.Tensor,
+        o_GnRB: torch.Tensor,
+        scale: float | None,
+        options: AttentionOptions | None,
     ) -> None:
         q = F.pad(q_GnRA.flatten(1, 2), (0, 0, 0, self.padding))
         k, v = (t[self.slot].narrow(1, 0, self.window)[None] for t in (keys, values))
-        o = self.kv.windows.attend(q[None], k, v, self.mask, scale)[0]
+        sinks = () if options is None else options.rows(self.kv.heads, q[None], self.num_rows)
+        o = self.kv.windows.attend(q[None], k, v, self.masks(options), scale, *sinks)[0]
         o_GnRB.copy_(o[:, : o.shape[1] - self.padding].view(o_GnRB.shape))

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from etude.errors import ConfigError
 from etude.models.components import GroupedQueries, QkNorm
 from etude.models.config import ModelConfig
 from etude.models.hooks import ForwardHook
 from etude.models.rope import Rope
+from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import SINGLE_RANK, Parallel
 
@@ -40,13 +42,19 @@ class Cache(Protocol):
         """Whether a latent-attention model should pass latents, instead of keys and values computed from them."""
 
     def attend(
-        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHA: torch.Tensor,
+        k_NGA: torch.Tensor,
+        v_NGB: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         """Store the tokens' keys and values for this layer, attend causally, and return the output o_NHB.
 
         Weights are softmax(scale · q·k); `scale` None means 1/√A. With `ModelConfig.cache_layout.shared` and
         `compressed`, v is a view of the first B numbers of k. H are query heads, G key/value heads, A and B the widths
-        of keys and values."""
+        of keys and values. `options`: a sliding window and sinks, in layers that have them."""
 
 
 class Packed:
@@ -70,9 +78,15 @@ class Packed:
         self.positions = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
     def attend(
-        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHA: torch.Tensor,
+        k_NGA: torch.Tensor,
+        v_NGB: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
-        return self._attend(q_NHA, k_NGA, v_NGB, scale)
+        return self._attend(q_NHA, k_NGA, v_NGB, scale, options)
 
 
 MOST_COPIES = 8
@@ -123,7 +137,13 @@ class PackedTree:
         self.positions = torch.cat(ranges).to(device)
 
     def attend(
-        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHA: torch.Tensor,
+        k_NGA: torch.Tensor,
+        v_NGB: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         q_parts = torch.split(q_NHA.transpose(0, 1), self._own, 1)
         k_parts, v_parts = (torch.split(t.transpose(0, 1), self._pieces, 1) for t in (k_NGA, v_NGB))
@@ -131,15 +151,23 @@ class PackedTree:
         for q, branch in zip(q_parts, self._branches, strict=True):
             seen = [parts[i] for parts in (k_parts, v_parts) for i in branch.seen]
             if self._copy_again and torch.is_grad_enabled():
-                one = checkpoint(self._one, branch, scale, q, *seen, use_reentrant=False, preserve_rng_state=False)
+                given = (branch, scale, options, q, *seen)
+                one = checkpoint(self._one, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                one = self._one(branch, scale, q, *seen)
+                one = self._one(branch, scale, options, q, *seen)
             outs.append(one)
         return torch.cat(outs, 1).transpose(0, 1)
 
-    def _one(self, branch: Branch, scale: float | None, q: torch.Tensor, *seen: torch.Tensor) -> torch.Tensor:
+    def _one(
+        self,
+        branch: Branch,
+        scale: float | None,
+        options: AttentionOptions | None,
+        q: torch.Tensor,
+        *seen: torch.Tensor,
+    ) -> torch.Tensor:
         k, v = torch.cat(seen[: len(branch.seen)], 1), torch.cat(seen[len(branch.seen) :], 1)
-        return self._causal(q, k, v, scale, branch.start)
+        return self._causal(q, k, v, scale, branch.start, options)
 
 
 class AttentionLayer(Protocol):
@@ -165,7 +193,7 @@ class AttentionLayer(Protocol):
 class Attention(nn.Module):
     """Grouped-query attention with RoPE, on all of a head's query and key or on their first part.
 
-    Queries and keys are RMS-normalised as `GroupedQueries.qk_norm` says."""
+    Queries and keys are RMS-normalised as `GroupedQueries.qk_norm` says. Layers may have a sliding window and sinks."""
 
     def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = SINGLE_RANK) -> None:
         super().__init__()
@@ -176,6 +204,15 @@ class Attention(nn.Module):
         self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
         self.bias = nn.Parameter(torch.zeros(self.qkv.shape[0])) if kind.bias else None  # of queries, keys, values
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))
+        self.out_bias = nn.Parameter(torch.zeros(c.hidden_size)) if kind.out_bias else None
+        self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if kind.sinks else None
+        self.windows = dict.fromkeys(c.sliding_layers, c.sliding_window)
+        if (self.windows or kind.sinks) and not operators.has_attention_options:
+            raise ConfigError(
+                f"a model of family {c.family} cannot be computed with {operators.name}",
+                "these operators have no sliding windows and no attention sinks",
+                hint="use a CPU",
+            )
         norms = kind.norms(c)
         self.q_norm = nn.Parameter(torch.ones(norms["q_norm"])) if norms else None
         self.k_norm = nn.Parameter(torch.ones(norms["k_norm"])) if norms else None
@@ -190,8 +227,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             qk = hook("attention.qk_norm", self._normed(qk, self.q_norm, self.k_norm))
         q, k = torch.split(hook("attention.rotated", self._rotated(qk, rope)), [h, g], 1)
-        o = hook("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
-        return hook("attention.out", parallel.row_parallel(ops, o, self.out, "attention.out"))
+        window, sinks = self.windows.get(layer), self.sinks
+        options = () if window is None and sinks is None else (None, AttentionOptions(window, sinks))
+        o = hook("attention.attended", cache.attend(layer, q, k, v, *options).reshape(n, h * a))
+        y = parallel.row_parallel(ops, o, self.out, "attention.out")
+        return hook("attention.out", y if self.out_bias is None else y + self.out_bias.to(y.dtype))
 
     def _rotated(self, qk: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Return queries and keys after RoPE, [N, H + G, A]. Numbers beyond the width of `rope` stay as they are."""
@@ -217,8 +257,9 @@ class Attention(nn.Module):
                 parts = zip("qkv", torch.split(fused, rows), strict=True)
                 found |= {f"{letter}_proj.{part}": view for letter, view in parts}
         found["o_proj.weight"] = self.out
-        norms = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
-        return found | {name: norm for name, norm in norms.items() if norm is not None}
+        others = {"o_proj.bias": self.out_bias, "sinks": self.sinks}
+        others |= {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
+        return found | {name: other for name, other in others.items() if other is not None}
 
     def matrices(self) -> dict[str, list[int]]:
         return {"qkv": [self.head_dim] * (self.heads + 2 * self.kv_heads), "out": [self.out.shape[0]]}

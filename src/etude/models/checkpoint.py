@@ -28,6 +28,7 @@ from etude.models.finite import find_non_finite
 from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, check_weights, read_json, shard_names
 from etude.models.packed_weights import pack_weights, read_stored
 from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
+from etude.models.stacked_experts import BLOCKS, as_stored, expert_part, read_expert, stacked_views
 from etude.models.tensor_parallel import full_shape, shard_tensor
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views, stays_float32, views
@@ -82,8 +83,18 @@ def write_model(
     """Write the files of `save_model` into the existing `folder`, which the caller then syncs and renames into place.
 
     The other arguments are those of `save_model`."""
+    stacks = model.config.architecture.stacks_experts
+    if stacks and quantise is not Quantise.NONE:
+        raise ConfigError(
+            f"a {model.config.architecture.model_type} model cannot be written in {quantise}",
+            "its checkpoints have the experts of a layer in one tensor, and compressed-tensors has no such tensors",
+            hint="write it without quantisation",
+        )
     write_config_files(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
-    tensors = hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise])
+    if stacks:
+        tensors = stacked_views(model)
+    else:
+        tensors = hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise])
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
 
 
@@ -130,7 +141,7 @@ def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.
     files = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [WEIGHTS]
     for file, names in zip(files, shards, strict=True):
-        save_tensors({name: views[name].to(kinds[name]) for name in names}, folder / file)
+        save_tensors({name: as_stored(name, views[name].to(kinds[name])) for name in names}, folder / file)
     if len(shards) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_index(where, sum(sizes.values()), folder)
@@ -264,9 +275,20 @@ class Tensors:
         return tensor
 
     def full(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read a tensor's values, dequantised if it is quantised. `shape`: the shape of the dequantised tensor."""
+        """Read a tensor's values, dequantised if it is quantised. `shape`: the shape of the dequantised tensor.
+
+        The tensor of an expert may be a part of a stack of them."""
+        part = None if name in self._found else expert_part(name)
+        if part is not None and any(one in self._found for one in (part.stack, part.stack + BLOCKS)):
+            return read_expert(part, packed=part.stack not in self._found, read=self._one_of)
         tensor = read_stored(name, shape, self._found, self.stored)
         return dequantise(tensor, self.stored(name + FP8_SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+    def _one_of(self, name: str, index: int) -> torch.Tensor:
+        """Read one index of a tensor's first dimension."""
+        progress.tick()
+        some: torch.Tensor = self._where[name].get_slice(name)[index : index + 1]
+        return some[0]
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         """Read rows [start, stop) of a tensor with this full shape.

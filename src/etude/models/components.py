@@ -81,11 +81,15 @@ class QkNorm(enum.StrEnum):
 class GroupedQueries:
     """Grouped-query attention (arXiv 2305.13245).
 
-    `qk_norm`: how queries and keys are normalised. `bias`: the projections to queries, keys and values have biases."""
+    `qk_norm`: how queries and keys are normalised. `bias`: the projections to queries, keys and values have biases.
+    `out_bias`: the output projection has one. `sinks`: each query head has a learned logit that is part of the
+    softmax's denominator, an attention sink (arXiv 2309.17453, §3.3)."""
 
     layer: ClassVar[str] = "etude.models.attention:Attention"
     qk_norm: QkNorm = QkNorm.HEAD
     bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
 
     @property
     def undivided(self) -> str:
@@ -97,7 +101,9 @@ class GroupedQueries:
         found: dict[str, Shape] = {f"{name}.weight": (size, d) for name, size in rows.items()}
         if self.bias:
             found |= {f"{name}.bias": (size,) for name, size in rows.items()}
-        return found | {"o_proj.weight": (d, queries)} | {f"{name}.weight": n for name, n in self.norms(c).items()}
+        found |= {"o_proj.weight": (d, queries)} | ({"o_proj.bias": (d,)} if self.out_bias else {})
+        found |= {"sinks": (c.num_heads,)} if self.sinks else {}
+        return found | {f"{name}.weight": shape for name, shape in self.norms(c).items()}
 
     def norms(self, c: Sizes) -> dict[str, Shape]:
         """Return the shapes of the norm weights of queries and keys; empty without such norms."""
@@ -151,6 +157,22 @@ class Routing:
                 f"top_groups = {self.top_groups}, top_k = {top_k}: there are {self.num_groups} groups of {size}"
                 " experts, and `top_groups` of them must have at least `top_k` experts"
             )
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """The experts' activation in gpt-oss: g · sigmoid(alpha · g) · (u + 1).
+
+    g is the gate, at most `limit`; u is the up projection, from -`limit` to `limit`. Source: transformers'
+    `GptOssExperts`."""
+
+    alpha: float = ranged(1.702, low=0.0)
+    limit: float = ranged(7.0, low=0.0)
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit"):
+            if not 1e-3 <= getattr(self, name) <= 1e6:
+                raise ValueError(f"swiglu's {name} = {getattr(self, name)!r}, expected from 0.001 to 1000000")
 
 
 @dataclass(frozen=True)

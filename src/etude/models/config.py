@@ -21,6 +21,7 @@ from etude.errors import CheckpointError, ConfigError, nearest
 from etude.models.components import (
     AttentionKind,
     CacheLayout,
+    ClampedSwiglu,
     GroupedQueries,
     Latent,
     Llama3,
@@ -65,7 +66,14 @@ MOE = {**SIZES, "expert_size": "moe_intermediate_size", "num_experts": "num_expe
 WIDTH = "intermediate_size"
 """The key of config.json with the width of dense layers."""
 FIXED: dict[str, tuple[Any, Any]] = {"hidden_act": ("silu", "silu"), "attention_bias": (False, False)}
-OPTIONS = {"attention_bias": False, "qk_norm": True, "rotary_dim": 0}
+OPTIONS: dict[str, Any] = {
+    "attention_bias": False,
+    "qk_norm": True,
+    "rotary_dim": 0,
+    "sliding_window": 0,
+    "sliding_layers": (),
+    "swiglu": None,
+}
 """The fields of `ModelConfig` that only some families have (`ModelFamily.options`), with the value in all others."""
 
 
@@ -84,6 +92,9 @@ class ModelConfig:
     - `attention_bias`, `qk_norm`: biases of the projections to queries, keys and values, and norms of queries and keys,
       in families where they are optional.
     - `rotary_dim`: how many numbers of a head RoPE rotates, in families where it is not all of them; 0: all.
+    - `sliding_layers`: indices of layers in which a token attends only to the last `sliding_window` tokens, itself
+      included.
+    - `swiglu`: the experts' activation; None: SwiGLU.
 
     >>> ModelConfig().num_parameters
     1527872
@@ -117,6 +128,9 @@ class ModelConfig:
     attention_bias: bool = False
     qk_norm: bool = True
     rotary_dim: int = ranged(0, low=0)
+    sliding_window: int = ranged(0, low=0)
+    sliding_layers: tuple[int, ...] = ()
+    swiglu: ClampedSwiglu | None = None
 
     def __post_init__(self) -> None:
         family = self.architecture  # checks the name
@@ -143,9 +157,16 @@ class ModelConfig:
                 f"top_k = {self.top_k}, num_experts = {self.num_experts}:"
                 " top_k must be from 1 to num_experts, or 0 if there are no experts"
             )
-        if list(self.dense_layers) != sorted(set(self.dense_layers) & set(range(self.num_layers))):
+        for name in ("dense_layers", "sliding_layers"):
+            listed = getattr(self, name)
+            if list(listed) != sorted(set(listed) & set(range(self.num_layers))):
+                raise ValueError(
+                    f"{name} = {list(listed)[:8]}: list indices from 0 to {self.num_layers - 1}, ascending"
+                )
+        if bool(self.sliding_layers) != bool(self.sliding_window):
             raise ValueError(
-                f"dense_layers = {list(self.dense_layers)[:8]}: list indices from 0 to {self.num_layers - 1}, ascending"
+                f"sliding_window = {self.sliding_window}, sliding_layers = {list(self.sliding_layers)[:8]}:"
+                " set both, or none of them"
             )
         self.routing.check(self.num_experts, self.top_k)
         family.check(self)
@@ -224,6 +245,8 @@ class ModelConfig:
         """The number of parameters, without router biases."""
         d, dense = self.hidden_size, self.num_layers - self.num_moe_layers
         experts = d * (self.num_experts * (3 * self.expert_size + 1) + 3 * self.num_shared * self.expert_size)
+        if self.architecture.expert_bias:
+            experts += self.num_experts * (2 * self.expert_size + d + 1)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
         blocks = self.num_layers * (sum(map(prod, self.attention.shapes(self).values())) + 2 * d)
         return blocks + self.num_moe_layers * experts + dense * 3 * d * self.dense_width + embeddings + d
@@ -277,7 +300,7 @@ class ModelConfig:
 
         Raises `CheckpointError`, which names an unsupported key or architecture."""
         family = family_for(raw)
-        check_scheme(raw)
+        check_scheme(raw, stacked=family.stacks_experts)
         return family.from_hf(raw)
 
 
@@ -307,6 +330,11 @@ class ModelFamily:
     """Normalisation of queries and keys in grouped-query attention."""
     qkv_bias: ClassVar[bool] = False
     """Whether the projections to queries, keys and values have biases in every model of the family."""
+    expert_bias: ClassVar[bool] = False
+    """Whether routers and all projections of experts have biases."""
+    stacks_experts: ClassVar[bool] = False
+    """Whether a checkpoint has the experts of a layer in one tensor, in gpt-oss's layout with biases
+    (`models.stacked_experts`)."""
     scores: ClassVar[Scores] = Scores.SOFTMAX
     """The activation of router logits."""
     options: ClassVar[frozenset[str]] = frozenset()

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from etude.models.components import Routing, Scores
+from etude.models.components import ClampedSwiglu, Routing, Scores
 from etude.models.hooks import ForwardHook, no_hook
 from etude.models.replay import RecordedRoutes
 from etude.numerics import grouped_experts
@@ -218,14 +218,17 @@ def mix(
     hook: ForwardHook = no_hook,
     *,
     parallel: Parallel = SINGLE_RANK,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    swiglu: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """Compute the output of the experts, [N, D]: for each token, Σ over its K experts of gate · expert(x).
 
     An expert is down(silu(gate_proj x) · up_proj x). The matrices are this rank's: a part of each expert (tensor
     parallelism), or some experts (expert parallelism). With expert parallelism `hook` receives only the results that
-    come back."""
+    come back. `biases`: of the projections, [E, 2F] and [E, D]. `swiglu`: another activation."""
     pairs = (operators.lora_pairs(gate_up_E2FD), operators.lora_pairs(down_EDF))
-    if hook is no_hook and parallel.degree == 1 and pairs == (None, None):
+    plain = biases == (None, None) and swiglu is None
+    if plain and hook is no_hook and parallel.degree == 1 and pairs == (None, None):
         fused = operators.fused_experts(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
         if fused is not None:
             return fused
@@ -240,9 +243,9 @@ def mix(
         operators.quantise_weight(gate_up_E2FD),
         operators.quantise_weight(down_EDF),
     )
-    products = (choice.gates_NK, gate_up_E2FD, down_EDF)
+    products = (choice.gates_NK, gate_up_E2FD, down_EDF, *biases)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        tensor.copy_to_ranks(operators, x_ND), *products, dispatch, operators, hook, tensor, pairs, *trained
+        tensor.copy_to_ranks(operators, x_ND), *products, swiglu, dispatch, operators, hook, tensor, pairs, *trained
     )
     return y
 
@@ -255,6 +258,9 @@ class _Mix(torch.autograd.Function):
         gates: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        swiglu: ClampedSwiglu | None,
         dispatch: Dispatch,
         operators: Operators,
         hook: ForwardHook,
@@ -264,13 +270,17 @@ class _Mix(torch.autograd.Function):
     ) -> torch.Tensor:
         inside, ranks = hook if dispatch.is_local else no_hook, tensor.degree
         x_S = dispatch.to_experts(x.index_select(0, dispatch.source_S), "rows for experts")
-        h_S = _seen(inside, "gate_up", operators.grouped_columns(x_S, gate_up, dispatch.rows, ranks), dispatch)
-        act_S = _seen(inside, "activated", operators.quantise_input(operators.gated(h_S)), dispatch)
+        h_S = _biased(operators.grouped_columns(x_S, gate_up, dispatch.rows, ranks), gate_up_bias, dispatch)
+        h_S = _seen(inside, "gate_up", h_S, dispatch)
+        gated_S = operators.gated(h_S) if swiglu is None else operators.clamped_gated(h_S, swiglu.alpha, swiglu.limit)
+        act_S = _seen(inside, "activated", operators.quantise_input(gated_S), dispatch)
         part_S = operators.grouped_partial(act_S, down, dispatch.rows, ranks)
-        out_S = dispatch.to_tokens(tensor.sum_over_ranks(operators, part_S, "experts.down"), "rows of experts")
+        sum_S = _biased(tensor.sum_over_ranks(operators, part_S, "experts.down"), down_bias, dispatch)
+        out_S = dispatch.to_tokens(sum_S, "rows of experts")
         out_S = _seen(hook, "down", out_S, dispatch)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
         ctx.dispatch, ctx.wide, ctx.pairs, ctx.cut = dispatch, operators.storage_dtype, pairs, _cut(dispatch, operators)
+        ctx.biases, ctx.swiglu = (gate_up_bias, down_bias), swiglu
         return operators.combine(out_S, dispatch.slot_NK, gates)
 
     @staticmethod
@@ -290,13 +300,44 @@ class _Mix(torch.autograd.Function):
         a, b = h_S.chunk(2, -1)
         dh_S = torch.empty_like(h_S)
         da, db = dh_S.chunk(2, -1)
-        torch.mul(dact_S, F.silu(a), out=db)
-        da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
+        if ctx.swiglu is None:
+            torch.mul(dact_S, F.silu(a), out=db)
+            da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
+        else:
+            _clamped_gradient(dact_S, a, b, ctx.swiglu, (da, db))
+        bias_gradients = [
+            None if bias is None or not needed else _per_expert_sum(g_S, bias, ctx.cut)
+            for g_S, bias, needed in zip((dh_S, dout_S), ctx.biases, ctx.needs_input_grad[4:6], strict=True)
+        ]
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, ctx.cut) if ctx.needs_input_grad[2] else None
         low_gate_up = _per_expert_pairs(dh_S, x_S, ctx.pairs[0], ctx.cut)
         dx_S = dispatch.to_tokens(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
         dx = F.embedding(dispatch.slot_NK, dx_S).sum(1)
-        return dx, dgates, dgate_up, ddown, None, None, None, None, None, *low_gate_up, *low_down
+        return dx, dgates, dgate_up, ddown, *bias_gradients, *[None] * 6, *low_gate_up, *low_down
+
+
+def _biased(rows_SO: torch.Tensor, bias_EO: torch.Tensor | None, dispatch: Dispatch) -> torch.Tensor:
+    """Add each expert's bias to its rows."""
+    if bias_EO is None:
+        return rows_SO
+    rows = torch.tensor(dispatch.rows).to(rows_SO.device)
+    bias_SO = bias_EO.to(rows_SO.dtype).repeat_interleave(rows, 0, output_size=len(rows_SO))
+    return rows_SO + bias_SO
+
+
+def _clamped_gradient(
+    dact_S: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    swiglu: ClampedSwiglu,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write the gradients of `Operators.clamped_gated` with respect to gate and up projection into `out`."""
+    gate, up = a.clamp(max=swiglu.limit), b.clamp(-swiglu.limit, swiglu.limit)
+    share = torch.sigmoid(swiglu.alpha * gate)
+    slope = share * (1 + swiglu.alpha * gate * (1 - share))
+    torch.mul(dact_S * (up + 1) * slope, a <= swiglu.limit, out=out[0])
+    torch.mul(dact_S * gate * share, b.abs() <= swiglu.limit, out=out[1])
 
 
 def _seen(hook: ForwardHook, name: str, rows_S: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
@@ -365,6 +406,13 @@ def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tenso
         else:
             w.copy_(tree_sum([_product(g_SO, x_SI, rows, size, w) for rows, size in parts]))
     return grad
+
+
+def _per_expert_sum(g_SO: torch.Tensor, like_EO: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Compute each expert's sum of rows, the gradient of its bias."""
+    zero = g_SO.new_zeros(g_SO.shape[1])
+    sums = (tree_sum([_padded(g_SO, *part).sum(0) if part[1] else zero for part in parts]) for parts in cut)
+    return torch.stack(list(sums)).to(like_EO.dtype)
 
 
 def _product(g_SO: torch.Tensor, x_SI: torch.Tensor, rows: slice, size: int, like: torch.Tensor) -> torch.Tensor:

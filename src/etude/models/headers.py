@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from etude.models.config import ModelConfig
 from etude.models.quantised_storage import (
     FP8_DTYPE,
     FP8_SCALE,
+    Part,
     ignored_parts,
     is_quantised,
     scale_shape,
     stored_format,
     stored_parts,
 )
+from etude.models.stacked_experts import BLOCKS, expert_part, stacked_parts, stacked_shapes
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 from etude.weights.files import safetensors_file
@@ -60,7 +62,7 @@ def weight_errors(folder: Path, found: Mapping[str, StoredTensor], config: Model
 
     `found`: the tensors of the directory `folder`."""
     known = {config.architecture.hf_name(HEAD)}  # some writers repeat a tied one: the loader compares it
-    for name, shape in hf_weight_shapes(config):
+    for name, shape in stored_shapes(found, config):
         try:
             known |= _check_tensor(name, found, shape, folder)
         except CheckpointError as error:
@@ -122,7 +124,10 @@ def _check_tensor(name: str, found: Mapping[str, StoredTensor], shape: Shape, fo
     """Check one tensor, and return the names under which it is stored."""
     low = stored_format(name, found)
     if low is not Quantise.NONE:
-        return _check_parts(name, found, shape, low)
+        whole = len(shape) == 2 and shape[1] % FORMATS[low].block == 0
+        return _check_parts(name, found, shape, low, stored_parts(name, shape, low) if whole else {})
+    if name + BLOCKS in found:
+        return _check_parts(name, found, shape, Quantise.MXFP4, stacked_parts(name, shape))
     tensor = found.get(name)
     if tensor is None:
         raise CheckpointError(
@@ -152,8 +157,10 @@ def _check_tensor(name: str, found: Mapping[str, StoredTensor], shape: Shape, fo
     return {name, name + FP8_SCALE} if tensor.dtype == FP8_DTYPE else {name}
 
 
-def _check_parts(name: str, found: Mapping[str, StoredTensor], shape: Shape, low: Quantise) -> set[str]:
-    expected = stored_parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
+def _check_parts(
+    name: str, found: Mapping[str, StoredTensor], shape: Shape, low: Quantise, expected: Mapping[str, Part]
+) -> set[str]:
+    """Check the tensors that store a quantised one, and return their names. `expected`: empty if it cannot be."""
     for part, (dtype, its_shape) in expected.items():
         tensor = found.get(part)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, its_shape):
@@ -199,21 +206,37 @@ def hf_weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     return ((outside(name), shape) for name, shape in weight_shapes(config))
 
 
+def stored_shapes(found: Iterable[str], config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and shape of every tensor that a checkpoint of a model has, with experts stacked where they are.
+
+    `found`: the names in the checkpoint. Several ranks of a learner write each expert by itself, in every family."""
+    if not config.architecture.stacks_experts or any(expert_part(name) for name in found):
+        yield from hf_weight_shapes(config)
+        return
+    yield from (pair for pair in hf_weight_shapes(config) if expert_part(pair[0]) is None)
+    outside = config.architecture.hf_name
+    for layer in config.moe_layers:
+        yield from stacked_shapes(outside(f"model.layers.{layer}.mlp.experts."), config)
+
+
 def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:
-    d, hidden = config.hidden_size, config.expert_size
+    d, hidden, bias = config.hidden_size, config.expert_size, config.architecture.expert_bias
     yield at + "mlp.gate.weight", (config.num_experts, d)
+    if bias:
+        yield at + "mlp.gate.bias", (config.num_experts,)
     if config.routing.scores is Scores.SIGMOID:
         yield at + "mlp.gate.e_score_correction_bias", (config.num_experts,)
     for e in range(config.num_experts):
-        yield from _mlp_shapes(f"{at}mlp.experts.{e}.", d, hidden)
+        yield from _mlp_shapes(f"{at}mlp.experts.{e}.", d, hidden, bias=bias)
     if config.num_shared:
         yield from _mlp_shapes(at + "mlp.shared_experts.", d, config.num_shared * hidden)
 
 
-def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
-    yield at + "gate_proj.weight", (hidden, width)
-    yield at + "up_proj.weight", (hidden, width)
-    yield at + "down_proj.weight", (width, hidden)
+def _mlp_shapes(at: str, width: int, hidden: int, *, bias: bool = False) -> Iterator[tuple[str, Shape]]:
+    for name, shape in (("gate", (hidden, width)), ("up", (hidden, width)), ("down", (width, hidden))):
+        yield f"{at}{name}_proj.weight", shape
+        if bias:
+            yield f"{at}{name}_proj.bias", shape[:1]
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -120,8 +120,10 @@ def quantization_config(kind: Quantise, *, router: str = "mlp.gate") -> dict[str
     }
 
 
-def check_scheme(raw: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` when a config.json has an unsupported weight format."""
+def check_scheme(raw: Mapping[str, Any], *, stacked: bool = False) -> None:
+    """Raise `CheckpointError` when a config.json has an unsupported weight format.
+
+    `stacked`: the family stacks its experts, so these may be in gpt-oss's mxfp4 (`models.stacked_experts`)."""
     found = raw.get("quantization_config", raw.get("compression_config"))
     if found is None:
         return
@@ -133,6 +135,8 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
         )
     method, blocks = found.get("quant_method"), found.get("weight_block_size")
     e4m3 = found.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    if stacked and method == "mxfp4":
+        return
     deepseek = method == "fp8" and e4m3 and blocks == [FP8_BLOCK, FP8_BLOCK]
     if deepseek or is_readable(found):
         return

@@ -34,7 +34,7 @@ def shard_dimension(name: str, parallel: Parallel) -> int | None:
     kind = module.rpartition(".")[2]
     if parallel.tensor.degree == 1:
         return None
-    return 0 if kind in OUTPUTS else 1 if kind in INPUTS and part == "weight" else None
+    return 0 if kind in OUTPUTS or part == "sinks" else 1 if kind in INPUTS and part == "weight" else None
 
 
 def shard_tensor(name: str, full: torch.Tensor, parallel: Parallel) -> torch.Tensor:

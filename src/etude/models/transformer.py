@@ -84,10 +84,24 @@ class Stack(nn.Module):
         self.operators, self.parallel = operators, parallel
         self.gate_up = nn.Parameter(torch.empty(num_held, 2 * c.expert_size, c.hidden_size))
         self.down = nn.Parameter(torch.empty(num_held, c.hidden_size, c.expert_size))
+        biased = c.architecture.expert_bias
+        self.gate_up_bias = nn.Parameter(torch.zeros(num_held, 2 * c.expert_size)) if biased else None
+        self.down_bias = nn.Parameter(torch.zeros(num_held, c.hidden_size)) if biased else None
+        self.swiglu = c.swiglu
 
     def forward(self, x_ND: torch.Tensor, choice: Choice, hook: ForwardHook) -> torch.Tensor:
         """Return for N tokens the sum of the outputs of their experts times their gates, [N, D] like the inputs."""
-        return mix(x_ND, choice, self.gate_up, self.down, self.operators, hook, parallel=self.parallel)
+        return mix(
+            x_ND,
+            choice,
+            self.gate_up,
+            self.down,
+            self.operators,
+            hook,
+            parallel=self.parallel,
+            biases=(self.gate_up_bias, self.down_bias),
+            swiglu=self.swiglu,
+        )
 
     def matrices(self) -> dict[str, list[int]]:
         """Return the parameters that Muon updates, each with the row counts of its matrices in one expert."""
@@ -104,6 +118,7 @@ class Experts(nn.Module):
         self.operators, self.parallel = operators, parallel
         self.top_k, self.routing = c.top_k, c.routing
         self.router = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
+        self.router_bias = nn.Parameter(torch.zeros(c.num_experts)) if c.architecture.expert_bias else None
         self.held = parallel.experts(c.num_experts)
         self.stack = Stack(c, len(self.held), operators, parallel)
         biased = c.routing.scores is Scores.SIGMOID  # a buffer, since it has no gradient
@@ -132,7 +147,8 @@ class Experts(nn.Module):
 
         `recorded`: experts to use in place of the router's choice. `hook`: called with each operator's result.
         `counts_N`: how often each token counts in the load-balancing loss."""
-        scores = hook("experts.scores", self.operators.router_scores(x_ND, self.router))
+        scores = self.operators.router_scores(x_ND, self.router)
+        scores = hook("experts.scores", scores if self.router_bias is None else scores + self.router_bias)
         choice = choose(
             scores,
             self.top_k,
@@ -151,12 +167,19 @@ class Experts(nn.Module):
     def views(self) -> dict[str, torch.Tensor]:
         """Return each weight as a view, by its name in a checkpoint's `mlp`; of experts only this rank's."""
         found: dict[str, torch.Tensor] = {"gate.weight": self.router}
+        if self.router_bias is not None:
+            found["gate.bias"] = self.router_bias
         if self.bias is not None:
             found["gate.e_score_correction_bias"] = self.bias
         for e, gate_up, down in zip(self.held, self.gate_up.unbind(), self.down.unbind(), strict=True):
             gate, up = gate_up.chunk(2)
             found |= {f"experts.{e}.gate_proj.weight": gate, f"experts.{e}.up_proj.weight": up}
             found[f"experts.{e}.down_proj.weight"] = down
+        if self.stack.gate_up_bias is not None and self.stack.down_bias is not None:
+            for e, gate_up, down in zip(self.held, self.stack.gate_up_bias, self.stack.down_bias, strict=True):
+                gate, up = gate_up.chunk(2)
+                found |= {f"experts.{e}.gate_proj.bias": gate, f"experts.{e}.up_proj.bias": up}
+                found[f"experts.{e}.down_proj.bias"] = down
         shared = {} if self.shared is None else self.shared.views()
         return found | {f"shared_experts.{name}": view for name, view in shared.items()}
 
@@ -385,6 +408,6 @@ def initialise(model: Transformer, seed: int) -> None:
     for block in model.blocks:
         assert isinstance(block, Block)
         for name, parameter in block.named_parameters():
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and not name.endswith("_bias"):  # biases begin at 0
                 into_residual = name.endswith((".out", ".down"))
                 fill(parameter, parameter.shape[-1] ** -0.5 * (residual if into_residual else 1.0))

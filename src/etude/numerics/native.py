@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from etude.numerics import grouped_experts, varlen_attention
+from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators, PackedCausal
 
 PART = 1 << 28
@@ -36,10 +37,14 @@ class Native(Operators):
         starts, longest = varlen_attention.starts(lengths, device), max(lengths)
 
         def attend(
-            q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+            q_NHA: torch.Tensor,
+            k_NGA: torch.Tensor,
+            v_NGC: torch.Tensor,
+            scale: float | None = None,
+            options: AttentionOptions | None = None,
         ) -> torch.Tensor:
-            if not varlen_attention.is_supported(device, q_NHA.dtype, q_NHA.shape[-1]):
-                return each(q_NHA, k_NGA, v_NGC, scale)
+            if options is not None or not varlen_attention.is_supported(device, q_NHA.dtype, q_NHA.shape[-1]):
+                return each(q_NHA, k_NGA, v_NGC, scale, options)
             return varlen_attention.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
 
         return attend

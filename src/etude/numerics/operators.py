@@ -22,17 +22,19 @@ import torch.nn.functional as F
 
 from etude.errors import ConfigError
 from etude.numerics import grouped_experts
-from etude.numerics.exact.attention import ANY, CausalMasks, KeyWindows
+from etude.numerics.exact.attention import ANY, KeyWindows, MasksByWindow, masked_attention
+from etude.numerics.exact.options import AttentionOptions
 
 if TYPE_CHECKING:
     from etude.numerics.lora import LoraPairs  # which imports this module
 
 Causal = Callable[..., torch.Tensor]
-"""(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC. Causal attention in one sequence. The queries are at
-positions `start` to the last key's."""
+"""(q_HTA, k_GTA, v_GTC, scale or None, start=0, options=None) -> o_HTC. Causal attention in one sequence. The queries
+are at positions `start` to the last key's. `options`: `AttentionOptions`."""
 
 PackedCausal = Callable[..., torch.Tensor]
-"""(q_NHA, k_NGA, v_NGC, scale or None) -> o_NHC. Causal attention in several sequences, packed one after another."""
+"""(q_NHA, k_NGA, v_NGC, scale or None, options=None) -> o_NHC. Causal attention in several sequences, packed one after
+another."""
 
 _MASKED_ROWS = 512  # queries with one mask
 
@@ -45,6 +47,9 @@ class Operators:
     absorbs_latents = False
     """Whether latent attention is always computed in the absorbed form, so that packed forward passes sum in the same
     order as those over a cache."""
+
+    has_attention_options = True
+    """Whether attention takes `AttentionOptions`: sliding windows and sinks."""
 
     degree = 1
     """Largest number of tensor-parallel ranks, a power of two, for which results keep their bits."""
@@ -186,6 +191,14 @@ class Operators:
         a, b = h_SF.chunk(2, -1)
         return F.silu(a) * b
 
+    def clamped_gated(self, h_SF: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        """Compute gpt-oss's activation: g · sigmoid(alpha · g) · (u + 1), [S, F/2].
+
+        g is the first half, at most `limit`; u is the second half, from -`limit` to `limit`."""
+        gate, up = h_SF.chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """Compute a router's probabilities by softmax, float32 [N, E]."""
         return at_least_float32(scores_NE).softmax(-1)
@@ -207,10 +220,14 @@ class Operators:
         causal, lengths = self.causal_attention(), list(lengths)
 
         def attend(
-            q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+            q_NHA: torch.Tensor,
+            k_NGA: torch.Tensor,
+            v_NGC: torch.Tensor,
+            scale: float | None = None,
+            options: AttentionOptions | None = None,
         ) -> torch.Tensor:
             q, k, v = (torch.split(t.transpose(0, 1), lengths, 1) for t in (q_NHA, k_NGA, v_NGC))
-            o = [causal(*qkv, scale) for qkv in zip(q, k, v, strict=True)]
+            o = [causal(*qkv, scale, options=options) for qkv in zip(q, k, v, strict=True)]
             return torch.cat(o, 1).transpose(0, 1)
 
         return attend
@@ -273,21 +290,28 @@ class _TorchCausal:
     """Causal attention with torch's kernels. Masks are shared by layers and sequences of one forward pass."""
 
     def __init__(self) -> None:
-        self._masks = CausalMasks(_MASKED_ROWS)
+        self._masks = MasksByWindow(_MASKED_ROWS)
 
     def __call__(
-        self, q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+        self,
+        q_HTA: torch.Tensor,
+        k_GTA: torch.Tensor,
+        v_GTC: torch.Tensor,
+        scale: float | None = None,
+        start: int = 0,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         rows, gqa = q_HTA.shape[1], q_HTA.shape[0] != k_GTA.shape[0]
-        if start < rows:  # half of a square is less than a masked rectangle
+        if start < rows and options is None:  # half of a square is less than a masked rectangle
             q = F.pad(q_HTA, (0, 0, start, 0)) if start else q_HTA
             both = k_GTA[None], v_GTC[None]
             o = F.scaled_dot_product_attention(q[None], *both, is_causal=True, enable_gqa=gqa, scale=scale)
             return o[0, :, start:]
-        outs = []
+        outs, masks = [], self._masks(options)
+        sinks = () if options is None else options.rows()
         for first, q in zip(range(start, start + rows, _MASKED_ROWS), torch.split(q_HTA, _MASKED_ROWS, 1), strict=True):
             stop = first + q.shape[1]
-            mask = self._masks(first, stop, q)[: q.shape[1]]
+            mask = masks(first, stop, q)[: q.shape[1]]
             k, v = k_GTA[None, :, :stop], v_GTC[None, :, :stop]
-            outs.append(F.scaled_dot_product_attention(q[None], k, v, mask, enable_gqa=gqa, scale=scale)[0])
+            outs.append(masked_attention(q[None], k, v, mask, scale, *sinks)[0])
         return torch.cat(outs, 1)

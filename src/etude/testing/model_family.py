@@ -182,7 +182,8 @@ def loaded_by_transformers(folder: Path) -> Any:
 def compare(model: Transformer, reference: Any) -> None:
     """Raise `AssertionError` unless both models compute the same logits and choose the same experts."""
     chosen: list[torch.Tensor] = []
-    routers = [layer.mlp.gate for layer in reference.model.layers if hasattr(layer.mlp, "gate")]
+    mlps = [layer.mlp for layer in reference.model.layers]
+    routers = [getattr(one, name) for one in mlps for name in ("gate", "router") if hasattr(one, name)]
     hooks = [one.register_forward_hook(lambda _module, _inputs, outputs: chosen.append(outputs[2])) for one in routers]
     expected = reference(tokens(model.config)[None]).logits[0]
     for hook in hooks:

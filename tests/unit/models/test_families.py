@@ -216,6 +216,21 @@ QWEN2_SIZES = {
     "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28,
 }  # fmt: skip
+GPT_OSS_SIZES = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "max_position_embeddings": 131072,
+    "initial_context_length": 4096, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -228,8 +243,18 @@ QWEN2_SIZES = {
         (MINIMAX_SIZES, 228.7, 62 * 2 * 8 * 128, 62 * 8 * 2),
         (LLAMA_SIZES, 8.03, 32 * 2 * 8 * 128, 0),
         (QWEN2_SIZES, 7.62, 28 * 2 * 4 * 128, 0),
+        (GPT_OSS_SIZES, 20.9, 24 * 2 * 8 * 64, 24 * 4),
     ],
-    ids=["Qwen3-30B-A3B", "DeepSeek-V3", "Kimi-K2", "GLM-4.5-Air", "MiniMax-M2", "Llama-3.1-8B", "Qwen2.5-7B"],
+    ids=[
+        "Qwen3-30B-A3B",
+        "DeepSeek-V3",
+        "Kimi-K2",
+        "GLM-4.5-Air",
+        "MiniMax-M2",
+        "Llama-3.1-8B",
+        "Qwen2.5-7B",
+        "gpt-oss-20b",
+    ],
 )
 def test_published_checkpoints_have_the_size_that_is_published(
     raw: dict[str, Any], billions: float, kept_numbers: int, route_bytes: int
@@ -369,6 +394,7 @@ HF_VALUES = st.one_of(
         st.one_of(st.none(), st.integers(-2, 9), st.floats(), st.sampled_from(["yarn", "default"])),
     ),
 )  # fmt: skip
+OWN_BIASES = ("qwen2", "glm4_moe", "gpt_oss")
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 KEYS = sorted(
     {"layer_types", "quantization_config", "original_max_position_embeddings"}.union(
@@ -387,7 +413,7 @@ def is_none(raw: dict[str, Any]) -> bool:
         or not 0 < eps < float("inf")
         or type(tied) not in (bool, type(None))
         or raw["hidden_act"] not in ("silu", None)
-        or (raw.get("attention_bias") not in (False, None) and raw["model_type"] not in ("qwen2", "glm4_moe"))
+        or (raw.get("attention_bias") not in (False, None) and raw["model_type"] not in OWN_BIASES)
         or raw["model_type"] not in FAMILY_NAMES
     )
 

@@ -16,6 +16,7 @@ from etude.models import ModelConfig
 from etude.models.config import FAMILY_NAMES, OWN_FAMILIES, family_of
 
 ROTARY = {"rotary_dim": 2}
+WINDOW = {"sliding_window": 4, "sliding_layers": [0]}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -68,7 +69,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_modules_name_is_its_familys_model_type() -> None:
     assert {"qwen3_moe", "qwen3", "deepseek_v3", "kimi_k2", "olmoe", "mixtral"} <= set(FAMILY_NAMES)
-    assert {"llama", "qwen2", "glm4_moe", "minimax_m2"} <= set(FAMILY_NAMES)
+    assert {"llama", "qwen2", "glm4_moe", "minimax_m2", "gpt_oss"} <= set(FAMILY_NAMES)
     assert [family_of(name).model_type for name in FAMILY_NAMES] == list(FAMILY_NAMES)
     assert [family_of(name).name for name in FAMILY_NAMES] == list(FAMILY_NAMES)
 
@@ -166,6 +167,13 @@ def test_a_module_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatc
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias = False"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list = \[1, 0\] is not supported"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
+        ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types = .*, expected 'full_att"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types = .* for each layer"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0"),
+        ("gpt_oss", {"swiglu_limit": -1.0}, "swiglu_limit = -1.0"),
+        ("gpt_oss", {"attention_bias": "yes"}, "attention_bias = 'yes'"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp8"}}, "quantised by 'mxfp8'"),
+        ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused_by_its_key(
@@ -177,9 +185,19 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(
 
 
 def test_settings_that_only_some_families_have_are_refused_in_others() -> None:
-    for family, change in (("qwen3_moe", {"qk_norm": False}), ("llama", {"attention_bias": True}), ("olmoe", ROTARY)):
+    changes = (
+        ("qwen3_moe", {"qk_norm": False}),
+        ("llama", {"attention_bias": True}),
+        ("olmoe", ROTARY),
+        ("llama", WINDOW),
+    )
+    for family, change in changes:
         with pytest.raises(ConfigError, match=f"{next(iter(change))} = .*, but in family '{family}' it is always"):
             build(ModelConfig, to_plain(family_of(family).tiny()) | change)
+    with pytest.raises(ConfigError, match=r"sliding_window = 0, sliding_layers = \[0\]: set both"):
+        build(ModelConfig, to_plain(family_of("gpt_oss").tiny()) | {"sliding_window": 0})
+    with pytest.raises(ConfigError, match="'gpt_oss' needs `swiglu`"):
+        build(ModelConfig, {"family": "gpt_oss"})
     with pytest.raises(ConfigError, match="rotary_dim = 8: expected less than head_dim = 8"):
         build(ModelConfig, to_plain(family_of("glm4_moe").tiny()) | {"rotary_dim": 8})
 

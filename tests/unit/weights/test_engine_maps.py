@@ -128,3 +128,5 @@ def test_a_rank_outside_the_checkpoint_is_refused() -> None:
             sharded(transformers_pieces({"w": np.zeros(shape, np.uint16)}), specs, rank=0, size=2)
     with pytest.raises(WeightsError, match="three dimensions"):
         transformers_pieces({"a.experts.down_proj": np.zeros((2, 5), np.uint16)})
+    with pytest.raises(WeightsError, match="as in gpt-oss"):
+        transformers_pieces({"a.experts.gate_up_proj_bias": np.zeros((2, 6), np.uint16)})

@@ -137,6 +137,7 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
         attention, mlp = layer.self_attn, layer.mlp
         heads = by_head(attention.head_dim) if hasattr(attention, "head_dim") else whole
         projections = LATENT if hasattr(attention, "kv_a_proj_with_mqa") else GROUPED
+        router = getattr(mlp, "gate", getattr(mlp, "router", None))
         passed = "mlp" if hasattr(mlp, "down_proj") else "shared"  # the MLP that every token uses
         product = mlp if passed == "mlp" else getattr(mlp, "shared_experts", None)
         own: list[tuple[str, nn.Module | None, bool, Take]] = [
@@ -149,9 +150,9 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
             ("attention.out", attention.o_proj, False, whole),
             ("middle", layer.post_attention_layernorm, True, whole),
             ("experts_norm", layer.post_attention_layernorm, False, whole),
-            ("experts.scores", getattr(mlp, "gate", None), False, part(0)),
-            ("experts.used", getattr(mlp, "gate", None), False, part(2)),
-            ("experts.gates", getattr(mlp, "gate", None), False, part(1)),
+            ("experts.scores", router, False, part(0)),
+            ("experts.used", router, False, part(2)),
+            ("experts.gates", router, False, part(1)),
             ("experts.mixed", getattr(mlp, "experts", None), False, whole),
             (f"{passed}.gate_up/0", getattr(product, "gate_proj", None), False, whole),
             (f"{passed}.gate_up/1", getattr(product, "up_proj", None), False, whole),

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from etude.numerics.exact.matmul import MIN_ROWS
+from etude.numerics.exact.options import AttentionOptions, attention_with_sinks
 
 BLOCK = 64
 KERNEL_BLOCK = 512  # block of keys of the CPU's attention kernel
@@ -30,7 +31,8 @@ TILES = ((32, MIN_ROWS), (192, 32), (768, 64), (1 << 62, 256))  # (below this nu
 CHUNK = 128  # queries of a full sequence that share a window
 
 Attend = Callable[..., torch.Tensor]
-"""(q_BHMA, k_BGWA, v_BGWC, mask that broadcasts to BHMW, 0 or -inf, scale or None) -> o_BHMC"""
+"""(q_BHMA, k_BGWA, v_BGWC, mask that broadcasts to BHMW, 0 or -inf, scale or None, sinks that broadcast to BHM or None)
+-> o_BHMC"""
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,33 @@ class KeyWindows:
 
 
 def masked_attention(
-    q_BHMA: torch.Tensor, k_BGWA: torch.Tensor, v_BGWC: torch.Tensor, mask: torch.Tensor, scale: float | None = None
+    q_BHMA: torch.Tensor,
+    k_BGWA: torch.Tensor,
+    v_BGWC: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention with the vendor's kernel and an additive mask (0 or -inf) that broadcasts to [B, H, M, W]."""
+    """Compute attention with the vendor's kernel and an additive mask (0 or -inf) that broadcasts to [B, H, M, W].
+
+    `sinks`: logits that broadcast to [B, H, M], in the denominator of each row's softmax."""
+    if sinks is not None:
+        return attention_with_sinks(q_BHMA, k_BGWA, v_BGWC, mask, scale, sinks)
     gqa = q_BHMA.shape[1] != k_BGWA.shape[1]
     return F.scaled_dot_product_attention(q_BHMA, k_BGWA, v_BGWC, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
 def summed_attention(
-    q_BHMA: torch.Tensor, k_BGWA: torch.Tensor, v_BGWC: torch.Tensor, mask: torch.Tensor, scale: float | None = None
+    q_BHMA: torch.Tensor,
+    k_BGWA: torch.Tensor,
+    v_BGWC: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention with explicit sums, key block by key block: one order, whatever the shapes.
 
-    `mask`: additive, 0 or -inf, broadcasts to [B, H, M, W]."""
+    `mask`: additive, 0 or -inf, broadcasts to [B, H, M, W]. `sinks`: as in `masked_attention`."""
     repeats = q_BHMA.shape[1] // k_BGWA.shape[1]
     k_BHWA, v_BHWC = (t.repeat_interleave(repeats, 1) for t in (k_BGWA, v_BGWC))
     q_BHMA = q_BHMA * (q_BHMA.shape[-1] ** -0.5 if scale is None else scale)
@@ -79,9 +95,12 @@ def summed_attention(
     blocks = []
     for k, mask_block in zip(torch.split(k_BHWA, BLOCK, 2), torch.split(mask_BHMW, BLOCK, 3), strict=True):
         blocks.append((q_BHMA[:, :, :, None] * k[:, :, None]).sum(-1) + mask_block)
-    high = functools.reduce(torch.maximum, [block.amax(-1, keepdim=True) for block in blocks])
+    highs = [block.amax(-1, keepdim=True) for block in blocks]
+    last = [] if sinks is None else [sinks.expand(highs[0].shape[:-1])[..., None]]
+    high = functools.reduce(torch.maximum, [*highs, *last])
     weights = [(block - high).exp() for block in blocks]
-    total = functools.reduce(torch.add, [w.sum(-1, keepdim=True) for w in weights])
+    sums_of_weights = [w.sum(-1, keepdim=True) for w in weights]
+    total = functools.reduce(torch.add, [*sums_of_weights, *((sink - high).exp() for sink in last)])
     sums = [(w[..., None] * v[:, :, None]).sum(-2) for w, v in zip(weights, torch.split(v_BHWC, BLOCK, 2), strict=True)]
     o_BHMC: torch.Tensor = functools.reduce(torch.add, sums) / total
     return o_BHMC
@@ -136,9 +155,14 @@ class _Probe:
         return attend(self.q[:, :, -num:], self.k[:, :, :keys], self.v[:, :, :keys], mask)
 
 
-def causal_mask(positions_M: torch.Tensor, window: int) -> torch.Tensor:
-    """Return an additive mask, float32 [M, W]: 0 for the keys up to each row's position, -inf after it."""
-    hidden = torch.arange(window, device=positions_M.device) > positions_M[:, None]
+def causal_mask(positions_M: torch.Tensor, window: int, sliding: int | None = None) -> torch.Tensor:
+    """Return an additive mask, float32 [M, W]: 0 for the keys up to each row's position, -inf after it.
+
+    `sliding`: 0 only for the last so many of these keys; None: for all."""
+    keys = torch.arange(window, device=positions_M.device)
+    hidden = keys > positions_M[:, None]
+    if sliding is not None:
+        hidden |= keys <= positions_M[:, None] - sliding
     return torch.zeros(hidden.shape, device=positions_M.device).masked_fill_(hidden, -torch.inf)
 
 
@@ -149,8 +173,8 @@ ANY = KeyWindows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), masked_attention, tile
 class CausalMasks:
     """Causal masks of blocks of `rows` consecutive queries. All are views of one tensor, which grows as needed."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows, self._most = rows, 0
+    def __init__(self, rows: int, sliding: int | None = None) -> None:
+        self._rows, self._most, self._sliding = rows, 0, sliding
         self._base = torch.zeros(0)
 
     def __call__(self, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
@@ -158,22 +182,44 @@ class CausalMasks:
         if max(start, window) > self._most:
             self._most = 1 << max(start, window).bit_length()
             positions = torch.arange(self._most, self._most + self._rows, device=like.device)
-            self._base = causal_mask(positions, 2 * self._most).to(like.dtype)
+            self._base = causal_mask(positions, 2 * self._most, self._sliding).to(like.dtype)
         return self._base[:, self._most - start : self._most - start + window]
+
+
+class MasksByWindow:
+    """The `CausalMasks` of each sliding window. `rows`: of one mask."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._masks: dict[int | None, CausalMasks] = {}
+
+    def __call__(self, options: AttentionOptions | None) -> CausalMasks:
+        """Return the masks for a layer with these options."""
+        sliding = None if options is None else options.window
+        if sliding not in self._masks:
+            self._masks[sliding] = CausalMasks(self._rows, sliding)
+        return self._masks[sliding]
 
 
 @dataclass(frozen=True)
 class Causal:
     """Causal attention in full sequences, `CHUNK` queries at a time. Masks are shared by layers and sequences."""
 
-    _masks: CausalMasks = field(default_factory=lambda: CausalMasks(CHUNK))
+    _masks: MasksByWindow = field(default_factory=lambda: MasksByWindow(CHUNK))
 
     def __call__(
-        self, q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+        self,
+        q_HTA: torch.Tensor,
+        k_GTA: torch.Tensor,
+        v_GTC: torch.Tensor,
+        scale: float | None = None,
+        start: int = 0,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         """Return the attention output o_HTC, float32.
 
         `start`: position of the first query. The bits are those of a call with all queries."""
+        masks, sinks = self._masks(options), () if options is None else options.rows()
         (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
         w = key_windows(heads, width)
         padding = w.covering(num) - num
@@ -182,6 +228,6 @@ class Causal:
         for first, q in zip(range(start, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
             rows, window = q.shape[1], w.covering(first + q.shape[1])
             q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
-            mask = self._masks(first, window, q)[: q.shape[1]]
-            outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale)[0, :, :rows])
+            mask = masks(first, window, q)[: q.shape[1]]
+            outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale, *sinks)[0, :, :rows])
         return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]

@@ -11,6 +11,7 @@ from etude.errors import ConfigError
 from etude.numerics import exact
 from etude.numerics.exact.attention import KeyWindows
 from etude.numerics.exact.matmul import Product
+from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Causal, Operators, at_least_float32
 
 
@@ -115,6 +116,11 @@ class Exact(Operators):
         a, b = at_least_float32(h_SF).chunk(2, -1)
         return (exact.in_lanes(F.silu, a) * b).to(self.dtype)
 
+    def clamped_gated(self, h_SF: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        gate, up = at_least_float32(h_SF).chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * exact.in_lanes(torch.sigmoid, alpha * gate) * (up + 1)).to(self.dtype)
+
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
         return exact.in_lanes(torch.sigmoid, at_least_float32(scores_NE))
 
@@ -126,9 +132,15 @@ class Exact(Operators):
         inner = exact.Causal()
 
         def causal(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, start: int = 0
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            scale: float | None = None,
+            start: int = 0,
+            options: AttentionOptions | None = None,
         ) -> torch.Tensor:
-            return inner(at_least_float32(q), at_least_float32(k), at_least_float32(v), scale, start).to(self.dtype)
+            q, k, v = map(at_least_float32, (q, k, v))
+            return inner(q, k, v, scale, start, options).to(self.dtype)
 
         return causal
 

@@ -27,6 +27,7 @@ class ExactGpu(Operators):
 
     Weights are rounded to the rows' dtype as they are read."""
 
+    has_attention_options = False
     absorbs_latents = True  # so that packed forward passes sum in the same order as those over a cache of latents
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:
@@ -127,13 +128,23 @@ def _digest_of_programs() -> str:
 
 
 def _packed(
-    tokens: Groups, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+    tokens: Groups,
+    q_NHA: torch.Tensor,
+    k_NGA: torch.Tensor,
+    v_NGC: torch.Tensor,
+    scale: float | None = None,
+    options: None = None,
 ) -> torch.Tensor:
     return attend_packed(q_NHA, k_NGA, v_NGC, tokens, scale)
 
 
 def _causal(
-    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+    q_HTA: torch.Tensor,
+    k_GTA: torch.Tensor,
+    v_GTC: torch.Tensor,
+    scale: float | None = None,
+    start: int = 0,
+    options: None = None,
 ) -> torch.Tensor:
     if start:  # the kernel needs a query for each key
         return _causal(F.pad(q_HTA, (0, 0, start, 0)), k_GTA, v_GTC, scale)[:, start:]

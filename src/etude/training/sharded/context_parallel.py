@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from etude.numerics.exact.attention import CHUNK
+from etude.numerics.exact.options import AttentionOptions
 from etude.numerics.operators import Operators
 from etude.training.flat_batch import FlatBatch, empty_batch
 from etude.training.sharded.mesh import Mesh
@@ -69,7 +70,13 @@ class ContextParallelCache:
         self.positions = starts[self._kept[mesh.context_rank]].to(mesh.device)
 
     def attend(
-        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHA: torch.Tensor,
+        k_NGA: torch.Tensor,
+        v_NGB: torch.Tensor,
+        scale: float | None = None,
+        options: AttentionOptions | None = None,
     ) -> torch.Tensor:
         shared = v_NGB.untyped_storage().data_ptr() == k_NGA.untyped_storage().data_ptr()
         width = k_NGA.shape[-1]
@@ -82,7 +89,7 @@ class ContextParallelCache:
             for piece in (one for one in mine if len(one)):
                 seen = slice(start, start + piece.stop)
                 q = q_NHA[at : at + len(piece)].transpose(0, 1)
-                o = self._causal(q, k[seen].transpose(0, 1), v[seen].transpose(0, 1), scale, piece.start)
+                o = self._causal(q, k[seen].transpose(0, 1), v[seen].transpose(0, 1), scale, piece.start, options)
                 outs.append(o.transpose(0, 1))
                 at += len(piece)
             start += length

@@ -97,7 +97,10 @@ def chunk_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
 def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
     """Return this rank's rows of each parameter. Call it before `apply_fsdp`."""
     stacked = {
-        f"{name}.{part}" for name, m in model.named_modules() if isinstance(m, Stack) for part in ("gate_up", "down")
+        f"{name}.{part}"
+        for name, m in model.named_modules()
+        if isinstance(m, Stack)
+        for part, _ in m.named_parameters()
     }
     found = {}
     for name, parameter in model.named_parameters():

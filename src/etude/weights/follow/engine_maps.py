@@ -19,8 +19,16 @@ def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
     """Map the `model.state_dict()` of a `transformers` model (5.x): checkpoint name -> where the tensor is in memory.
 
     The names are those of the checkpoint, except for stacked experts: `experts.gate_up_proj` [E, 2I, H] and
-    `experts.down_proj` [E, H, I] are split by expert. Raises `WeightsError` if these have other than three dimensions.
+    `experts.down_proj` [E, H, I] are split by expert. Raises `WeightsError` if these have other than three dimensions,
+    and for gpt-oss, whose stacks are transposed.
     """
+    for name in live:
+        if name.endswith(".experts.gate_up_proj_bias"):
+            raise WeightsError(
+                f"{name!r} belongs to a stack of experts as in gpt-oss",
+                "its matrices are transposed, and gate and up alternate",
+                hint="map it by hand, with `piece(name, value)`, under names that the publisher uses",
+            )
     return merge_pieces(
         *(_experts(name, value, ".gate_up_proj", ".down_proj") or named({name: value}) for name, value in live.items())
     )

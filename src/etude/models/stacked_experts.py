@@ -1,0 +1,138 @@
+"""Experts of a layer stacked in one tensor, as gpt-oss's checkpoints have them. Needs torch only to compute values.
+
+| tensor, after `mlp.experts.` | shape | content |
+| --- | --- | --- |
+| `gate_up_proj` | [E, D, 2F] | columns: gate, up, gate, up, ... |
+| `gate_up_proj_bias` | [E, 2F] | in the same order |
+| `down_proj` | [E, F, D] | |
+| `down_proj_bias` | [E, D] | |
+
+Matrices are [in, out], the transpose of etude's. In mxfp4 (`quant_method: "mxfp4"`) a matrix is not transposed:
+`X_blocks` U8 [E, out, in/32, 16] has two numbers a byte, the low bits first, and `X_scales` U8 [E, out, in/32] their
+exponents.
+
+In the model, in published versions and in files that several ranks of a learner write, each expert has tensors of its
+own, as in the other families.
+
+Shapes: E experts, D width, F expert width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from etude.models.components import Shape
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
+
+if TYPE_CHECKING:
+    import torch
+
+    from etude.models.config import ModelConfig
+    from etude.models.transformer import Transformer
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of the names of a stack's elements and block scales in mxfp4."""
+_ALTERNATING = (".experts.gate_up_proj", ".experts.gate_up_proj_bias")
+_FORMAT = FORMATS[Quantise.MXFP4]
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """One matrix or bias of one expert, as a part of a stack.
+
+    `stack`: the name of the stack. `step`: 2 where gate and up alternate, else 1. `first`: the first row."""
+
+    stack: str
+    expert: int
+    first: int
+    step: int
+
+    @property
+    def is_bias(self) -> bool:
+        return self.stack.endswith("_bias")
+
+
+def expert_part(name: str) -> ExpertPart | None:
+    """Return where a tensor of an expert is in a stack; None for other tensors.
+
+    >>> expert_part("model.layers.0.mlp.experts.3.up_proj.bias")
+    ExpertPart(stack='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, first=1, step=2)
+    """
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    at, expert, kind, part = found.groups()
+    stack = "down_proj" if kind == "down" else "gate_up_proj"
+    return ExpertPart(
+        at + stack + ("_bias" if part == "bias" else ""),
+        int(expert),
+        first=1 if kind == "up" else 0,
+        step=1 if kind == "down" else 2,
+    )
+
+
+def stacked_shapes(at: str, config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and shape of each stack of a layer. `at`: the beginning of the names."""
+    e, d, f = config.num_experts, config.hidden_size, config.expert_size
+    yield at + "gate_up_proj", (e, d, 2 * f)
+    yield at + "gate_up_proj_bias", (e, 2 * f)
+    yield at + "down_proj", (e, f, d)
+    yield at + "down_proj_bias", (e, d)
+
+
+def stacked_parts(name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
+    """Return the tensors that store a stack of matrices in mxfp4: name → (dtype, shape).
+
+    `shape`: [E, in, out]. Empty for biases, and for widths that are not a multiple of the block size."""
+    if len(shape) != 3 or shape[1] % _FORMAT.block:
+        return {}
+    sizes = (shape[0], shape[2], shape[1] // _FORMAT.block)
+    return {name + BLOCKS: ("U8", (*sizes, _FORMAT.block // 2)), name + SCALES: ("U8", sizes)}
+
+
+def read_expert(part: ExpertPart, *, packed: bool, read: Callable[[str, int], torch.Tensor]) -> torch.Tensor:
+    """Read a matrix [O, I] or a bias [O] of one expert from its stack.
+
+    `packed`: the stack is in mxfp4; then the values are float32. `read`: (name of a tensor, index) → that part of its
+    first dimension."""
+    rows = slice(part.first, None, part.step)
+    if not packed or part.is_bias:
+        one = read(part.stack, part.expert)
+        return one[rows] if part.is_bias else one.mT[rows]
+    from etude.numerics.quantisation import Packed, unpack
+
+    codes, scales = (read(part.stack + suffix, part.expert)[rows].contiguous() for suffix in (BLOCKS, SCALES))
+    return unpack(Packed(codes.flatten(1), scales, None), _FORMAT)
+
+
+def stacked_views(model: Transformer) -> dict[str, torch.Tensor]:
+    """Return every weight of a model by the name of the tensor that stores it, as detached views.
+
+    Where gate and up alternate they are a last dimension of two, since [E, D, 2F] cannot be a view (`as_stored`)."""
+    from etude.models.transformer import Block
+    from etude.models.weight_views import hf_views
+
+    found = {name: view for name, view in hf_views(model).items() if expert_part(name) is None}
+    outside = model.config.architecture.hf_name
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        if block.experts is None:
+            continue
+        at, stack = outside(f"model.layers.{layer}.mlp.experts."), block.experts.stack
+        assert stack.gate_up_bias is not None
+        assert stack.down_bias is not None
+        held, _, width = stack.gate_up.shape
+        found[at + "gate_up_proj"] = stack.gate_up.detach().view(held, 2, -1, width).permute(0, 3, 2, 1)  # [E, D, F, 2]
+        found[at + "gate_up_proj_bias"] = stack.gate_up_bias.detach().view(held, 2, -1).mT
+        found[at + "down_proj"] = stack.down.mT.detach()
+        found[at + "down_proj_bias"] = stack.down_bias.detach()
+    return found
+
+
+def as_stored(name: str, view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of `stacked_views`, or any other tensor, in its shape in a file, contiguous."""
+    return (view.flatten(-2) if name.endswith(_ALTERNATING) else view).contiguous()
