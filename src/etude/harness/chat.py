@@ -34,7 +34,7 @@ from etude.grammars import Tool, from_lark, from_tool_calls
 from etude.harness.call_formats import NONE, call_format_of
 from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
-from etude.harness.tokenizer import PLACEHOLDER, SafeTokenizer
+from etude.harness.tokenizer import PLACEHOLDER, SafeTokenizer, match_any
 from etude.records.wire import I32
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -50,6 +50,7 @@ _SYSTEM, _USER = {"role": "system", "content": "?"}, {"role": "user", "content":
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "?"}}, "required": ["x"]}
 _FUNCTION = {"name": "f", "description": "?", "parameters": _SCHEMA}
 _TOOLS = {"f": Signature.from_openai({"type": "function", "function": _FUNCTION})}
+_BARE_TOKENS = 32  # tokens of a completion by which a call without an opening token is recognised
 _MAX_KINDS = 256  # kinds of messages whose continuation is known; more are rendered with their whole history
 
 Message = dict[str, Any]
@@ -290,10 +291,11 @@ class ChatFormat:
         lines.append("call: " + " | ".join(f"tool{i}" for i in range(len(signatures))))
         return from_lark("\n".join(lines))
 
-    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
+    def num_text_tokens(self, ids: Sequence[int] | I32, *, begun: bool = False) -> int:
         """Return how many leading tokens of a completion come before its first tool call.
 
-        These tokens are text, whatever is sampled later. `ids` may be only the beginning of a completion."""
+        These tokens are text, whatever is sampled later. `ids` may be only a part of a completion. `begun`: whether
+        other tokens of it came before."""
         return next((n for n, i in enumerate(ids) if int(i) in self.tokens.special_ids), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
@@ -353,7 +355,7 @@ class CheckpointChatFormat(ChatFormat):
 
     Three things differ from etude's own format:
 
-    - Calls are JSON (`call_formats`).
+    - Calls are written in the checkpoint's own format (`call_formats`).
     - A template may render a past turn differently from how it was sampled: Qwen3 drops the reasoning. This is
       accepted, since only what follows a sampled message is taken from the rendering.
     - Added tokens that are not special, such as ``<think>``, are tokens in the template and in assistant messages, and
@@ -384,6 +386,7 @@ class CheckpointChatFormat(ChatFormat):
         self.end_id = self.tokens.added[self.end]
         self.stop_token_ids = tuple(dict.fromkeys([self.end_id, *(i for i in stops if i < self.vocab_size)]))
         self.calls = call_format_of(self.tokens.added)
+        self._stops = match_any(t for t, i in self.tokens.added.items() if i in self.stop_token_ids)
         self._openers = frozenset(self.tokens.added[t] for t in self.calls.opening_tokens if t in self.tokens.added)
         self._template = ChatTemplate(template, special=special)
         self._with_tools = self._template if with_tools is None else ChatTemplate(with_tools, special=special)
@@ -406,15 +409,23 @@ class CheckpointChatFormat(ChatFormat):
         The sampled tokens are in the context already, so the template may render them differently. Raises `ChatError`
         when the rendering lacks the reply or its stop token."""
         escaped = self._escape_messages([*previous, *new], signatures)
-        last = len(previous) - 1
-        escaped[last] = {**escaped[last], "content": _REPLY}
-        rendering = self._render(escaped, signatures if tools is None else tools, generate=True)
-        at = rendering.rfind(_REPLY)
-        end = rendering.find(self.end, at)
-        if at < 0 or end < 0:
+        end, after = self._after(escaped, len(previous) - 1, signatures if tools is None else tools)
+        return after if ended else end + after
+
+    def _after(self, escaped: list[Message], index: int, tools: Mapping[str, Signature]) -> tuple[str, str]:
+        """Return the stop token that ends an assistant's message in a rendering, and what follows it."""
+        reply = escaped[index]
+        calls = [{**c, "function": {**c["function"], "name": _REPLY}} for c in reply.get("tool_calls") or ()]
+        for marked in ({"content": _REPLY}, {"tool_calls": calls}):  # Llama's template drops the text before a call
+            escaped[index] = {**reply, **marked}
+            rendering = self._render(escaped, tools, generate=True)
+            if (at := rendering.rfind(_REPLY)) >= 0:
+                break
+        end = self._stops.search(rendering, max(at, 0))
+        if at < 0 or end is None:
             what = "the rendering lacks the reply" if at < 0 else f"no {self.end} ends the reply"
             raise ChatError("the chat template cannot be continued after a sampled reply", what, hint=_HINT_OWN)
-        return rendering[end + len(self.end) if ended else end :]
+        return end[0], rendering[end.end() :]
 
     def encode_call(self, call: Call) -> I32:
         """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
@@ -422,8 +433,8 @@ class CheckpointChatFormat(ChatFormat):
         Raises `ChatError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:
             raise ChatError("the checkpoint has no tool-call format", "no added token opens a call", hint=_HINT_OWN)
-        arguments = self.tokens.escape(json.dumps(call.arguments, ensure_ascii=False))
-        return self.tokens.encode_rendering(self.calls.write(self.tokens.escape(call.name), arguments) + self.end)
+        written = self.calls.write(self.tokens.escape(call.name), self.tokens.escape_all(call.arguments))
+        return self.tokens.encode_rendering(written + self._around_answers[0])
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
         """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
@@ -451,36 +462,49 @@ class CheckpointChatFormat(ChatFormat):
         Raises `ValueError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:
             raise ValueError("the checkpoint has no tool-call format")
-        schemas = {s.name: s.to_openai()["function"].get("parameters") or {} for s in signatures.values()}
-        tools = [Tool(name, {"additionalProperties": False, **schema}) for name, schema in schemas.items()]
-        opening, call, closing = self.calls.parts()
-        around = {"opening": opening, "closing": closing, "between": "" if opening else "\n"}
-        return from_tool_calls(tools, call, tokens=self.tokens.added, max_calls=max_calls, **around)
+        added = self.tokens.added
+        tools = []
+        for signature in signatures.values():
+            schema = signature.to_openai()["function"].get("parameters") or {}
+            lark = self.calls.arguments_grammar(signature, added) if self.calls.argument else ""
+            tools.append(Tool(signature.name, {"additionalProperties": False, **schema}, lark=lark))
+        return from_tool_calls(
+            tools,
+            self.calls.call,
+            tokens=added,
+            opening=self.calls.opening,
+            closing=self.calls.closing,
+            between=self.calls.between,
+            max_calls=1 if self.calls.is_single else max_calls,
+        )
 
-    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
+    def num_text_tokens(self, ids: Sequence[int] | I32, *, begun: bool = False) -> int:
         """Return how many leading tokens of a completion come before the first one that opens a tool call or is
-        special."""
+        special.
+
+        If the completion may become a call without such a token, there are none."""
+        if not begun and self.calls.may_be_bare(self.decode(ids[:_BARE_TOKENS], special=True)):
+            return 0
         ends = self._openers | self.tokens.special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
         """Return the last tool output in a prompt, or "" when there is none."""
-        before, behind = self._around_answers
+        _, before, behind = self._around_answers
         text = self.decode(prompt_ids, special=True)
         start = text.rfind(before)
         return text[start + len(before) :].removesuffix(behind) if start >= 0 else ""
 
     @cached_property
-    def _around_answers(self) -> tuple[str, str]:
-        """The texts that the template writes before and after a tool output."""
+    def _around_answers(self) -> tuple[str, str, str]:
+        """The stop token after a call, and the texts that the template writes before and after a tool output."""
         question = {"role": "user", "content": "?"}
         function = {"name": "f", "arguments": {}}
         reply = {"role": "assistant", "content": _REPLY, "tool_calls": [{"type": "function", "function": function}]}
         output = {"role": "tool", "content": _TOOL_OUTPUT}
-        rendering = self._render([question, reply, output], {}, generate=True)
-        behind_call = rendering[rendering.find(self.end, rendering.find(_REPLY)) + len(self.end) :]
+        end, behind_call = self._after([question, reply, output], 1, {})
         before, _, behind = behind_call.partition(_TOOL_OUTPUT)
-        return before, behind
+        return end, before, behind
 
     def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
         """Render with arguments as mappings, as transformers recommends, or as JSON text if the template needs that."""
