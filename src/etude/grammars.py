@@ -186,8 +186,8 @@ def _part(piece: str, tool: Tool, arguments: str, tokens: Mapping[str, int]) -> 
 def literal(text: str, tokens: Mapping[str, int]) -> str:
     """Return the Lark of a text: strings, and the token ids of the parts that are tokens.
 
-    >>> literal("<|end|>\n", {"<|end|>": 5})
-    '<[5]> "\\\\n"'
+    >>> literal("so<|end|>", {"<|end|>": 5})
+    '"so" <[5]>'
     """
     found = (
         re.split("|".join(f"({re.escape(t)})" for t in sorted(tokens, key=len, reverse=True)), text)

@@ -33,11 +33,16 @@ LLAMA_TOKENS = {
     "<|begin_of_text|>": True, "<|end_of_text|>": True, "<|start_header_id|>": True, "<|end_header_id|>": True,
     "<|eom_id|>": True, "<|eot_id|>": True, "<|python_tag|>": True,
 }  # fmt: skip
+HARMONY_TOKENS = {
+    "<|startoftext|>": True, "<|endoftext|>": True, "<|return|>": True, "<|constrain|>": True, "<|channel|>": True,
+    "<|start|>": True, "<|end|>": True, "<|message|>": True, "<|call|>": True,
+}  # fmt: skip
 KINDS = {  # added tokens; token that begins a text; tokens that end a completion, of which the first is eos_token
     "qwen": (QWEN_TOKENS, "<|endoftext|>", ["<|im_end|>"]),
     "deepseek": (DEEPSEEK_TOKENS, "<｜begin▁of▁sentence｜>", ["<｜end▁of▁sentence｜>"]),
     "glm": (GLM_TOKENS, "<|endoftext|>", ["<|endoftext|>", "<|user|>", "<|observation|>"]),
     "minimax": (MINIMAX_TOKENS, "]~!b[", ["[e~["]),
+    "harmony": (HARMONY_TOKENS, "<|startoftext|>", ["<|return|>", "<|endoftext|>", "<|call|>"]),
     "llama": (LLAMA_TOKENS, "<|begin_of_text|>", ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"]),
 }
 

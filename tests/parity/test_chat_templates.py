@@ -147,6 +147,40 @@ def test_a_template_that_drops_the_text_before_a_call_is_continued_behind_it(tmp
     assert chat.last_message([*chat.encode_prompt([ASKED], signatures), *ids, *new]) == TOLD["content"]
 
 
+def test_a_completion_in_channels_is_reasoning_an_answer_and_a_call(tmp_path: Path) -> None:
+    chat = ChatFormat.load(chats.make(tmp_path / "harmony", "harmony"))
+    assert isinstance(chat, CheckpointChatFormat)  # and not etude's own, whose tokens it also has
+    signatures = chat.signatures([WEATHER])
+
+    def parsed(text: str) -> Reply:
+        return chat.parse(chat.tokens.encode_rendering(text), signatures)
+
+    thought = "<|channel|>analysis<|message|>hm to=functions.rain<|end|><|start|>assistant"
+    call = Call("weather", {"city": 'Pa"ris\n', "days": 3})
+    ids = chat.encode_call(call).tolist()
+    reply = chat.parse([*chat.tokens.encode_rendering(thought), *ids], signatures)
+    assert reply == Reply("", (call,), reasoning="hm to=functions.rain")
+    assert parsed(f"{thought}<|channel|>final<|message|>mild<|return|>") == Reply(
+        "mild", reasoning="hm to=functions.rain"
+    )
+    header = " to=functions.weather<|channel|>commentary json<|message|>"
+    assert parsed(header + '{"city": "Rome"}<|call|>').calls == (Call("weather", {"city": "Rome"}),)
+    assert parsed(header + "{}<|call|>").error == "usage: weather CITY DAYS"
+    assert parsed(header + "{<|call|>").error == "the call's arguments are no JSON"
+    assert parsed("<|channel|>commentary to=python<|message|>1<|call|>").error == "no such tool: python"
+    assert parsed("<|channel|>final<|message|>mild").error == "too long"
+
+    said = assistant_message(Reply("so", (call,), reasoning="hm"), turn=1)
+    new = chat.continuation([ASKED, said], [TOLD], signatures)
+    assert chat.decode(new, special=True) == (
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"sunny & <mild>"<|end|>'
+        "<|start|>assistant"
+    )
+    assert chat.last_message([*chat.encode_prompt([ASKED], signatures), *ids, *new]) == TOLD["content"]
+    answered = chat.continuation([ASKED, {"role": "assistant", "content": "mild"}], [ASKED], signatures)
+    assert chat.decode(answered, special=True) == f"<|start|>user<|message|>{ASKED['content']}<|end|><|start|>assistant"
+
+
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
     base = tmp_path_factory.mktemp("formats")

@@ -16,6 +16,7 @@ A checkpoint whose tokeniser has etude's special tokens uses etude's format (`Ch
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import operator
@@ -32,8 +33,9 @@ from tokenizers import Tokenizer
 from etude.file_checksums import verify_files
 from etude.grammars import Tool, from_lark, from_tool_calls
 from etude.harness.call_formats import NONE, call_format_of
+from etude.harness.channels import CHANNEL, HARMONY, split_channels
 from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
-from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
+from etude.harness.template import REASONING, ChatError, ChatTemplate, read_special, read_template
 from etude.harness.tokenizer import PLACEHOLDER, SafeTokenizer, match_any
 from etude.records.wire import I32
 
@@ -45,7 +47,7 @@ SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
 TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """The files that a chat format is loaded from. Some may be missing."""
 
-_REPLY, _TOOL_OUTPUT = PLACEHOLDER + "reply", PLACEHOLDER + "output"
+_REPLY, _TOOL_OUTPUT, _TOOL_NAME = PLACEHOLDER + "reply", PLACEHOLDER + "output", PLACEHOLDER + "name"
 _SYSTEM, _USER = {"role": "system", "content": "?"}, {"role": "user", "content": "?"}
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "?"}}, "required": ["x"]}
 _FUNCTION = {"name": "f", "description": "?", "parameters": _SCHEMA}
@@ -117,7 +119,7 @@ class ChatFormat:
             raise ChatError(f"no tokeniser in {folder}", str(error), hint=_HINT_FOLDER) from None
         tokens = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         source, with_tools = read_template(folder)
-        if {CALL, END} <= tokens or "eos_token" not in read_special(folder):
+        if ({CALL, END} <= tokens and CHANNEL not in tokens) or "eos_token" not in read_special(folder):
             return cls(tokenizer, source)
         return CheckpointChatFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
 
@@ -385,8 +387,11 @@ class CheckpointChatFormat(ChatFormat):
             raise ChatError("the tokeniser has no chat format", facts, hint=_HINT_OWN)
         self.end_id = self.tokens.added[self.end]
         self.stop_token_ids = tuple(dict.fromkeys([self.end_id, *(i for i in stops if i < self.vocab_size)]))
-        self.calls = call_format_of(self.tokens.added)
-        self._stops = match_any(t for t, i in self.tokens.added.items() if i in self.stop_token_ids)
+        self._has_channels = CHANNEL in self.tokens.special
+        self.calls = HARMONY if self._has_channels else call_format_of(self.tokens.added)
+        ends = {END} if self._has_channels else set()  # of a past answer, which ended with another token when sampled
+        ends |= {t for t, i in self.tokens.added.items() if i in self.stop_token_ids}
+        self._stops = match_any(ends)
         self._openers = frozenset(self.tokens.added[t] for t in self.calls.opening_tokens if t in self.tokens.added)
         self._template = ChatTemplate(template, special=special)
         self._with_tools = self._template if with_tools is None else ChatTemplate(with_tools, special=special)
@@ -415,8 +420,12 @@ class CheckpointChatFormat(ChatFormat):
     def _after(self, escaped: list[Message], index: int, tools: Mapping[str, Signature]) -> tuple[str, str]:
         """Return the stop token that ends an assistant's message in a rendering, and what follows it."""
         reply = escaped[index]
-        calls = [{**c, "function": {**c["function"], "name": _REPLY}} for c in reply.get("tool_calls") or ()]
-        for marked in ({"content": _REPLY}, {"tool_calls": calls}):  # Llama's template drops the text before a call
+        calls = [
+            {**c, "function": {**c["function"], "arguments": {"x": _REPLY}}} for c in reply.get("tool_calls") or ()
+        ]
+        for marked in ([{"tool_calls": calls}] if calls else []) + [
+            {"content": _REPLY}
+        ]:  # some drop text beside a call
             escaped[index] = {**reply, **marked}
             rendering = self._render(escaped, tools, generate=True)
             if (at := rendering.rfind(_REPLY)) >= 0:
@@ -448,7 +457,10 @@ class CheckpointChatFormat(ChatFormat):
         before, calls = self.calls.read(text, signatures, strict=strict)
         if isinstance(calls, str):
             return Reply(text, error=calls)
-        reasoning, answer = split_reasoning(before if calls else self.decode(body[:-1]))
+        if self._has_channels:
+            reasoning, answer = split_channels(before)
+        else:
+            reasoning, answer = split_reasoning(before if calls else self.decode(body[:-1]))
         return Reply(answer, calls, reasoning=reasoning)
 
     def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
@@ -493,18 +505,22 @@ class CheckpointChatFormat(ChatFormat):
         _, before, behind = self._around_answers
         text = self.decode(prompt_ids, special=True)
         start = text.rfind(before)
-        return text[start + len(before) :].removesuffix(behind) if start >= 0 else ""
+        found = text[start + len(before) :].removesuffix(behind) if start >= 0 else ""
+        if before.endswith('"') and behind.startswith('"'):  # outputs are JSON strings
+            with contextlib.suppress(ValueError):
+                return str(json.loads(f'"{found}"'))
+        return found
 
     @cached_property
     def _around_answers(self) -> tuple[str, str, str]:
         """The stop token after a call, and the texts that the template writes before and after a tool output."""
         question = {"role": "user", "content": "?"}
-        function = {"name": "f", "arguments": {}}
-        reply = {"role": "assistant", "content": _REPLY, "tool_calls": [{"type": "function", "function": function}]}
+        function = {"name": _TOOL_NAME, "arguments": {}}
+        reply = {"role": "assistant", "content": "?", "tool_calls": [{"type": "function", "function": function}]}
         output = {"role": "tool", "content": _TOOL_OUTPUT}
         end, behind_call = self._after([question, reply, output], 1, {})
         before, _, behind = behind_call.partition(_TOOL_OUTPUT)
-        return end, before, behind
+        return end, before.rpartition(_TOOL_NAME)[2], behind  # without a header that has the tool's name
 
     def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
         """Render with arguments as mappings, as transformers recommends, or as JSON text if the template needs that."""
@@ -529,6 +545,8 @@ class CheckpointChatFormat(ChatFormat):
         escaped = {key: escape(value) for key, value in message.items() if key != "tool_calls"}
         if message.get("tool_calls"):
             escaped["tool_calls"] = [self._escape_call(call, signatures) for call in message["tool_calls"]]
+            if self._has_channels and any(message.get(name) for name in REASONING):
+                escaped["content"] = ""  # beside a call, gpt-oss's template refuses both
         return escaped
 
     def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
