@@ -420,13 +420,12 @@ class CheckpointChatFormat(ChatFormat):
     def _after(self, escaped: list[Message], index: int, tools: Mapping[str, Signature]) -> tuple[str, str]:
         """Return the stop token that ends an assistant's message in a rendering, and what follows it."""
         reply = escaped[index]
-        calls = [
-            {**c, "function": {**c["function"], "arguments": {"x": _REPLY}}} for c in reply.get("tool_calls") or ()
-        ]
-        for marked in ([{"tool_calls": calls}] if calls else []) + [
-            {"content": _REPLY}
-        ]:  # some drop text beside a call
-            escaped[index] = {**reply, **marked}
+        calls = reply.get("tool_calls") or ()
+        marked = [{**call, "function": {**call["function"], "arguments": {"x": _REPLY}}} for call in calls]
+        in_call: Message = {"tool_calls": marked}  # Llama's template drops the text beside a call
+        in_text: Message = {"content": _REPLY}
+        for place in (in_call, in_text) if calls else (in_text,):
+            escaped[index] = {**reply, **place}
             rendering = self._render(escaped, tools, generate=True)
             if (at := rendering.rfind(_REPLY)) >= 0:
                 break
