@@ -18,7 +18,7 @@ class DrafterContract(Contract):
 
     def drafted(self, drafter: Any, slot: int, most: int) -> Sequence[int]:
         """Return the drafts for a slot, after a check of their number and type."""
-        found = drafter.draft(slot, most)
+        found: Sequence[int] = drafter.draft(slot, most)
         assert len(found) <= most, f"draft returned {len(found)} tokens, at most {most} were asked for"
         for token in found:
             is_id = not isinstance(token, bool) and hasattr(token, "__index__") and token >= 0

@@ -45,7 +45,7 @@ def sampled(
     """The completions of an engine that samples all requests together, and its counters."""
 
     async def story() -> list[Completion]:
-        config = EngineConfig(max_sequences=32, context_tokens=2048)
+        config = EngineConfig(max_sequences=17, context_tokens=2048)
         engine = ReferenceEngine(model, version=version(0), config=config, drafter=drafter, tokenizer=tokenizer)
         if engine._speculator is not None:
             engine._speculator.costs = NoCosts()
@@ -61,7 +61,7 @@ def sampled(
 # at length
 
 
-@pytest.mark.parametrize("num_tokens", [600, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_tokens", [180, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_long_completions_have_the_same_bits_with_and_without_drafts(num_tokens: int, temperature: float) -> None:
     each = min(num_tokens // 6, 2000)
@@ -110,14 +110,18 @@ ARRAY = {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 30}
 def test_drafts_that_a_grammar_forbids_change_no_token(tokenizer: Path, grammar: str) -> None:
     model = Transformer(dataclasses.replace(TINY, vocab_size=300), seed=1)
     requests = []
-    for i in range(8):
-        request = ask(f"r{i}", 4 + i, 40, vocab_size=300)
-        more = {"grammar": grammar, "stop_token_ids": (STOP,) if grammar else (), "temperature": (0.0, 1.0, 1.5)[i % 3]}
+    for i in range(4):
+        request = ask(f"r{i}", 4 + i, 30, vocab_size=300)
+        more = {
+            "grammar": grammar,
+            "stop_token_ids": (STOP,) if grammar else (),
+            "temperature": (0.0, 0.7, 1.0, 1.5)[i],
+        }
         requests.append(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **more)))
     expected, _ = sampled(model, requests, None, tokenizer)
     drafter = Interrupted(answers_of(requests, expected), right=1.0)
     found, counters = sampled(model, requests, drafter, tokenizer)
-    assert drafter.forbidden > 10
+    assert drafter.forbidden > 3
     assert counters.drafted_tokens > counters.accepted_tokens > 20
     assert list(map(said, found)) == list(map(said, expected))
     if grammar:
