@@ -44,13 +44,14 @@ class GrammarError(EtudeError):
 class Tool:
     """A tool that a model may call.
 
-    `schema` is the JSON schema of its arguments; None allows any object. `pattern` is used in its place if the
-    tool-call format is not JSON: a regular expression for the text after the tool's name.
+    `schema` is the JSON schema of its arguments; None allows any object. If the tool-call format is not JSON, `pattern`
+    or `lark` is used in its place: a regular expression of the arguments, or the right side of a rule in Lark.
     """
 
     name: str
     schema: Mapping[str, Any] | None = None
     pattern: str = ""
+    lark: str = ""
 
 
 def from_json_schema(schema: Mapping[str, Any] | bool) -> str:
@@ -113,8 +114,8 @@ def from_tool_calls(
             f"tools {names[:8]}, max_calls {max_calls}, call {call[:80]!r}",
             hint="give tools of different names, max_calls of at least 1, and a call with NAME or BOTH",
         )
-    more = f" ({_literal(between, tokens)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
-    around = ["lead" if lead else "", _literal(opening, tokens), "calls", _literal(closing, tokens)]
+    more = f" ({literal(between, tokens)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+    around = ["lead" if lead else "", literal(opening, tokens), "calls", literal(closing, tokens)]
     lines = [f"start: {' '.join(filter(None, around))}", f"calls: call{more}"]
     lines.append("call: " + " | ".join(f"tool{i}" for i in range(len(tools))))
     if lead:
@@ -123,7 +124,8 @@ def from_tool_calls(
         parts = [_part(piece, tool, f"args{i}", tokens) for piece in _PLACEHOLDERS.split(call)]
         lines.append(f"tool{i}: " + " ".join(filter(None, parts)))
         if any(f"args{i}" in part.split() for part in parts):
-            lines.append(f"args{i}: " + (_lark_regex(tool.pattern) if tool.pattern else _arguments(tool.schema)))
+            pattern = _lark_regex(tool.pattern) if tool.pattern else ""
+            lines.append(f"args{i}: " + (tool.lark or pattern or _arguments(tool.schema)))
     return from_lark("\n".join(lines))
 
 
@@ -144,7 +146,7 @@ def with_answer(calls: str, schema: Mapping[str, Any] | bool) -> str:
     if not start.startswith("start:") or schema is False:
         facts = "no JSON is valid under the schema" if schema is False else calls[:80]
         raise GrammarError("tool calls and a JSON answer cannot be joined to one grammar", facts, hint=_HINT_GRAMMAR)
-    answer = _json({} if schema is True else schema)
+    answer = json_value({} if schema is True else schema)
     lines = ["start: called | answer", start.replace("start:", "called:", 1), f"answer: {answer}"]
     return from_lark("\n".join([*lines, *filter(None, [rest])]))
 
@@ -163,7 +165,7 @@ def to_lark(grammar: str, stop_token_ids: Sequence[int]) -> str:
     if value is False:
         raise _invalid("no JSON is valid under this schema")
     if kind == "json_schema":
-        sentence = _json({} if value is True else value)
+        sentence = json_value({} if value is True else value)
     else:
         sentence = _lark_regex(value) if kind == "regex" else f"%lark {{\n{value}\n}}"
     return f"start: sentence ({' | '.join(f'<[{token}]>' for token in stop_token_ids)})\nsentence: {sentence}"
@@ -172,17 +174,21 @@ def to_lark(grammar: str, stop_token_ids: Sequence[int]) -> str:
 def _part(piece: str, tool: Tool, arguments: str, tokens: Mapping[str, int]) -> str:
     """Return a piece of a call's text as Lark. `arguments`: the name of the rule of the tool's arguments."""
     if piece == "NAME":
-        return _literal(tool.name, {})
+        return literal(tool.name, {})
     if piece == "ARGUMENTS":
         return arguments
     if piece == "BOTH":
         before = '{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": '
-        return f"{_literal(before, {})} {arguments} {_literal('}', {})}"
-    return _literal(piece, tokens)
+        return f"{literal(before, {})} {arguments} {literal('}', {})}"
+    return literal(piece, tokens)
 
 
-def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Return a text as Lark: strings, and the token ids of the parts that are tokens."""
+def literal(text: str, tokens: Mapping[str, int]) -> str:
+    """Return the Lark of a text: strings, and the token ids of the parts that are tokens.
+
+    >>> literal("so<|end|>", {"<|end|>": 5})
+    '"so" <[5]>'
+    """
     found = (
         re.split("|".join(f"({re.escape(t)})" for t in sorted(tokens, key=len, reverse=True)), text)
         if tokens
@@ -191,6 +197,21 @@ def _literal(text: str, tokens: Mapping[str, int]) -> str:
     return " ".join(
         f"<[{tokens[part]}]>" if part in tokens else json.dumps(part, ensure_ascii=False) for part in found if part
     )
+
+
+def text_before(end: str, tokens: Mapping[str, int]) -> str:
+    """Return the Lark of any text that does not contain `end`, and then `end`: as one token, if it is one of `tokens`.
+
+    The first character of `end` must not occur in it again. It occurs in the text wherever no `end` begins with it.
+
+    >>> text_before("</a>", {"</a>": 5})
+    '/[^<]*(?:<(?:[^<\\\\/][^<]*|\\\\/(?:[^<a][^<]*|a(?:[^<>][^<]*)?)?)?)*/ <[5]>'
+    """
+    first, inner = re.escape(end[0]), ""
+    for char in map(re.escape, reversed(end[1:])):
+        inner = f"(?:[^{first}{char}][^{first}]*{f'|{char}{inner}' if inner else ''})?"
+    text = f"[^{first}]*(?:{first}{inner})*"
+    return f"{_lark_regex(text)} {literal(end, tokens)}" if end in tokens else _lark_regex(text + re.escape(end))
 
 
 def _lark_regex(pattern: str) -> str:
@@ -202,10 +223,10 @@ def _lark_regex(pattern: str) -> str:
 
 def _arguments(schema: Mapping[str, Any] | None) -> str:
     """Return the Lark of the JSON object of a call's arguments."""
-    return _json({"type": "object", **(schema or {})})
+    return json_value({"type": "object", **(schema or {})})
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def json_value(schema: Mapping[str, Any]) -> str:
     """Return the Lark of JSON that is valid under a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 

@@ -57,6 +57,7 @@ class Kind(enum.StrEnum):
     REWARD = "reward"
     CREDIT = "credit"
     MODEL_FAMILY = "model_family"
+    DRAFTER = "drafter"
 
     @property
     def noun(self) -> str:
@@ -157,6 +158,13 @@ KINDS = {
         protocol="etude.models.config:ModelFamily",
         contract="etude.testing.model_family:ModelFamilyContract",
         built_in="etude.models.config:FAMILY_NAMES",
+    ),
+    Kind.DRAFTER: KindFacts(
+        noun="drafter",
+        setting="engine.speculation",
+        protocol="etude.inference.look_up:Drafter",
+        contract="etude.testing.drafters:DrafterContract",
+        built_in="etude.inference.config:Speculation",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Tokenisers and templates of the shapes that Qwen3 and DeepSeek-V3 have, as a checkpoint's directory brings them."""
+"""Tokenisers and templates of the shapes that published checkpoints have, as a checkpoint's directory brings them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,37 @@ DEEPSEEK_TOKENS = {
     "<｜tool▁output▁begin｜>": False, "<｜tool▁output▁end｜>": False, "<｜tool▁sep｜>": False,
     "<think>": False, "</think>": False,
 }  # fmt: skip
+GLM_TOKENS = {
+    "<|endoftext|>": True, "[gMASK]": True, "<sop>": True, "<|system|>": True, "<|user|>": True, "<|assistant|>": True,
+    "<|observation|>": True, "<think>": False, "</think>": False, "<tool_call>": False, "</tool_call>": False,
+    "<tool_response>": False, "</tool_response>": False, "<arg_key>": False, "</arg_key>": False,
+    "<arg_value>": False, "</arg_value>": False,
+}  # fmt: skip
+MINIMAX_TOKENS = {
+    "]~!b[": True, "]~b]": True, "[e~[": True, "<minimax:tool_call>": False, "</minimax:tool_call>": False,
+    "<think>": False, "</think>": False,
+}  # fmt: skip
+LLAMA_TOKENS = {
+    "<|begin_of_text|>": True, "<|end_of_text|>": True, "<|start_header_id|>": True, "<|end_header_id|>": True,
+    "<|eom_id|>": True, "<|eot_id|>": True, "<|python_tag|>": True,
+}  # fmt: skip
+HARMONY_TOKENS = {
+    "<|startoftext|>": True, "<|endoftext|>": True, "<|return|>": True, "<|constrain|>": True, "<|channel|>": True,
+    "<|start|>": True, "<|end|>": True, "<|message|>": True, "<|call|>": True,
+}  # fmt: skip
+KINDS = {  # added tokens; token that begins a text; tokens that end a completion, of which the first is eos_token
+    "qwen": (QWEN_TOKENS, "<|endoftext|>", ["<|im_end|>"]),
+    "deepseek": (DEEPSEEK_TOKENS, "<｜begin▁of▁sentence｜>", ["<｜end▁of▁sentence｜>"]),
+    "glm": (GLM_TOKENS, "<|endoftext|>", ["<|endoftext|>", "<|user|>", "<|observation|>"]),
+    "minimax": (MINIMAX_TOKENS, "]~!b[", ["[e~["]),
+    "harmony": (HARMONY_TOKENS, "<|startoftext|>", ["<|return|>", "<|endoftext|>", "<|call|>"]),
+    "llama": (LLAMA_TOKENS, "<|begin_of_text|>", ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"]),
+}
 
 
 def make(folder: Path, name: str) -> Path:
-    """Write the tokeniser's files of `name`, "qwen" or "deepseek"; its first ids are the added tokens."""
-    tokens = QWEN_TOKENS if name == "qwen" else DEEPSEEK_TOKENS
+    """Write the tokeniser's files of `name`, one of `KINDS`."""
+    tokens, begins, ends = KINDS[name]
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,11 +59,10 @@ def make(folder: Path, name: str) -> Path:
         tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    begins, ends = ("<|endoftext|>", "<|im_end|>") if name == "qwen" else tuple(tokens)[:2]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": begins if name == "deepseek" else None,
-        "eos_token": {"content": ends, "__type": "AddedToken", "special": True},
+        "bos_token": None if name == "qwen" else begins,
+        "eos_token": {"content": ends[0], "__type": "AddedToken", "special": True},
         "pad_token": begins,
         "clean_up_tokenization_spaces": False,
     }
@@ -47,5 +72,7 @@ def make(folder: Path, name: str) -> Path:
     else:
         (folder / "chat_template.jinja").write_text(template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(ends)}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.token_to_id(end) for end in ends]})
+    )
     return folder

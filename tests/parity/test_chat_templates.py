@@ -55,7 +55,7 @@ CONVERSATIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen", "deepseek"])
+@pytest.fixture(scope="module", params=["qwen", "deepseek", "glm", "minimax"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chats.make(tmp_path_factory.mktemp("chat") / request.param, request.param)
 
@@ -95,10 +95,14 @@ def test_what_follows_a_sampled_message_is_what_the_template_writes_behind_it(fo
         "<|im_start|>assistant\n",
         "deepseek": "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>sunny & <mild><｜tool▁output▁end｜>"
         "<｜tool▁outputs▁end｜>",
+        "glm": "\n<tool_response>\nsunny & <mild>\n</tool_response><|assistant|>",
+        "minimax": "\n]~b]tool\n<response>sunny & <mild></response>[e~[\n]~b]ai\n<think>\n",
     }
     assert text == expected[folder.name]
     cut_off = chat.continuation([ASKED, said], [TOLD], signatures, ended=False)
-    assert cut_off.tolist() == [chat.end_id, *new.tolist()]
+    end = chat.tokens.added["<|observation|>"] if folder.name == "glm" else chat.end_id
+    assert cut_off.tolist() == [end, *new.tolist()]
+    assert chat.encode_call(call)[-1] == end
     assert (
         chat.last_message([*chat.encode_prompt([ASKED], signatures), *chat.encode_call(call), *new]) == TOLD["content"]
     )
@@ -129,10 +133,58 @@ def test_a_call_is_spelled_and_read_back(folder: Path) -> None:
     assert chat.parse([*chat.encode("it is mild"), chat.end_id], signatures).text == "it is mild"
 
 
+def test_a_template_that_drops_the_text_before_a_call_is_continued_behind_it(tmp_path: Path) -> None:
+    chat = ChatFormat.load(chats.make(tmp_path / "llama", "llama"))
+    signatures = chat.signatures([WEATHER])
+    call = Call("weather", {"city": 'Pa"ris\n<|eot_id|>', "days": 3})
+    ids = chat.encode_call(call).tolist()
+    assert chat.parse(ids, signatures).calls == (call,)
+    new = chat.continuation([ASKED, assistant_message(Reply("so", (call,)), turn=1)], [TOLD], signatures)
+    assert chat.decode(new, special=True) == (
+        "<|start_header_id|>ipython<|end_header_id|>\n\nsunny & <mild><|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert chat.last_message([*chat.encode_prompt([ASKED], signatures), *ids, *new]) == TOLD["content"]
+
+
+def test_a_completion_in_channels_is_reasoning_an_answer_and_a_call(tmp_path: Path) -> None:
+    chat = ChatFormat.load(chats.make(tmp_path / "harmony", "harmony"))
+    assert isinstance(chat, CheckpointChatFormat)  # and not etude's own, whose tokens it also has
+    signatures = chat.signatures([WEATHER])
+
+    def parsed(text: str) -> Reply:
+        return chat.parse(chat.tokens.encode_rendering(text), signatures)
+
+    thought = "<|channel|>analysis<|message|>hm to=functions.rain<|end|><|start|>assistant"
+    call = Call("weather", {"city": 'Pa"ris\n', "days": 3})
+    ids = chat.encode_call(call).tolist()
+    reply = chat.parse([*chat.tokens.encode_rendering(thought), *ids], signatures)
+    assert reply == Reply("", (call,), reasoning="hm to=functions.rain")
+    assert parsed(f"{thought}<|channel|>final<|message|>mild<|return|>") == Reply(
+        "mild", reasoning="hm to=functions.rain"
+    )
+    header = " to=functions.weather<|channel|>commentary json<|message|>"
+    assert parsed(header + '{"city": "Rome"}<|call|>').calls == (Call("weather", {"city": "Rome"}),)
+    assert parsed(header + "{}<|call|>").error == "usage: weather CITY DAYS"
+    assert parsed(header + "{<|call|>").error == "the call's arguments are no JSON"
+    assert parsed("<|channel|>commentary to=python<|message|>1<|call|>").error == "no such tool: python"
+    assert parsed("<|channel|>final<|message|>mild").error == "too long"
+
+    said = assistant_message(Reply("so", (call,), reasoning="hm"), turn=1)
+    new = chat.continuation([ASKED, said], [TOLD], signatures)
+    assert chat.decode(new, special=True) == (
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"sunny & <mild>"<|end|>'
+        "<|start|>assistant"
+    )
+    assert chat.last_message([*chat.encode_prompt([ASKED], signatures), *ids, *new]) == TOLD["content"]
+    answered = chat.continuation([ASKED, {"role": "assistant", "content": "mild"}], [ASKED], signatures)
+    assert chat.decode(answered, special=True) == f"<|start|>user<|message|>{ASKED['content']}<|end|><|start|>assistant"
+
+
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
     base = tmp_path_factory.mktemp("formats")
-    return {name: ChatFormat.load(chats.make(base / name, name)) for name in ("qwen", "deepseek")}
+    return {name: ChatFormat.load(chats.make(base / name, name)) for name in chats.KINDS}
 
 
 @settings(max_examples=60)

@@ -50,6 +50,7 @@ EXAMPLES = {
     "examples.plugins.rewards:FewTurns": Kind.REWARD,
     "examples.plugins.credit:ByRank": Kind.CREDIT,
     "examples.plugins.model_family:AcmeMoe": Kind.MODEL_FAMILY,
+    "examples.plugins.drafters:Bigrams": Kind.DRAFTER,
 }
 LOSS = """
 from dataclasses import dataclass

@@ -99,10 +99,11 @@ class Chat(Protocol):
         Raises `ValueError` when this format cannot call tools."""
         ...
 
-    def num_text_tokens(self, ids: Sequence[int]) -> int:
+    def num_text_tokens(self, ids: Sequence[int], *, begun: bool = False) -> int:
         """Return how many leading tokens of a completion come before its first tool call.
 
-        These tokens are text, whatever is sampled later. `ids` may be only the beginning of a completion."""
+        These tokens are text, whatever is sampled later. `ids` may be only a part of a completion. `begun`: whether
+        other tokens of it came before."""
         ...
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> I32:

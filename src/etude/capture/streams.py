@@ -25,6 +25,7 @@ class StreamedText:
         self.sent = self.sent_reasoning = self.stop_text = ""
         self._chat, self._stop = chat, stop
         self._ids: list[int] = []
+        self._first: list[int] = []  # tokens before it is known whether a call begins with them
         self._context_start = self._decoded_stop = 0  # ids before the first are only context, before the second decoded
         self._pending = ""  # decoded text that cannot be sent yet
         self._ended = False  # a call or a stop text has begun
@@ -35,7 +36,13 @@ class StreamedText:
         """Append sampled token ids, and return (reasoning, text) that can be sent now. Both may be ""."""
         if self._ended:
             return "", ""
-        length = self._chat.num_text_tokens(ids)
+        if not self._ids:
+            self._first += ids
+            ids = self._first
+        length = self._chat.num_text_tokens(ids, begun=bool(self._ids))
+        if not length:
+            self._ended = bool(self._ids and ids)
+            return "", ""
         self._ids += ids[:length]
         self._pending += self._decode_new()
         self._ended = length < len(ids)

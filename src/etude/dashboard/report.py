@@ -128,6 +128,12 @@ def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
     lag = summary["lag"]
     if lag["mean"] is not None:
         yield "lag", formatting.significant(lag["mean"]), f"mean steps; at most {lag['max']}"
+    drafts = summary["drafts"]
+    if drafts["accepted_share"] is not None:
+        of_tokens = (
+            "" if drafts["share_of_tokens"] is None else f"{formatting.percent(drafts['share_of_tokens'])} of tokens"
+        )
+        yield "drafts accepted", formatting.percent(drafts["accepted_share"]), of_tokens
     sent = summary["weights"]
     if sent["share_of_bound"] is not None:
         yield "of the delta bound", formatting.percent(sent["share_of_bound"]), f"deltas {sent['ratio']:.1f}x smaller"

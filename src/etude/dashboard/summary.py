@@ -62,6 +62,7 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "cpu_s": _cpu_s(view),
         "idle": _rounded(idle(view)),
         "lag": lag(view.by_step("rl.step")),
+        "drafts": drafts(view),
         "weights": weights(view),
         "parity": parity(view),
         "invalid": invalid(view),
@@ -150,6 +151,19 @@ def lag(steps: Sequence[Event]) -> dict[str, Any]:
         "mean": sum(k * n for k, n in histogram.items()) / total if total else None,
         "max": max(histogram, default=None),
         "histogram": {str(k): histogram[k] for k in sorted(histogram)},
+    }
+
+
+def drafts(view: RunView) -> dict[str, Any]:
+    """Count the drafts of speculative decoding in all engines. `accepted_share` is None if there were none."""
+    loads = view.events("engine.load")
+    computed, accepted = (int(_total(loads, f"{name}_tokens")) for name in ("drafted", "accepted"))
+    tokens = int(_total(loads, "tokens"))
+    return {
+        "computed": computed,
+        "accepted": accepted,
+        "accepted_share": accepted / computed if computed else None,
+        "share_of_tokens": accepted / tokens if computed and tokens else None,
     }
 
 

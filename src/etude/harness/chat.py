@@ -16,6 +16,7 @@ A checkpoint whose tokeniser has etude's special tokens uses etude's format (`Ch
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import operator
@@ -32,9 +33,10 @@ from tokenizers import Tokenizer
 from etude.file_checksums import verify_files
 from etude.grammars import Tool, from_lark, from_tool_calls
 from etude.harness.call_formats import NONE, call_format_of
+from etude.harness.channels import CHANNEL, HARMONY, split_channels
 from etude.harness.commands import Call, Signature, read_call, words_grammar, write_words
-from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
-from etude.harness.tokenizer import PLACEHOLDER, SafeTokenizer
+from etude.harness.template import REASONING, ChatError, ChatTemplate, read_special, read_template
+from etude.harness.tokenizer import PLACEHOLDER, SafeTokenizer, match_any
 from etude.records.wire import I32
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -45,11 +47,12 @@ SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
 TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """The files that a chat format is loaded from. Some may be missing."""
 
-_REPLY, _TOOL_OUTPUT = PLACEHOLDER + "reply", PLACEHOLDER + "output"
+_REPLY, _TOOL_OUTPUT, _TOOL_NAME = PLACEHOLDER + "reply", PLACEHOLDER + "output", PLACEHOLDER + "name"
 _SYSTEM, _USER = {"role": "system", "content": "?"}, {"role": "user", "content": "?"}
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "?"}}, "required": ["x"]}
 _FUNCTION = {"name": "f", "description": "?", "parameters": _SCHEMA}
 _TOOLS = {"f": Signature.from_openai({"type": "function", "function": _FUNCTION})}
+_BARE_TOKENS = 32  # tokens of a completion by which a call without an opening token is recognised
 _MAX_KINDS = 256  # kinds of messages whose continuation is known; more are rendered with their whole history
 
 Message = dict[str, Any]
@@ -116,7 +119,7 @@ class ChatFormat:
             raise ChatError(f"no tokeniser in {folder}", str(error), hint=_HINT_FOLDER) from None
         tokens = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         source, with_tools = read_template(folder)
-        if {CALL, END} <= tokens or "eos_token" not in read_special(folder):
+        if ({CALL, END} <= tokens and CHANNEL not in tokens) or "eos_token" not in read_special(folder):
             return cls(tokenizer, source)
         return CheckpointChatFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
 
@@ -290,10 +293,11 @@ class ChatFormat:
         lines.append("call: " + " | ".join(f"tool{i}" for i in range(len(signatures))))
         return from_lark("\n".join(lines))
 
-    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
+    def num_text_tokens(self, ids: Sequence[int] | I32, *, begun: bool = False) -> int:
         """Return how many leading tokens of a completion come before its first tool call.
 
-        These tokens are text, whatever is sampled later. `ids` may be only the beginning of a completion."""
+        These tokens are text, whatever is sampled later. `ids` may be only a part of a completion. `begun`: whether
+        other tokens of it came before."""
         return next((n for n, i in enumerate(ids) if int(i) in self.tokens.special_ids), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
@@ -353,7 +357,7 @@ class CheckpointChatFormat(ChatFormat):
 
     Three things differ from etude's own format:
 
-    - Calls are JSON (`call_formats`).
+    - Calls are written in the checkpoint's own format (`call_formats`).
     - A template may render a past turn differently from how it was sampled: Qwen3 drops the reasoning. This is
       accepted, since only what follows a sampled message is taken from the rendering.
     - Added tokens that are not special, such as ``<think>``, are tokens in the template and in assistant messages, and
@@ -383,7 +387,11 @@ class CheckpointChatFormat(ChatFormat):
             raise ChatError("the tokeniser has no chat format", facts, hint=_HINT_OWN)
         self.end_id = self.tokens.added[self.end]
         self.stop_token_ids = tuple(dict.fromkeys([self.end_id, *(i for i in stops if i < self.vocab_size)]))
-        self.calls = call_format_of(self.tokens.added)
+        self._has_channels = CHANNEL in self.tokens.special
+        self.calls = HARMONY if self._has_channels else call_format_of(self.tokens.added)
+        ends = {END} if self._has_channels else set()  # of a past answer, which ended with another token when sampled
+        ends |= {t for t, i in self.tokens.added.items() if i in self.stop_token_ids}
+        self._stops = match_any(ends)
         self._openers = frozenset(self.tokens.added[t] for t in self.calls.opening_tokens if t in self.tokens.added)
         self._template = ChatTemplate(template, special=special)
         self._with_tools = self._template if with_tools is None else ChatTemplate(with_tools, special=special)
@@ -406,15 +414,26 @@ class CheckpointChatFormat(ChatFormat):
         The sampled tokens are in the context already, so the template may render them differently. Raises `ChatError`
         when the rendering lacks the reply or its stop token."""
         escaped = self._escape_messages([*previous, *new], signatures)
-        last = len(previous) - 1
-        escaped[last] = {**escaped[last], "content": _REPLY}
-        rendering = self._render(escaped, signatures if tools is None else tools, generate=True)
-        at = rendering.rfind(_REPLY)
-        end = rendering.find(self.end, at)
-        if at < 0 or end < 0:
+        end, after = self._after(escaped, len(previous) - 1, signatures if tools is None else tools)
+        return after if ended else end + after
+
+    def _after(self, escaped: list[Message], index: int, tools: Mapping[str, Signature]) -> tuple[str, str]:
+        """Return the stop token that ends an assistant's message in a rendering, and what follows it."""
+        reply = escaped[index]
+        calls = reply.get("tool_calls") or ()
+        marked = [{**call, "function": {**call["function"], "arguments": {"x": _REPLY}}} for call in calls]
+        in_call: Message = {"tool_calls": marked}  # Llama's template drops the text beside a call
+        in_text: Message = {"content": _REPLY}
+        for place in (in_call, in_text) if calls else (in_text,):
+            escaped[index] = {**reply, **place}
+            rendering = self._render(escaped, tools, generate=True)
+            if (at := rendering.rfind(_REPLY)) >= 0:
+                break
+        end = self._stops.search(rendering, max(at, 0))
+        if at < 0 or end is None:
             what = "the rendering lacks the reply" if at < 0 else f"no {self.end} ends the reply"
             raise ChatError("the chat template cannot be continued after a sampled reply", what, hint=_HINT_OWN)
-        return rendering[end + len(self.end) if ended else end :]
+        return end[0], rendering[end.end() :]
 
     def encode_call(self, call: Call) -> I32:
         """Encode a tool call as the token ids of a completion with its stop token, [T] int32.
@@ -422,8 +441,8 @@ class CheckpointChatFormat(ChatFormat):
         Raises `ChatError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:
             raise ChatError("the checkpoint has no tool-call format", "no added token opens a call", hint=_HINT_OWN)
-        arguments = self.tokens.escape(json.dumps(call.arguments, ensure_ascii=False))
-        return self.tokens.encode_rendering(self.calls.write(self.tokens.escape(call.name), arguments) + self.end)
+        written = self.calls.write(self.tokens.escape(call.name), self.tokens.escape_all(call.arguments))
+        return self.tokens.encode_rendering(written + self._around_answers[0])
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature], *, strict: bool = True) -> Reply:
         """Parse the token ids of a completion, whose last one is normally a stop token. Never raises.
@@ -437,7 +456,10 @@ class CheckpointChatFormat(ChatFormat):
         before, calls = self.calls.read(text, signatures, strict=strict)
         if isinstance(calls, str):
             return Reply(text, error=calls)
-        reasoning, answer = split_reasoning(before if calls else self.decode(body[:-1]))
+        if self._has_channels:
+            reasoning, answer = split_channels(before)
+        else:
+            reasoning, answer = split_reasoning(before if calls else self.decode(body[:-1]))
         return Reply(answer, calls, reasoning=reasoning)
 
     def in_reasoning(self, prompt_ids: Sequence[int] | I32) -> bool | None:
@@ -451,36 +473,53 @@ class CheckpointChatFormat(ChatFormat):
         Raises `ValueError` for a checkpoint without a tool-call format."""
         if self.calls is NONE:
             raise ValueError("the checkpoint has no tool-call format")
-        schemas = {s.name: s.to_openai()["function"].get("parameters") or {} for s in signatures.values()}
-        tools = [Tool(name, {"additionalProperties": False, **schema}) for name, schema in schemas.items()]
-        opening, call, closing = self.calls.parts()
-        around = {"opening": opening, "closing": closing, "between": "" if opening else "\n"}
-        return from_tool_calls(tools, call, tokens=self.tokens.added, max_calls=max_calls, **around)
+        added = self.tokens.added
+        tools = []
+        for signature in signatures.values():
+            schema = signature.to_openai()["function"].get("parameters") or {}
+            lark = self.calls.arguments_grammar(signature, added) if self.calls.argument else ""
+            tools.append(Tool(signature.name, {"additionalProperties": False, **schema}, lark=lark))
+        return from_tool_calls(
+            tools,
+            self.calls.call,
+            tokens=added,
+            opening=self.calls.opening,
+            closing=self.calls.closing,
+            between=self.calls.between,
+            max_calls=1 if self.calls.is_single else max_calls,
+        )
 
-    def num_text_tokens(self, ids: Sequence[int] | I32) -> int:
+    def num_text_tokens(self, ids: Sequence[int] | I32, *, begun: bool = False) -> int:
         """Return how many leading tokens of a completion come before the first one that opens a tool call or is
-        special."""
+        special.
+
+        If the completion may become a call without such a token, there are none."""
+        if not begun and self.calls.may_be_bare(self.decode(ids[:_BARE_TOKENS], special=True)):
+            return 0
         ends = self._openers | self.tokens.special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
         """Return the last tool output in a prompt, or "" when there is none."""
-        before, behind = self._around_answers
+        _, before, behind = self._around_answers
         text = self.decode(prompt_ids, special=True)
         start = text.rfind(before)
-        return text[start + len(before) :].removesuffix(behind) if start >= 0 else ""
+        found = text[start + len(before) :].removesuffix(behind) if start >= 0 else ""
+        if before.endswith('"') and behind.startswith('"'):  # outputs are JSON strings
+            with contextlib.suppress(ValueError):
+                return str(json.loads(f'"{found}"'))
+        return found
 
     @cached_property
-    def _around_answers(self) -> tuple[str, str]:
-        """The texts that the template writes before and after a tool output."""
+    def _around_answers(self) -> tuple[str, str, str]:
+        """The stop token after a call, and the texts that the template writes before and after a tool output."""
         question = {"role": "user", "content": "?"}
-        function = {"name": "f", "arguments": {}}
-        reply = {"role": "assistant", "content": _REPLY, "tool_calls": [{"type": "function", "function": function}]}
+        function = {"name": _TOOL_NAME, "arguments": {}}
+        reply = {"role": "assistant", "content": "?", "tool_calls": [{"type": "function", "function": function}]}
         output = {"role": "tool", "content": _TOOL_OUTPUT}
-        rendering = self._render([question, reply, output], {}, generate=True)
-        behind_call = rendering[rendering.find(self.end, rendering.find(_REPLY)) + len(self.end) :]
+        end, behind_call = self._after([question, reply, output], 1, {})
         before, _, behind = behind_call.partition(_TOOL_OUTPUT)
-        return before, behind
+        return end, before.rpartition(_TOOL_NAME)[2], behind  # without a header that has the tool's name
 
     def _render(self, escaped: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
         """Render with arguments as mappings, as transformers recommends, or as JSON text if the template needs that."""
@@ -505,6 +544,8 @@ class CheckpointChatFormat(ChatFormat):
         escaped = {key: escape(value) for key, value in message.items() if key != "tool_calls"}
         if message.get("tool_calls"):
             escaped["tool_calls"] = [self._escape_call(call, signatures) for call in message["tool_calls"]]
+            if self._has_channels and any(message.get(name) for name in REASONING):
+                escaped["content"] = ""  # beside a call, gpt-oss's template refuses both
         return escaped
 
     def _escape_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:

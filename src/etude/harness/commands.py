@@ -89,8 +89,7 @@ class Signature:
             properties, required = schema.get("properties") or {}, schema.get("required") or ()
             name, description = function["name"], function.get("description") or ""
             parameters = tuple(
-                Parameter(p, str(s.get("description") or ""), _kind(s.get("type")), p in required)
-                for p, s in properties.items()
+                Parameter(p, str(s.get("description") or ""), _kind(s), p in required) for p, s in properties.items()
             )
         except (KeyError, TypeError, AttributeError) as error:
             facts = f"this one has no key {error}" if isinstance(error, KeyError) else str(error)
@@ -191,8 +190,15 @@ def unwritable(arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-def _kind(declared: Any) -> str:
-    """Return the JSON schema type of a parameter. Of several (["string", "null"]) it is the first that is not null."""
+def _kind(schema: Mapping[str, Any]) -> str:
+    """Return the JSON schema type of a parameter. Of several (["string", "null"]) it is the first that is not null.
+
+    In place of `type` a schema may have `anyOf` with null and one other type, as pydantic writes optional values."""
+    declared, any_of = schema.get("type"), schema.get("anyOf")
+    if declared is None and isinstance(any_of, list):
+        others = [one.get("type") if isinstance(one, Mapping) else None for one in any_of]
+        others = [kind for kind in others if kind != "null"]
+        declared = others[0] if len(others) == 1 else None
     kinds = declared if isinstance(declared, list) else [declared]
     return next((k for k in kinds if isinstance(k, str) and k != "null"), "string")
 

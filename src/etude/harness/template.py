@@ -37,6 +37,8 @@ MAX_WIDTH = 10_000
 _MAX_SAFE = 4096  # attributes of types whose safety is known
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names under which a message may have its reasoning."""
 _HINT = "compare it with the chat_template.jinja that etude packages, or with the one its makers publish"
 _BUDGET = "a budget"  # no template can write a name with a blank in it
 
@@ -123,8 +125,7 @@ class ChatTemplate:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare a message as transformers does: without None values, and with the reasoning under each of its names."""
     kept = {key: value for key, value in message.items() if value is not None}
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((kept[name] for name in names if name in kept), None)
+    reasoning = next((kept[name] for name in REASONING if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 

@@ -41,8 +41,8 @@ class SafeTokenizer:
         self.added: dict[str, int] = {t.content: i for i, t in added.items() if t.content}
         self.special: dict[str, int] = {t.content: i for i, t in added.items() if t.special and t.content}
         self.special_ids = frozenset(self.special.values())
-        self.spellings, self._special_spellings = _match_any(self.added), _match_any(self.special)
-        self._unsaid = _match_any(self.added.keys() - self.special.keys())  # the tokeniser matches these in any text
+        self.spellings, self._special_spellings = match_any(self.added), match_any(self.special)
+        self._unsaid = match_any(self.added.keys() - self.special.keys())  # the tokeniser matches these in any text
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
 
@@ -114,7 +114,7 @@ class SafeTokenizer:
             raise ContextFull(f"the text does not fit a context of {max_tokens} tokens", facts, hint="send less text")
 
 
-def _match_any(tokens: Iterable[str]) -> re.Pattern[str]:
+def match_any(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches each of the texts, longest first. Without texts it matches nothing."""
     pattern = "|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t)))
     return re.compile(f"({pattern})" if pattern else r"((?!))")

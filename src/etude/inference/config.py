@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from etude.config import ranged
+from etude.config import Plugin, ranged
 from etude.numerics.config import ComputeDtype, check_device
 
 BLOCK_TOKENS = 32  # block size of vLLM's KV cache; kernels of its CPU build need multiples of it
@@ -22,7 +23,7 @@ class EngineKind(enum.StrEnum):
 
 
 class Speculation(enum.StrEnum):
-    """Where the drafts of speculative decoding come from. Drafts change the speed of sampling, never the tokens."""
+    """The built-in sources of drafts for speculative decoding. Drafts change the speed of sampling, never the tokens."""
 
     OFF = "off"
     LOOK_UP = "look-up"  # `look_up.LookUp`: n-grams of the sequence itself and of others in the engine
@@ -49,7 +50,8 @@ class EngineConfig:
     - `stall_s`: a step that takes longer, in seconds, counts as a hang.
     - `dtype`: the dtype of the computation. In exact mode it must be the learner's.
     - `device`: "auto", "cpu", "cuda" or "cuda:N", for reference engines only. In exact mode it must be the learner's.
-    - `speculation`: "off" or "look-up": speculative decoding, for reference engines only.
+    - `speculation`: "off", "look-up", or the import path of a drafter (a plug-in): speculative decoding, for reference
+      engines only.
 
     >>> EngineConfig(max_sequences=8).context_tokens
     1024
@@ -64,7 +66,7 @@ class EngineConfig:
     stall_s: float = ranged(60.0, low=0.1)
     dtype: ComputeDtype = ComputeDtype.FLOAT32
     device: str = "auto"
-    speculation: Speculation = Speculation.OFF
+    speculation: Speculation | Plugin = Speculation.OFF
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -75,8 +77,12 @@ class EngineConfig:
         >>> EngineConfig(device="cpu").arguments()[-4:-2]
         ['--device', 'cpu']
         """
-        settings = ((f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))) for field in fields(self))
-        return [word for setting in settings for word in setting]
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            word = json.dumps(asdict(value), default=str) if isinstance(value, Plugin) else str(value)
+            words += [f"--{field.name.replace('_', '-')}", word]
+        return words
 
 
 _PARALLEL = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import json
 import os
 import re
 import socket
@@ -17,9 +18,9 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from etude.config import build, to_plain
+from etude.config import Plugin, build, named, to_plain
 from etude.errors import EngineError, EtudeError
-from etude.inference.config import EngineConfig
+from etude.inference.config import EngineConfig, Speculation
 from etude.inference.registry_client import WAIT_S, print_to_stderr
 from etude.inference.registry_messages import EngineRequirements, environment_token
 from etude.stores.http import HttpStore
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="0: a free port, see the ready file")
     parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it serves")
     for setting in dataclasses.fields(EngineConfig):
-        kind = type(setting.default)
+        kind: Callable[[str], object] = speculation if setting.name == "speculation" else type(setting.default)
         parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, help=f"default {setting.default}")
     parser.add_argument("--poll-s", type=float, default=0.05, help="interval at which the weight pointer is read")
     parser.add_argument("--telemetry", type=Path, help="the events file")
@@ -65,6 +66,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--standby", action="store_true", help="follow the weights; get requests only when other engines are lost"
     )
     parser.add_argument("--cache", type=Path, help="a directory in which engines of a region share downloads")
+
+
+def speculation(text: str) -> Speculation | Plugin:
+    """Parse the argument --speculation: a built-in name, an import path, or what `EngineConfig.arguments` writes.
+
+    Raises `ArgumentTypeError`."""
+    if text.startswith("{"):
+        return Plugin(**json.loads(text))
+    found = named(text, list(Speculation))
+    if isinstance(found, Plugin):
+        return found
+    try:
+        return Speculation(found)
+    except ValueError:
+        known = ", ".join(Speculation)
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {known}, and no import path") from None
 
 
 def public_key(text: str) -> bytes:

@@ -15,13 +15,17 @@ drafts, and logits need no further memory. Imports no torch."""
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from etude.config import Plugin
 from etude.inference.config import Speculation
 from etude.inference.look_up import Drafter, LookUp
 from etude.inference.scheduler import Draft, Plan, Sequence
+from etude.plugins import Kind, called, make
 
 MOST = 16  # drafts of one sequence in a step
 HOPE = 0.8  # probability that a draft is accepted, before any was
@@ -179,8 +183,31 @@ class Speculator:
         return found[: next(wrong, len(found))]
 
 
-def drafter_for(setting: Speculation) -> Drafter | None:
-    """Return a new drafter of the kind that a config names; None for none."""
+class PluginDrafter:
+    """A drafter of a user's own package. Every method raises `PluginError` when the plug-in raises, or returns
+    something else than integers."""
+
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
+        self._made: Drafter = make(Kind.DRAFTER, plugin)
+
+    def begin(self, slot: int, token_ids: Many[int]) -> None:
+        with called(Kind.DRAFTER, self._plugin, "its method begin"):
+            self._made.begin(slot, token_ids)
+
+    def extend(self, slot: int, token_ids: Many[int]) -> None:
+        with called(Kind.DRAFTER, self._plugin, "its method extend"):
+            self._made.extend(slot, token_ids)
+
+    def draft(self, slot: int, most: int) -> list[int]:
+        with called(Kind.DRAFTER, self._plugin, "its method draft"):
+            return [operator.index(token) for token in self._made.draft(slot, most)]
+
+
+def drafter_for(setting: Speculation | Plugin) -> Drafter | None:
+    """Return a new drafter of the kind that a config names; None for none. Raises as `plugins.make` does."""
+    if isinstance(setting, Plugin):
+        return PluginDrafter(setting)
     return LookUp() if setting is Speculation.LOOK_UP else None
 
 

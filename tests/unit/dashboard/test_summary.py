@@ -52,6 +52,7 @@ def test_what_a_run_did_not_come_to_is_null_and_not_zero(writer):
     assert summary["heldout"] == {"before": None, "during": [], "after": None}
     assert summary["transfer"] == {"before": None, "after": None}
     assert summary["idle"] == {"learner": None, "engines": None}
+    assert summary["drafts"] == {"computed": 0, "accepted": 0, "accepted_share": None, "share_of_tokens": None}
     assert summary["lag"]["max"] is None
     assert summary["weights"]["share_of_bound"] is None
     assert summary["parity"]["k3_mean"] is None
@@ -154,6 +155,14 @@ def test_idle_shares_come_from_cpu_time_of_the_rl_phase(writer):
     usage(writer, 20.0, learner=14.0, engine_0=10.0, engine_1=2.0)
     shares = idle(RunView(writer.path))
     assert shares == {"learner": pytest.approx(0.6), "engines": pytest.approx((0.0 + 0.8) / 2)}
+
+
+def test_the_drafts_of_all_engines_are_counted(writer):
+    for engine, drafted, accepted in (("engine-0", 8, 5), ("engine-1", 4, 1), ("engine-0", 0, 0)):
+        writer.event(1.0, engine, "engine.load", tokens=10, drafted_tokens=drafted, accepted_tokens=accepted)
+    assert summarise(writer.path)["drafts"] == {
+        "computed": 12, "accepted": 6, "accepted_share": 0.5, "share_of_tokens": 0.2
+    }  # fmt: skip
 
 
 def test_a_restarted_process_counts_on_from_zero(writer):

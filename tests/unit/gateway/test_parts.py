@@ -285,8 +285,8 @@ class Counting:
         self.num_decoded += len(ids)
         return CHAT.decode(ids)
 
-    def num_text_tokens(self, ids: list[int]) -> int:
-        return CHAT.num_text_tokens(ids)
+    def num_text_tokens(self, ids: list[int], *, begun: bool = False) -> int:
+        return CHAT.num_text_tokens(ids, begun=begun)
 
 
 def test_tokens_that_are_no_characters_are_said_and_not_decoded_again_and_again() -> None:

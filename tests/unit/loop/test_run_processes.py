@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import to_toml
+from etude.config import Plugin, to_toml
 from etude.inference.config import SERVERS, EngineConfig, EngineKind, ExternalEngineConfig, Speculation
 from etude.inference.external.serving import make_parser
 from etude.inference.serving import config_of
@@ -16,6 +16,7 @@ from etude.loop.run_processes import engine_argv
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.run import RunFolder
 
+DRAFTER = Plugin("my_package.drafters:Mine", {"least": 3, "names": ["a b"]}, "0" * 64)
 ENGINE = EngineConfig(
     max_sequences=24,
     context_tokens=600,
@@ -26,7 +27,7 @@ ENGINE = EngineConfig(
     stall_s=300.0,
     dtype=ComputeDtype.BFLOAT16,
     device="cuda:1",
-    speculation=Speculation.LOOK_UP,
+    speculation=DRAFTER,
 )
 
 
@@ -35,7 +36,7 @@ def test_an_engine_is_started_with_every_setting_of_the_run(kind: EngineKind, tm
     default = EngineConfig()
     assert all(getattr(ENGINE, f.name) != getattr(default, f.name) for f in dataclasses.fields(ENGINE))
     foreign = ExternalEngineConfig(environment=tmp_path, kv_tokens=4096, arguments=("--a=b", "--c=d"))
-    speculation = Speculation.LOOK_UP if kind is EngineKind.REFERENCE else Speculation.OFF  # others refuse it
+    speculation = DRAFTER if kind is EngineKind.REFERENCE else Speculation.OFF  # others refuse it
     sizes = dataclasses.replace(ENGINE, speculation=speculation)
     config = RunConfig(
         engine=sizes,
@@ -50,6 +51,10 @@ def test_an_engine_is_started_with_every_setting_of_the_run(kind: EngineKind, tm
     assert (module, server) == ("-m", SERVERS[kind])
     args, unknown = make_parser("any", "engine").parse_known_args(words)
     assert config_of(args) == sizes
+    if kind is EngineKind.REFERENCE:
+        given = config_of(args).speculation
+        assert isinstance(given, Plugin)
+        assert (given.settings, given.digest) == (DRAFTER.settings, DRAFTER.digest)
     if kind is EngineKind.REFERENCE:
         assert unknown == ["--mode", "native", "--quantise", "none", "--degree", "1"]
     else:
