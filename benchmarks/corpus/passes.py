@@ -6,7 +6,11 @@ Clean text is the standard library's own sources. Everything that is planted is 
 - secrets: random ones of every kind that the tests plant, in clean modules.
 - leaks: functions of held-out modules, renamed, formatted again by `ast`, cut for FIM with and without sentinels,
   inside of clean text. False drops: clean modules, against whole held-out modules; some are real copies.
-- memory: the peak of a process that builds a corpus from one copy of the library, and from several.
+- steps: CPU milliseconds for a MB of text, of the steps of the pass that reads.
+- builds: MB for a CPU second of each pass, and the peak memory of the process, with one copy of the library and with
+  several. The tokenizer is a byte-level BPE of 4,096 tokens that is trained on the library.
+- calibration: CPU seconds of a loop of 3 million additions before and after, about 0.15 on a core of 3 GHz. They tell
+  the times of a machine that was slowed from outside.
 
     python -m benchmarks.corpus.passes [--modules N] [--copies N]
 """
@@ -25,21 +29,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tests.unit.corpus import make
 from tests.unit.corpus.test_filters import planted
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.report import report
 from etude.corpus import CorpusConfig, HeldOutIndex, HeldOutText, build_corpus
+from etude.corpus.config import QualityConfig
 from etude.corpus.documents import Document
-from etude.corpus.filters import filtered
+from etude.corpus.filters import filtered, generated_problem, quality_problem
 from etude.corpus.fim import SENTINELS
-from etude.corpus.near import candidate_pairs, jaccard, near_duplicates, shingles, signature
+from etude.corpus.near import candidate_pairs, jaccard, near_duplicates, shingles, shingles_of, signature
+from etude.corpus.pieces import normalised
 from etude.corpus.secrets import find_secrets
+from etude.corpus.tokens import Tokens
 
 THRESHOLD = 0.8
 VARIANTS = 240
@@ -189,8 +197,56 @@ def leaks(texts: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def steps(texts: dict[str, str]) -> dict[str, float]:
+    """CPU milliseconds for a MB of text of each step of reading: the least of three runs over all modules."""
+    held = sorted(texts)[:3]
+    index = HeldOutIndex.build(HeldOutText.of(name, texts[name]) for name in held)
+    clean = [text for name, text in texts.items() if name not in held]
+    tokens = [Tokens.of(text) for text in clean]
+    grams = [shingles_of(one) for one in tokens]
+    limits = QualityConfig()
+    work: dict[str, Callable[[], object]] = {
+        "tokens": lambda: [Tokens.of(text).hashes_T for text in clean],
+        "shingles": lambda: [shingles_of(one) for one in tokens],
+        "signature": lambda: [signature(one) for one in grams],
+        "leaks": lambda: [index.find(text, one) for text, one in zip(clean, tokens, strict=True)],
+        "secrets": lambda: [list(find_secrets(text)) for text in clean],
+        "generated": lambda: [generated_problem(Document("a", text, "a.py")) for text in clean],
+        "quality": lambda: [quality_problem(text, limits) for text in clean],
+        "normalised": lambda: [normalised(text) for text in clean],
+    }
+    size = sum(len(text.encode()) for text in clean)
+    return {name: round(min(spent(one) for _ in range(3)) / size * 1e9, 1) for name, one in work.items()}
+
+
+def spent(work: Callable[[], object]) -> float:
+    """CPU seconds of a call."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def calibration() -> float:
+    """CPU seconds of a fixed loop."""
+    return round(spent(lambda: sum(i for i in range(3_000_000))), 3)
+
+
+def trained(path: Path, texts: Iterable[str]) -> None:
+    """Write a byte-level BPE tokenizer that is trained on texts."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [make.END, *make.FIM]
+    made.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=4_096, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    made.save(str(path))
+
+
 def build_once(folder: Path, copies: int, most: int) -> dict[str, Any]:
-    """Build a corpus of copies of the library, each with other names: seconds of CPU, peak memory."""
+    """Build a corpus of copies of the library, each with other names: MB for a CPU second by pass, peak memory."""
     texts, total = library(most), 0
     for copy in range(copies):
         place = folder / "texts" / f"copy{copy}"
@@ -200,14 +256,25 @@ def build_once(folder: Path, copies: int, most: int) -> dict[str, Any]:
             total += len(changed.encode())
             (place / name).write_text(changed)
     config = make.config(folder, fim={"rate": 0.5}, heldout={"files": [str(folder / "texts/copy0" / min(texts))]})
+    passes: dict[str, float] = {}
+    before = [time.process_time()]
+
+    def on_part(title: str, *_: int) -> None:
+        now = time.process_time()
+        passes[title] = passes.get(title, 0.0) + now - before[0]
+        before[0] = now
+
     started, wall = time.process_time(), time.perf_counter()
-    corpus = build_corpus(config, folder / "out")
+    corpus = build_corpus(config, folder / "out", on_part=on_part)
+    cpu_s = time.process_time() - started
     return {
         "megabytes": round(total / 1e6, 2),
         "tokens": sum(phase.tokens for phase in corpus.manifest.phases),
-        "cpu_s": round(time.process_time() - started, 2),
+        "kept": sum(source.kept for source in corpus.manifest.sources.values()),
+        "cpu_s": round(cpu_s, 2),
         "wall_s": round(time.perf_counter() - wall, 2),
-        "mb_a_cpu_second": round(total / 1e6 / (time.process_time() - started), 3),
+        "mb_a_cpu_second": round(total / 1e6 / cpu_s, 3),
+        "mb_a_cpu_second_by_pass": {title: round(total / 1e6 / max(s, 1e-3), 2) for title, s in passes.items()},
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
     }
 
@@ -217,6 +284,7 @@ def speed(copies: int, most: int) -> dict[str, Any]:
     found = {}
     for count in (1, copies):
         with tempfile.TemporaryDirectory() as folder:
+            trained(Path(folder) / "tokenizer.json", list(library(20).values()))
             argv = [sys.executable, "-m", "benchmarks.corpus.passes", "--modules", str(most), "--copies", str(count)]
             done = subprocess.run([*argv, "--inside", folder], capture_output=True, text=True, check=True, timeout=3600)
             found[f"{count} copies"] = json.loads(done.stdout)
@@ -236,13 +304,16 @@ def main() -> None:
     texts = library(args.modules)
     with tempfile.TemporaryDirectory() as folder:
         config = make.config(Path(folder))
+    before = calibration()
     numbers = {
         "modules": len(texts),
         "megabytes": round(sum(map(len, texts.values())) / 1e6, 2),
         "near_duplicates": duplicates(texts),
         "secrets": secrets(texts, config),
         "leaks": leaks(texts),
+        "steps_ms_for_a_mb": steps(texts),
         "builds": speed(args.copies, args.modules),
+        "calibration_s": [before, calibration()],
     }
     report("corpus", numbers)
 

@@ -1,7 +1,7 @@
 """A progress counter of this process: long work increments it, and code that waits for the work reads it.
 
 So a wait can be limited by the time without progress, however large the work is. There is one counter per process,
-shared by all threads."""
+shared by all threads. `begin` names the work that starts, so that the error about a wait can say where it stands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 
 _ticks = itertools.count(1)
 _last = 0
+_doing = ""
 
 
 def tick() -> None:
@@ -26,3 +27,15 @@ def count() -> int:
     True
     """
     return _last
+
+
+def begin(what: str) -> None:
+    """Count one unit of work as done, and name the next one, such as "reading FILE"."""
+    global _doing
+    _doing = what
+    tick()
+
+
+def doing() -> str:
+    """Return what `begin` was called with last, or ""."""
+    return _doing

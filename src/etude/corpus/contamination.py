@@ -13,16 +13,19 @@ are tried if a text has both. A document with the sentinels of public tokenizers
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.corpus.fim import SENTINELS
-from etude.corpus.hashes import U64, codes, mixed, text_key
+from etude.corpus.hashes import FACTOR, U64, codes, mixed, rolling, text_key
+from etude.corpus.tokens import Membership, Tokens
 
 CODE_GRAM, CODE_SEGMENT = 12, 64
 PROSE_GRAM, PROSE_SEGMENT = 8, 48
@@ -32,13 +35,11 @@ MIN_DISTINCT = 0.8
 """A segment with a smaller share of distinct n-grams is repetitive, such as a table, and is not searched for."""
 
 _PROSE_ENDINGS = (".md", ".rst", ".txt", ".tex", ".html")
-_STRING = r"""[rbfuRBFU]{0,2}(?:"(?:[^"\\\n]|\\.){0,400}"|'(?:[^'\\\n]|\\.){0,400}'|`[^`\n]{0,400}`)"""
-_REST = rf"{_STRING}|[^\W\d]\w*|\d[\w.]*|[^\s\w]"
-_DOC = r"""(?<=:)\s*\n\s*[rR]?(?:\"\"\"[^"]*\"\"\"|'{3}[^']*'{3})"""
-_HASH = re.compile(rf"(?:{_DOC}|\#[^\n]*)|({_REST})")
-_SLASH = re.compile(rf"(?:{_DOC}|//[^\n]*|/\*[\s\S]{{0,4000}}?\*/)|({_REST})")
+_STRINGS = r"""'(?:[^'\\\n]|\\.){0,400}'|"(?:[^"\\\n]|\\.){0,400}"|`[^`\n]{0,400}`"""
+_DOC = r""":\s*\n\s*[rR]?(?:\"\"\"[^"]*\"\"\"|'{3}[^']*'{3})"""  # with the colon before it
+_HASH = re.compile(rf"(\#[^\n]*|{_DOC}|{_STRINGS})")  # each alternative begins with a character: `re` is fast then
+_SLASH = re.compile(rf"(//[^\n]*|/\*[\s\S]{{0,4000}}?\*/|{_DOC}|{_STRINGS})")
 _HEADING = re.compile(r"""\A(?:\s|\#[^\n]*\n)*[rR]?(?:\"\"\"[^"]*\"\"\"|'{3}[^']*'{3})""")
-_WORD = re.compile(r"[^\W_]+")
 # fmt: off
 _KEYWORDS = frozenset((
     "False", "None", "True", "abs", "all", "and", "any", "as", "assert", "async", "await", "bool", "break", "bytes",
@@ -55,75 +56,101 @@ _KEYWORDS = frozenset((
 ))
 # fmt: on
 """Words that stay as they are: keywords of common languages, and built-in functions of Python."""
-_NAME = np.uint64(text_key("name"))
+_PREFIXES = ("".join(both) for both in itertools.product("rbfuRBFU", ("", *"rbfuRBFU")))
+_NAMES = mixed(np.uint64(text_key("name")) + np.arange(CODE_GRAM, dtype=np.uint64))
+"""A name in an n-gram, by the distance to its previous occurrence in it; at 0 for its first."""
 
 
-def code_tokens(text: str) -> list[list[str]]:
-    """Return the tokens of a text as code: one list, or two for a text with both kinds of comments.
+def _membership(words: Iterable[str]) -> Membership:
+    return Membership(np.sort(Tokens.of(" ".join(words)).hashes_T))
 
-    >>> code_tokens('x = f(1)  # one')
-    [['x', '=', 'f', '(', '1', ')']]
+
+_IS_KEYWORD, _IS_PREFIX = _membership(_KEYWORDS), _membership(_PREFIXES)
+
+
+@dataclass(frozen=True)
+class Code:
+    """The tokens of a text as code: uint64 hashes [T], and which are names [T]. A string is one token."""
+
+    hashes_T: U64
+    is_name_T: npt.NDArray[np.bool_]
+
+
+def code_of(text: str, tokens: Tokens) -> list[Code]:
+    """Return the tokens of a text without comments and docstrings: one view, or two for both kinds of comments.
+
+    >>> text = "x = f('a b', 1)  # one"
+    >>> [code.is_name_T.tolist() for code in code_of(text, Tokens.of(text))]
+    [[True, False, True, False, False, False, False, False]]
     """
-    patterns = [_SLASH] if ("//" in text or "/*" in text) else []
-    if "#" in text or not patterns:
-        patterns.insert(0, _HASH)
-    return [[token for token in pattern.findall(text) if token] for pattern in patterns]
+    views, slashes = list[Code](), "//" in text or "/*" in text
+    if "#" in text or not slashes:
+        parts = _HASH.split(text)
+        views.append(_without(parts, tokens))
+        slashes = slashes and any("//" in part or "/*" in part for part in parts[::2])
+    if slashes:
+        views.append(_without(_SLASH.split(text), tokens))
+    return views
 
 
-def code_grams(tokens: list[str], width: int = CODE_GRAM) -> U64:
+def _without(parts: Sequence[str], tokens: Tokens) -> Code:
+    """Drop comments, and make each string one token. `parts`: code, and what a pattern found, in turn."""
+    ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
+    firsts = np.searchsorted(tokens.starts_T, ends[:-1:2])
+    lasts = np.searchsorted(tokens.starts_T, ends[1::2])
+    depth = np.zeros(len(tokens) + 1, np.int8)
+    depth[firsts] = 1
+    depth[lasts] -= 1
+    keep = np.cumsum(depth[:-1], dtype=np.int8) == 0
+    hashes, is_name = tokens.hashes_T.copy(), tokens.is_name_T & ~_IS_KEYWORD.contains(tokens.hashes_T)
+    found = parts[1::2]
+    keep[firsts[[part[0] == ":" for part in found]]] = True
+    strings = firsts[[part[0] in "\"'`" for part in found]]
+    if len(strings):
+        keep[strings] = True
+        hashes[strings] = codes([part[1:-1] for part in found if part[0] in "\"'`"])
+        before = strings[strings > 0] - 1
+        is_prefix = (tokens.ends_T[before] == tokens.starts_T[before + 1]) & _IS_PREFIX.contains(
+            tokens.hashes_T[before]
+        )
+        keep[before[is_prefix]] = False
+    return Code(hashes[keep], is_name[keep])
+
+
+def code_grams(code: Code, width: int = CODE_GRAM) -> U64:
     """Return a hash for each window of tokens, equal for windows that differ in their names only: [T - width + 1].
 
     It is 0 for a window in which fewer than a third of the tokens are not names: such windows are all alike.
 
-    >>> one, other = (code_tokens(text)[0] for text in ("a = b + a * 2", "x=y  + x*2"))
+    >>> one, other = (code_of(text, Tokens.of(text))[0] for text in ("a = b + a * 2", "x=y  + x*2"))
     >>> bool((code_grams(one, 5) == code_grams(other, 5)).all())
     True
     """
-    count = len(tokens) - width + 1
+    size = len(code.hashes_T)
+    count = size - width + 1
     if count <= 0:
         return np.zeros(0, np.uint64)
-    plain = [_unquoted(token) for token in tokens]
-    values = codes(plain)
-    last: dict[str, int] = {}
-    back = np.zeros(len(tokens), np.int64)  # distance to the previous occurrence of a name; 0: none; -1: not a name
-    for i, token in enumerate(plain):
-        if token in _KEYWORDS or not (token[0].isalpha() or token[0] == "_"):
-            back[i] = -1
-        else:
-            back[i] = i - last.get(token, i)
-            last[token] = i
-    total, said = np.zeros(count, np.uint64), np.zeros(count, np.int64)
+    back = np.zeros(size, np.int8)  # distance to the previous occurrence of a name; 0: it is far, or no name
+    for distance in range(width - 1, 0, -1):
+        back[distance:][code.hashes_T[distance:] == code.hashes_T[:-distance]] = distance
+    back[~code.is_name_T] = 0
+    alone = np.where(code.is_name_T, _NAMES[0], code.hashes_T)
+    again = np.where(code.is_name_T, _NAMES[back], code.hashes_T)
+    total = np.zeros(count, np.uint64)
     for offset in range(width):
-        distance = back[offset : offset + count]
-        inside = np.where(distance <= offset, distance, 0).astype(np.uint64)
-        value = np.where(distance < 0, values[offset : offset + count], _NAME + inside)
-        total = mixed(total + value + np.uint64(offset + 1))
-        said += distance < 0
-    total[3 * said < width] = 0
+        part = slice(offset, offset + count)
+        total = total * FACTOR + np.where(back[part] <= offset, again[part], alone[part])
+    total = mixed(total)
+    named = np.cumsum(np.r_[0, code.is_name_T])
+    total[3 * (width - (named[width:] - named[:-width])) < width] = 0
     return total
 
 
-def _unquoted(token: str) -> str:
-    """A string as its content, whatever its quotes; any other token unchanged."""
-    if token[-1] in "\"'`" and len(token) > 1:
-        return "'" + token.lstrip("rbfuRBFU")[1:-1]
-    return token
-
-
-def prose_grams(words: list[str], width: int = PROSE_GRAM) -> U64:
-    """Return a hash for each window of words: [W - width + 1]."""
-    count = len(words) - width + 1
-    if count <= 0:
-        return np.zeros(0, np.uint64)
-    values, total = codes(words), np.full(count, np.uint64(1))
-    for offset in range(width):
-        total = mixed(total + values[offset : offset + count])
-    return total
-
-
-def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
-    return _WORD.findall(text.lower())
+def prose_grams(text: str) -> U64:
+    """Return a hash for each window of lower-case words: [W - 7]."""
+    words = Tokens.of(text.lower(), underscores=False)
+    hashes = words.hashes_T[words.is_word_T]
+    return rolling(hashes, PROSE_GRAM) if len(hashes) >= PROSE_GRAM else np.zeros(0, np.uint64)
 
 
 def joined(text: str) -> str:
@@ -206,25 +233,38 @@ class HeldOutIndex:
             has_prose=has[True],
         )
 
-    def find(self, text: str) -> str | None:
-        """Return the name of a held-out text that a document contains, or None."""
+    @cached_property
+    def _grams(self) -> Membership:
+        return Membership(self.grams_G)
+
+    def find(self, text: str, tokens: Tokens | None = None) -> str | None:
+        """Return the name of a held-out text that a document contains, or None. `tokens`: of the text, if known."""
         if not len(self.grams_G):
             return None
-        text = joined(text)
-        views = [code_grams(tokens) for tokens in code_tokens(text)] if self.has_code else []
-        if self.has_prose:
-            views.append(prose_grams(words_of(text)))
-        return next((name for name in map(self._hit, views) if name is not None), None)
+        ordered = joined(text)
+        if self.has_code:
+            known = Tokens.of(ordered) if tokens is None or ordered != text else tokens
+            for code in code_of(ordered, known):
+                if (name := self._hit(code_grams(code))) is not None:
+                    return name
+        return self._hit(prose_grams(ordered)) if self.has_prose else None
 
     def _hit(self, grams_D: U64) -> str | None:
-        first = np.searchsorted(self.grams_G, grams_D, "left")
-        last = np.searchsorted(self.grams_G, grams_D, "right")
-        places_H = np.flatnonzero(last > first)
+        maybe = self._grams.maybe(grams_D)
+        alone = np.lib.stride_tricks.sliding_window_view(np.r_[maybe, np.zeros(MIN_RUN, np.bool_)], MIN_RUN).all(axis=1)
+        if not alone.any():  # a run of hits begins nowhere
+            return None
+        places_H = np.flatnonzero(maybe)
+        grams_H = grams_D[places_H]
+        first = np.searchsorted(self.grams_G, grams_H, "left")
+        last = np.searchsorted(self.grams_G, grams_H, "right")
+        is_hit = last > first
+        places_H, first, last = places_H[is_hit], first[is_hit], last[is_hit]
         if not len(places_H):
             return None
-        counts_H = last[places_H] - first[places_H]
+        counts_H = last - first
         ends_H = np.cumsum(counts_H)
-        index = np.arange(ends_H[-1]) + np.repeat(first[places_H] - ends_H + counts_H, counts_H)
+        index = np.arange(ends_H[-1]) + np.repeat(first - ends_H + counts_H, counts_H)
         segments, places = self.segments_G[index], np.repeat(places_H, counts_H)
         order = np.lexsort((places, segments))
         segments, places, index = segments[order], places[order], index[order]
@@ -265,9 +305,9 @@ def _need(num_grams: int, width: int) -> int:
 def _segments(text: HeldOutText) -> Iterator[U64]:
     """Yield the distinct n-grams of each segment of a text: half of a segment overlaps with the next."""
     gram, size = (PROSE_GRAM, PROSE_SEGMENT) if text.is_prose else (CODE_GRAM, CODE_SEGMENT)
-    views = [words_of(text.text)] if text.is_prose else code_tokens(_HEADING.sub("", text.text))
-    for tokens in views:
-        grams = prose_grams(tokens) if text.is_prose else code_grams(tokens)
+    source = text.text if text.is_prose else _HEADING.sub("", text.text)
+    views = [prose_grams(source)] if text.is_prose else map(code_grams, code_of(source, Tokens.of(source)))
+    for grams in views:
         width = size - gram + 1
         for start in range(0, max(1, len(grams) - width // 2), width // 2):
             part = grams[start : start + width]

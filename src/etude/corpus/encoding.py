@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.corpus.config import FimConfig, TokenizerConfig
-from etude.corpus.fim import Sentinels, rearranged, sentinels
+from etude.corpus.fim import Sentinels, is_rearranged, rearranged, sentinels
 from etude.corpus.shards import TokenizerFacts
 from etude.errors import ConfigError, nearest
 from etude.harness.tokenizer import SafeTokenizer
@@ -32,15 +32,22 @@ class Encoder:
         tokenizer, facts = load_tokenizer(config)
         return cls(tokenizer, facts, fim, sentinels(fim, tokenizer.added), seed)
 
-    def encode(self, text: str, key: str) -> npt.NDArray[np.uint32]:
-        """Return a document as token ids with the end token: [T] uint32. `key` decides on its FIM split."""
+    def encode(self, text: str, key: str, epoch: int = 0) -> npt.NDArray[np.uint32]:
+        """Return a document as token ids with the end token: [T] uint32. `key` and `epoch` decide on its FIM split."""
         parts: list[int | str] = [text]
         if self.sentinels is not None:
-            parts = rearranged(text, self.fim, self.sentinels, key=f"{self.seed}\0{key}") or parts
+            parts = rearranged(text, self.fim, self.sentinels, key=self._key(key, epoch)) or parts
         ids: list[int] = []
         for part in parts:
             ids.extend([part] if isinstance(part, int) else self.tokenizer.encode(part))
         return np.array([*ids, self.facts.end_id], np.uint32)
+
+    def differs(self, key: str, epoch: int) -> bool:
+        """Return whether a document may have other token ids in an epoch than in the first one."""
+        return any(is_rearranged(self.fim, self._key(key, one)) for one in (0, epoch)) if epoch else False
+
+    def _key(self, key: str, epoch: int) -> str:
+        return f"{self.seed}\0{epoch}\0{key}"
 
 
 def tokenizer_file(path: Path) -> Path:

@@ -55,6 +55,11 @@ def sentinels(config: FimConfig, added: Mapping[str, int]) -> Sentinels | None:
     raise ConfigError("the tokenizer lacks the sentinel tokens of FIM", facts, hint=hint)
 
 
+def is_rearranged(config: FimConfig, key: object) -> bool:
+    """Return whether the document with this key is rearranged."""
+    return text_key("fim", key) < config.rate * 2.0**64
+
+
 def rearranged(text: str, config: FimConfig, ids: Sentinels, *, key: object) -> list[int | str] | None:
     """Return a document as sentinel ids and texts in the order of FIM, or None if it stays as it is.
 
@@ -63,7 +68,7 @@ def rearranged(text: str, config: FimConfig, ids: Sentinels, *, key: object) -> 
     >>> rearranged("abcdef", FimConfig(rate=1.0, spm=0.0), Sentinels(1, 2, 3), key=4)
     [1, 'a', 2, '', 3, 'bcdef']
     """
-    if text_key("fim", key) >= config.rate * 2.0**64:
+    if not is_rearranged(config, key):
         return None
     first, second = sorted(text_key("cut", i, key) * (len(text) + 1) >> 64 for i in range(2))
     prefix, middle, suffix = text[:first], text[first:second], text[second:]

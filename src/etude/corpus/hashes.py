@@ -12,6 +12,8 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+FACTOR = np.uint64(_GOLDEN)
+"""Of a sequence's hash, when its next number is added."""
 
 
 def mixed(values: U64) -> U64:
@@ -53,5 +55,5 @@ def rolling(values: U64, width: int) -> U64:
     count = len(values) - width + 1
     total = np.zeros(count, np.uint64)
     for offset in range(width):
-        total = total * np.uint64(_GOLDEN) + values[offset : offset + count]
+        total = total * FACTOR + values[offset : offset + count]
     return mixed(total)

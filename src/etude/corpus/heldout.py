@@ -38,6 +38,7 @@ def heldout_texts(config: HeldOutConfig) -> Iterator[HeldOutText]:
         if not paths:
             raise ConfigError(f"heldout.files: no file matches {pattern!r}", hint="correct the pattern, or remove it")
         for path in paths:
+            progress.begin(f"reading held-out text {path}")
             yield HeldOutText.of(path, _text_of(Path(path)))
     for plugin in config.tasks:
         yield from _texts_of_tasks(plugin, config.num_tasks)
@@ -64,7 +65,7 @@ def _texts_of_tasks(plugin: Plugin, num_tasks: int) -> Iterator[HeldOutText]:
     for split in Split:
         size = source.size(split)
         for index in range(num_tasks if size is None else min(size, num_tasks)):
-            progress.tick()
+            progress.begin(f"reading held-out task {index} ({split}) of {plugin}")
             task = source.task(split, index)
             answer, name = source.answer(task), f"{source.name}/{split}/{index}"
             texts = {f"{name}/{path}": text for path, text in answer.reference.items()}

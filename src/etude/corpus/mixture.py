@@ -1,7 +1,8 @@
 """Which documents a phase takes, and in which order: shares of sources, caps of epochs, a keyed shuffle.
 
 Every source has one order of documents per epoch, by a hash of seed, epoch and document. A phase goes on where the
-phase before it ended, so no document comes again before its source is used up. Within a phase the documents of all
+phase before it ended, so no document comes again before its source is used up. Amounts are planned with the tokens of
+a document's first epoch: with FIM, it may have a few more or less in another. Within a phase the documents of all
 sources are shuffled together."""
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ class Supply:
         """Number of tokens until `max_epochs`."""
         return max(0, int(self.max_epochs * self.total) - self.taken)
 
-    def take(self, num_tokens: int) -> I64:
-        """Return the next documents with at least `num_tokens` tokens in all, as places in `documents_N`: [D].
+    def take(self, num_tokens: int) -> tuple[I64, I64]:
+        """Return the next documents with at least `num_tokens` tokens in all, as places in `documents_N`: [D]; and the
+        epoch of each, from 0: [D].
 
         The last one may exceed the number, and the cap."""
-        parts, missing = [np.zeros(0, np.int64)], num_tokens
+        parts, epochs, missing = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], num_tokens
         while missing > 0 and self.total:
             if self._order is None:
                 salt = np.uint64(text_key("epoch", self.seed, self.name, self.epoch))
@@ -59,20 +61,25 @@ class Supply:
             ends = np.cumsum(self.tokens_N[rest])
             count = min(len(rest), int(np.searchsorted(ends, missing)) + 1)
             parts.append(rest[:count])
+            epochs.append(np.full(count, self.epoch))
             got = int(ends[count - 1])
             self.at, self.taken, missing = self.at + count, self.taken + got, missing - got
             if self.at == len(self.tokens_N):
                 self.epoch, self.at, self._order = self.epoch + 1, 0, None
-        return np.concatenate(parts)
+        return np.concatenate(parts), np.concatenate(epochs)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The documents of one phase. `documents_D`: indices in training order. `by_source`: name -> (documents, tokens,
-    epochs of the source so far). `missing_tokens`: how many the phase is short of."""
+    """The documents of one phase. `missing_tokens`: how many the phase is short of.
+
+    - `documents_D`: indices in training order. `epochs_D`: how often each came before. `tokens_D`: its tokens.
+    - `by_source`: name -> (documents, tokens, epochs of the source so far)."""
 
     name: str
     documents_D: I64
+    epochs_D: I64
+    tokens_D: I64
     by_source: Mapping[str, tuple[int, int, float]]
     missing_tokens: int
 
@@ -90,19 +97,20 @@ def draw(config: CorpusConfig, supplies: Sequence[Supply]) -> list[Drawn]:
         amounts = {supply.name: min(supply.total, supply.left) for supply in supplies}
         if shares:
             amounts = allotted(num_tokens, shares, {supply.name: supply.left for supply in supplies})
-        parts, keys, by_source = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)], {}
+        parts, keys, by_source = [np.zeros((3, 0), np.int64)], [np.zeros(0, np.uint64)], {}
         for supply in supplies:
             before = supply.taken
-            taken_D = supply.take(amounts[supply.name])
+            taken_D, epochs_D = supply.take(amounts[supply.name])
             salts_D = np.arange(len(taken_D), dtype=np.uint64)  # one document may come twice in a phase
-            parts.append(supply.documents_N[taken_D])
+            parts.append(np.stack([supply.documents_N[taken_D], epochs_D, supply.tokens_N[taken_D]]))
             keys.append(mixed(supply.keys_N[taken_D] + salts_D))
             epochs = supply.taken / supply.total if supply.total else 0.0
             by_source[supply.name] = (len(taken_D), supply.taken - before, epochs)
         salt = np.uint64(text_key("phase", config.seed, name))
         order = np.argsort(mixed(np.concatenate(keys) ^ salt), kind="stable")
         drawn_tokens = sum(tokens for _, tokens, _ in by_source.values())
-        found.append(Drawn(name, np.concatenate(parts)[order], by_source, max(0, num_tokens - drawn_tokens)))
+        columns = np.concatenate(parts, axis=1)[:, order]
+        found.append(Drawn(name, *columns, by_source, max(0, num_tokens - drawn_tokens)))
     return found
 
 

@@ -7,22 +7,23 @@ The number of rows follows from the threshold, such that a pair at the threshold
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from etude.corpus.hashes import U64, codes, mixed, numbers, rolling
+from etude.corpus.hashes import U64, mixed, numbers, rolling
+from etude.corpus.tokens import Tokens
 
 NUM_HASHES = 128
 SHINGLE = 5
 _RECALL = 0.99  # of a pair at the threshold to be a candidate
 _SLACK = 0.12  # of a signature's estimate: more than 3 standard deviations at any similarity
 _LAGS = 4  # a document is compared with so many before it in a band's group, and with the group's first
+_AT_ONCE = 512  # shingles: with 128 hashes they fit in a cache
 _CHUNK = 4_096
-_TOKEN = re.compile(r"\w+|[^\w\s]")
-_FACTORS, _ADDENDS = numbers(NUM_HASHES, 1) | np.uint64(1), numbers(NUM_HASHES, 2)
+_FACTORS, _ADDENDS = ((numbers(NUM_HASHES, i) >> np.uint64(32)).astype(np.uint32) for i in (1, 2))
+_FACTORS |= np.uint32(1)  # an odd factor permutes the 32-bit numbers
 
 Signatures = npt.NDArray[np.uint32]
 Pairs = npt.NDArray[np.int64]
@@ -30,16 +31,25 @@ Pairs = npt.NDArray[np.int64]
 
 def shingles(text: str) -> U64:
     """Return the hashes of a text's distinct token 5-grams, sorted: [S]. Spaces and line breaks do not count."""
-    return np.unique(rolling(codes(_TOKEN.findall(text)), SHINGLE))
+    return shingles_of(Tokens.of(text))
+
+
+def shingles_of(tokens: Tokens) -> U64:
+    """Return the hashes of the distinct 5-grams of tokens, sorted: [S]."""
+    return np.unique(rolling(tokens.hashes_T, SHINGLE))
 
 
 def signature(shingle_hashes: U64) -> Signatures:
     """Return the MinHash signature of a set of shingles: [128] uint32."""
     smallest = np.full(NUM_HASHES, np.iinfo(np.uint32).max, np.uint32)
-    for start in range(0, len(shingle_hashes), _CHUNK):
-        part = shingle_hashes[start : start + _CHUNK]
-        hashed = (_FACTORS[:, None] * part[None, :] + _ADDENDS[:, None]) >> np.uint64(32)
-        smallest = np.minimum(smallest, hashed.min(axis=1).astype(np.uint32))
+    high = (shingle_hashes >> np.uint64(32)).astype(np.uint32)
+    hashed = np.empty((NUM_HASHES, min(_AT_ONCE, len(high))), np.uint32)
+    for start in range(0, len(high), _AT_ONCE):
+        part = high[start : start + _AT_ONCE]
+        block = hashed[:, : len(part)]
+        np.multiply(_FACTORS[:, None], part[None, :], out=block)
+        np.add(block, _ADDENDS[:, None], out=block)
+        np.minimum(smallest, block.min(axis=1), out=smallest)
     return smallest
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -31,7 +32,8 @@ from etude.corpus.contamination import HeldOutIndex
 from etude.corpus.documents import MAX_BYTES, DividedSource, Document, DocumentSource, Dropped
 from etude.corpus.encoding import Encoder
 from etude.corpus.filters import filtered
-from etude.corpus.near import NUM_HASHES, shingles, signature
+from etude.corpus.near import NUM_HASHES, shingles_of, signature
+from etude.corpus.tokens import Tokens
 from etude.plugins import Kind, bounded, called, make, unusable
 
 EXAMPLES = 5
@@ -116,7 +118,7 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
         names = ("text.bin", "provenance.bin", "index.bin", "exact.bin", "signatures.bin")
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context((scratch / name).open("wb")) for name in names]
-            for document in _kept(config, job, heldout, counts):
+            for document, tokens in _kept(config, job, heldout, counts):
                 data = document.text.encode()
                 meta = msgspec.json.encode(
                     {
@@ -129,7 +131,7 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
                 text_end, meta_end = text_end + len(data), meta_end + len(meta)
                 ends = np.array([text_end, meta_end], "<i8").tobytes()
                 exact = hashlib.sha256(normalised(document.text).encode()).digest()[:16]
-                signed = signature(shingles(document.text)).astype("<u4").tobytes()
+                signed = signature(shingles_of(tokens)).astype("<u4").tobytes()
                 for file, part in zip(files, (data, meta, ends, exact, signed), strict=True):
                     file.write(part)
                 counts.bytes += len(data)
@@ -137,11 +139,11 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
         (scratch / "counts.json").write_bytes(msgspec.json.encode(counts, order="deterministic"))
 
 
-def _kept(config: CorpusConfig, job: Job, heldout: HeldOutIndex, counts: Counts) -> Iterator[Document]:
-    """Yield the documents of a piece that pass all filters and hold no held-out text."""
+def _kept(config: CorpusConfig, job: Job, heldout: HeldOutIndex, counts: Counts) -> Iterator[tuple[Document, Tokens]]:
+    """Yield the documents of a piece that pass all filters and hold no held-out text, and their tokens."""
     source = config.sources[job.source]
     for found in _documents(config, job):
-        progress.tick()
+        progress.begin(f"filtering document {found.id!r} of source {source.name!r}")
         counts.documents += 1
         if isinstance(found, Dropped):
             counts.drop(found.reason, found.id)
@@ -153,21 +155,28 @@ def _kept(config: CorpusConfig, job: Job, heldout: HeldOutIndex, counts: Counts)
             counts.redacted[kind] = counts.redacted.get(kind, 0) + 1
         if result.document is None:
             counts.drop(result.reason, found.id)
-        elif (leak := heldout.find(result.document.text)) is not None:
+            continue
+        tokens = Tokens.of(result.document.text)
+        if (leak := heldout.find(result.document.text, tokens)) is not None:
             counts.drop("held-out", f"{found.id} has {leak}")
         else:
-            yield result.document
+            yield result.document, tokens
 
 
 def _documents(config: CorpusConfig, job: Job) -> Iterator[Document | Dropped]:
     source, plugin = open_source(config, job.source), config.sources[job.source].kind
+    name = f"of source {config.sources[job.source].name!r}"
+    progress.begin(f"reading document 0 of piece {job.number} {name}")
     if isinstance(source, DividedSource) and job.piece is not None:
         with called(Kind.DOCUMENTS, plugin, "its method read"):
-            yield from source.read(job.piece)
+            for number, read in enumerate(source.read(job.piece), 1):
+                yield read
+                progress.begin(f"reading document {number} of piece {job.number} {name}")
         return
     found = bounded(Kind.DOCUMENTS, plugin, "documents", lambda: iter(source.documents()), deadline_s=NEXT_S)
     number = 0
     while True:
+        progress.begin(f"reading document {number} {name}")
         one = bounded(Kind.DOCUMENTS, plugin, f"document {number}", lambda: next(found, None), deadline_s=NEXT_S)
         if one is None:
             return
@@ -208,7 +217,7 @@ def _new_folder(folder: Path) -> Iterator[Path | None]:
 
 
 class Piece:
-    """A piece that `read_piece` wrote. Its files are memory-mapped."""
+    """A piece that `read_piece` wrote. No file stays open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -246,6 +255,11 @@ class Piece:
         """Return source, id, path and licence of a document as a JSON object."""
         return self._part("provenance.bin", index, 1)
 
+    def key(self, index: int) -> str:
+        """Return the source and the id of a document, as one text."""
+        meta = msgspec.json.decode(self.provenance(index), type=dict[str, str])
+        return f"{meta['source']}/{meta['id']}"
+
     def _part(self, name: str, index: int, column: int) -> bytes:
         start, stop = self.ends[index : index + 2, column].tolist()
         with (self.folder / name).open("rb") as file:
@@ -263,47 +277,96 @@ def encode_piece(piece: Piece, kept: npt.NDArray[np.bool_], folder: Path, encode
         with (scratch / "tokens.bin").open("wb") as tokens, (scratch / "ends.bin").open("wb") as ends:
             for index in range(len(piece)):
                 if kept[index]:
-                    progress.tick()
-                    meta = msgspec.json.decode(piece.provenance(index), type=dict[str, str])
-                    ids = encoder.encode(piece.text(index), f"{meta['source']}\0{meta['id']}")
+                    key = piece.key(index)
+                    progress.begin(f"encoding document {key}")
+                    ids = encoder.encode(piece.text(index), key)
                     tokens.write(ids.astype("<u4").tobytes())
                     end += len(ids)
                 ends.write(np.array([end], "<i8").tobytes())
 
 
 class EncodedPiece:
-    """The token ids of a piece that `encode_piece` wrote, memory-mapped."""
+    """The token ids of a piece that `encode_piece` wrote. No file stays open: a corpus may have thousands of pieces."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokens.bin"
         self.ends = np.concatenate([np.zeros(1, np.int64), np.fromfile(folder / "ends.bin", "<i8")])
-
-    @cached_property
-    def _tokens(self) -> npt.NDArray[np.uint32]:
-        return np.memmap(self._path, "<u4", "r")
 
     @property
     def num_tokens(self) -> npt.NDArray[np.int64]:
         """Number of tokens of each document: [N]; 0 for one that was dropped."""
         return np.diff(self.ends)
 
-    def num_tokens_of(self, index: int) -> int:
-        """Return the number of tokens of one document."""
-        return int(self.ends[index + 1] - self.ends[index])
-
     def tokens(self, index: int) -> npt.NDArray[np.uint32]:
         """Return the token ids of a document: [T] uint32."""
-        return self._tokens[self.ends[index] : self.ends[index + 1]]
+        start, stop = self.ends[index : index + 2].tolist()
+        return np.fromfile(self._path, "<u4", stop - start, offset=4 * start)
 
 
-def jobs_of(config: CorpusConfig) -> list[Job]:
-    """Return the pieces of all sources, in order: those of the first source first."""
-    found = list[Job]()
-    for index, one in enumerate(config.sources):
-        source = open_source(config, index)
-        pieces: list[Any] = [None]
-        if isinstance(source, DividedSource):
-            with called(Kind.DOCUMENTS, one.kind, "its method pieces"):
-                pieces = list(islice(source.pieces(), 1 << 24))
-        found += [Job(len(found) + i, index, piece) for i, piece in enumerate(pieces)]
-    return found
+def pieces_of(config: CorpusConfig, source: int) -> list[Any]:
+    """Return the pieces of a source: [None] for one that is not divided."""
+    opened = open_source(config, source)
+    if not isinstance(opened, DividedSource):
+        return [None]
+    with called(Kind.DOCUMENTS, config.sources[source].kind, "its method pieces"):
+        return list(islice(opened.pieces(), 1 << 24))
+
+
+class Pieces:
+    """The pieces of all sources that `read_piece` wrote. Their documents are numbered 0 to N - 1, in the order of the
+    sources and pieces. `sources_N`: index of the source of each."""
+
+    def __init__(self, work: Path, jobs: Sequence[Job]) -> None:
+        self.work, self.jobs = work, jobs
+        self._pieces = [Piece(piece_folder(work, job.number)) for job in jobs]
+        lengths = [len(piece) for piece in self._pieces]
+        self._firsts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self.sources_N = np.repeat([job.source for job in jobs], lengths).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._pieces)
+
+    def places(self, documents_D: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the number of the piece of each document, and its place in this piece."""
+        numbers_D = np.searchsorted(self._firsts, documents_D, "right") - 1
+        return numbers_D, documents_D - self._firsts[numbers_D]
+
+    def split(self, values_N: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Return values of all documents as one array for each piece."""
+        return [values_N[a:b] for a, b in itertools.pairwise(self._firsts)]
+
+    def find(self, document: int) -> tuple[Piece, int]:
+        """Return the piece of a document, and its place in this piece."""
+        number = int(np.searchsorted(self._firsts, document, "right")) - 1
+        return self._pieces[number], document - int(self._firsts[number])
+
+    @property
+    def exact_N2(self) -> npt.NDArray[np.uint64]:
+        """Digests of the normalised texts: uint64 [N, 2]."""
+        return np.concatenate([np.zeros((0, 2), np.uint64), *(piece.exact for piece in self._pieces)])
+
+    @property
+    def tokens_N(self) -> npt.NDArray[np.int64]:
+        """Number of tokens of each document, 0 for one that was dropped. Only after `encode_piece`."""
+        found = [EncodedPiece(tokens_folder(self.work, job.number)).num_tokens for job in self.jobs]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+def piece_folder(work: Path, number: int) -> Path:
+    """Return the folder of a piece that was read."""
+    return work / "pieces" / f"{number:06d}"
+
+
+def tokens_folder(work: Path, number: int) -> Path:
+    """Return the folder of a piece that was encoded."""
+    return work / "tokens" / f"{number:06d}"
+
+
+def remove_unfinished(work: Path) -> None:
+    """Remove what a build that was killed had begun and not finished."""
+    for scratch in [*work.glob("*/.*"), *work.glob("*.part")]:
+        progress.tick()
+        shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink()

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from etude import progress
 from etude.corpus.documents import MAX_BYTES, Document, Dropped, decoded
 from etude.corpus.licences import is_licence_file, licence_of, nearest_licence
 from etude.errors import InputError
@@ -93,6 +94,7 @@ class Folder(Divided):
         waiting = [folder]
         while waiting:  # folders are not a recursion: they may be deep
             folder = waiting.pop()
+            progress.begin(f"listing {self.path / folder}")
             try:
                 entries = sorted(os.scandir(self.path / folder), key=lambda entry: entry.name)
             except OSError:
@@ -115,6 +117,7 @@ class Folder(Divided):
             if size > MAX_BYTES:
                 yield Dropped(known, "too-large")
                 continue
+            progress.begin(f"reading {self.path / name}")
             try:
                 with (self.path / name).open("rb") as file:
                     data = file.read(MAX_BYTES + 1)
@@ -166,9 +169,11 @@ class Jsonl(Divided):
     def read(self, piece: Any) -> Iterator[Document | Dropped]:
         """Yield the documents of a piece."""
         name, start, stop, _ = piece
+        progress.begin(f"reading {name}")
         with open(name, "rb") as file:
             for offset, line in lines(file, start, stop):
                 yield self.parsed(f"{os.path.basename(name)}:{offset}", line)
+                progress.begin(f"reading {name} after byte {offset}")
 
     def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
         """Return the document of one line (None: a line that is too long), or the reason why it is none."""
@@ -251,6 +256,7 @@ class Parquet(Divided):
         import pyarrow.parquet
 
         name, group, _ = piece
+        progress.begin(f"reading {name}")
         with pyarrow.parquet.ParquetFile(name) as file:
             fields = [self.text, self.id, self.path, self.licence]
             columns = [one for one in dict.fromkeys(fields) if one in file.schema_arrow.names]

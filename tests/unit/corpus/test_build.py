@@ -88,6 +88,31 @@ def test_documents_decode_to_the_texts_with_fim_put_in_order(config, tmp_path):
     assert rearranged
 
 
+def test_a_document_that_comes_again_has_another_fim_split_in_each_epoch(tmp_path):
+    make.texts(tmp_path / "texts", 3)
+    kind = {"kind": "folder", "path": str(tmp_path / "texts")}
+    sources = [{"name": "own", "kind": kind, "max_epochs": 4.0}]
+    phases = [{"name": "one", "tokens": 4_000}]
+    config = make.config(tmp_path, sources=sources, phases=phases, fim={"rate": 0.9}, shard_tokens=500)
+    corpus = build_corpus(config, tmp_path / "out")
+    encoder = build.Encoder.load(config.tokenizer, config.fim, seed=0)
+    expected = {
+        name: sorted(
+            encoder.encode((tmp_path / "texts" / name).read_text(), f"own/{name}", e).tolist() for e in range(4)
+        )
+        for name in ("module_0.py", "module_1.py", "module_2.py")
+    }
+    found: dict[str, list[list[int]]] = {name: [] for name in expected}
+    (phase,) = corpus.manifest.phases
+    for facts, shard in zip(phase.shards, corpus.shards("one"), strict=True):
+        for index, origin in enumerate(corpus.provenance(facts)):
+            found[origin["path"]].append(shard.document(index).tolist())
+    assert {name: sorted(one) for name, one in found.items()} == expected
+    assert len({tuple(one) for every in found.values() for one in every}) > 9  # of 12
+    assert phase.sources["own"].tokens == phase.tokens == sum(len(one) for every in found.values() for one in every)
+    assert len(list(check_corpus(corpus))) == len(phase.shards) > 4
+
+
 def test_processes_do_not_change_a_byte(config, tmp_path):
     build_corpus(config, tmp_path / "one")
     build_corpus(config, tmp_path / "two", jobs=2)
@@ -198,7 +223,7 @@ def test_a_plug_in_is_a_source_and_its_nonsense_is_named(tmp_path):
     assert corpus.manifest.sources["desk"].licences == {"LicenseRef-own": 1}
     for path, says in (
         ("etude.corpus.documents:Dropped", "is missing"),
-        ("etude.corpus.sources:Divided", "its method pieces raised NotImplementedError"),
+        ("etude.corpus.sources:Divided", "its constructor raised TypeError"),
     ):
         config = make.config(tmp_path, sources=[{"name": "desk", "kind": {"kind": path}}])
         with pytest.raises((ConfigError, PluginError)) as error:
