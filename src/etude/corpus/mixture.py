@@ -109,8 +109,9 @@ def draw(config: CorpusConfig, supplies: Sequence[Supply]) -> list[Drawn]:
         salt = np.uint64(text_key("phase", config.seed, name))
         order = np.argsort(mixed(np.concatenate(keys) ^ salt), kind="stable")
         drawn_tokens = sum(tokens for _, tokens, _ in by_source.values())
-        columns = np.concatenate(parts, axis=1)[:, order]
-        found.append(Drawn(name, *columns, by_source, max(0, num_tokens - drawn_tokens)))
+        documents_D, epochs_D, tokens_D = np.concatenate(parts, axis=1)[:, order]
+        missing = max(0, num_tokens - drawn_tokens)
+        found.append(Drawn(name, documents_D, epochs_D, tokens_D, by_source, missing))
     return found
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,11 +172,6 @@ class Shard:
     def __len__(self) -> int:
         return len(self.starts_D) - 1
 
-    def keys(self) -> U64:
-        """Return a hash of the tokens of each document: uint64 [D]."""
-        digests = (hashlib.blake2b(self.document(index).data, digest_size=8).digest() for index in range(len(self)))
-        return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-
     def document(self, index: int) -> U32:
         """Return the token ids of a document, with its end token, as a view into the file: [T] uint32."""
         return self.tokens_T[self.starts_D[index] : self.starts_D[index + 1]]
@@ -267,19 +262,32 @@ class Corpus:
         except (OSError, msgspec.DecodeError) as error:
             raise CorpusError(f"{path} is damaged", str(error), hint=_REMAKE) from None
 
+    def keys(self, shard: ShardFacts) -> U64:
+        """Return a hash of the source and the id of each document of a shard: uint64 [D].
+
+        It is the same in all epochs and phases, while the tokens may be in another order (fill-in-the-middle). Raises
+        `CorpusError`."""
+        names = (f"{one['source']}\0{one['id']}".encode() for one in self.provenance(shard))
+        digests = (hashlib.blake2b(name, digest_size=8).digest() for name in names)
+        return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+
 
 class PhaseTokens:
     """The documents of a phase, over its memory-mapped shards. Tokens are numbered through all of them.
 
-    `spans_D2`: int64 [D, 2], the first token of each document and the one after its last. `keys_D`: `Shard.keys`."""
+    `spans_D2`: int64 [D, 2], the first token of each document and the one after its last. `keys_D`: `Corpus.keys`.
+    Raises `InputError` for an unknown phase, and `CorpusError` for damaged files."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = tuple(shards)
-        self._ends_S = np.cumsum([len(shard.tokens_T) for shard in shards], dtype=np.int64)
+    def __init__(self, corpus: Corpus, phase: str) -> None:
+        self._shards = tuple(corpus.shards(phase))
+        self._ends_S = np.cumsum([len(shard.tokens_T) for shard in self._shards], dtype=np.int64)
         parts, keys, first = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.uint64)], 0
-        for shard in shards:
+        for facts, shard in zip(corpus.phase(phase).shards, self._shards, strict=True):
             parts.append(np.stack([shard.starts_D[:-1], shard.starts_D[1:]], 1) + first)
-            keys.append(shard.keys())
+            keys.append(corpus.keys(facts))
+            if len(keys[-1]) != len(shard):
+                facts_of = f"it names {len(keys[-1]):,} documents, and {facts.file} has {len(shard):,}"
+                raise CorpusError(f"{corpus.folder / facts.provenance} is damaged", facts_of, hint=_REMAKE)
             first += len(shard.tokens_T)
         self.spans_D2: I64 = np.concatenate(parts)
         self.keys_D: U64 = np.concatenate(keys)

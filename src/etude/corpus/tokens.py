@@ -78,7 +78,7 @@ class Tokens:
         return mixed(hashes)
 
 
-def _numbers(chars: npt.NDArray[np.uint32]) -> U64:
+def _numbers(chars: npt.NDArray[np.uint8] | npt.NDArray[np.uint32]) -> U64:
     return mixed(chars.astype(np.uint64) + np.uint64(1))
 
 
@@ -86,8 +86,10 @@ def _numbers(chars: npt.NDArray[np.uint32]) -> U64:
 def _powers(count: int) -> tuple[U64, U64]:
     """Return the first powers of the base of the polynomial, and of its inverse modulo 2^64."""
     both = (_BASE, pow(_BASE, -1, 1 << 64))
-    powers = (np.cumprod(np.r_[np.uint64(1), np.full(count - 1, base, np.uint64)]) for base in both)
-    first, second = powers
+    first, second = (np.full(count, base, np.uint64) for base in both)
+    for factors in (first, second):
+        factors[0] = 1
+        np.cumprod(factors, out=factors)
     return first, second
 
 

@@ -23,7 +23,7 @@ class EngineKind(enum.StrEnum):
 
 
 class Speculation(enum.StrEnum):
-    """The built-in sources of drafts for speculative decoding. Drafts change the speed of sampling, never the tokens."""
+    """Sources of drafts for speculative decoding. Drafts change the speed of sampling, never the tokens."""
 
     OFF = "off"
     LOOK_UP = "look-up"  # `look_up.LookUp`: n-grams of the sequence itself and of others in the engine

@@ -111,10 +111,10 @@ def open_documents(plans: tuple[PhasePlan, ...], *, model: ModelConfig, heldout_
     """Open the documents of all phases.
 
     From shards, `heldout_documents` different documents, at most a twentieth of all, are in no phase: those with the
-    smallest hashes of their tokens. Of each the first `PhasePlan.longest` tokens are held out, of the longest phase."""
+    smallest hashes of source and id. They are cut to the first `PhasePlan.longest` tokens of the longest phase."""
     own = {plan.folder: read_corpus(plan.folder, vocab_size=model.vocab_size) for plan in plans if plan.built is None}
     opened = {
-        (plan.folder, plan.built.facts.name): PhaseTokens(list(plan.built.corpus.shards(plan.built.facts.name)))
+        (plan.folder, plan.built.facts.name): PhaseTokens(plan.built.corpus, plan.built.facts.name)
         for plan in plans
         if plan.built is not None
     }

@@ -259,12 +259,32 @@ def test_settings_of_phases_that_do_not_fit_are_refused_by_name(
         build(MidTrainingConfig, {"phases": [{"name": "a"}, {"name": "a"}]})
 
 
-def test_the_key_of_a_document_is_that_of_its_tokens(built: Corpus) -> None:
-    by_key: dict[int, set[tuple[int, ...]]] = {}
-    for name in ("main", "long"):
-        keys = [key for shard in built.shards(name) for key in shard.keys().tolist()]
-        for key, text in zip(keys, texts_of(built, name), strict=True):
-            by_key.setdefault(key, set()).add(text)
-    assert len(by_key) > 40
-    assert all(len(texts) == 1 for texts in by_key.values())
-    assert len(by_key) == len({text for texts in by_key.values() for text in texts})
+def test_a_held_out_document_is_in_no_epoch_though_fill_in_the_middle_reorders_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    make.tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    (tmp_path / "texts").mkdir()
+    for i in range(40):
+        (tmp_path / "texts" / f"{i}.txt").write_text(" ".join(f"word {i * 37 + j * j}" for j in range(12)))
+    config = make.config(
+        tmp_path,
+        tokenizer={"path": str(tmp_path / "tokenizer")},
+        sources=[{"name": "texts", "kind": {"kind": "folder", "path": str(tmp_path / "texts")}, "max_epochs": 3.0}],
+        phases=[{"name": "main", "tokens": 1_000_000, "mix": {"texts": 1}}],
+        near={"threshold": 1.0},
+        quality={"max_repeated": 1.0},
+        fim={"rate": 1.0},
+    )
+    corpus = build_corpus(config, tmp_path / "out")
+    texts, names = texts_of(corpus, "main"), []
+    for shard in corpus.manifest.phases[0].shards:
+        names += [one["id"] for one in corpus.provenance(shard)]
+    assert len(set(texts)) > len(set(names)) == 40, "the same document in another order"
+    mid = MidTrainingConfig(corpus=corpus.folder, batch_tokens=200, document_tokens=32)
+    plans = plan_phases(mid, None, model=SIZES, tokenizer=tmp_path / "tokenizer")
+    documents = open_documents(plans, model=SIZES, heldout_documents=2)
+    (heldout,), (train,) = documents.heldout, documents.train
+    held = {tuple(heldout[i].tolist()) for i in range(len(heldout))}
+    held_names = {name for name, text in zip(names, texts, strict=True) if text[:32] in held}
+    assert len(held_names) == len(held) == 2
+    kept = sorted(tuple(train.read(*map(int, span))[0].tolist()) for span in train.spans)
+    assert kept == sorted(text for name, text in zip(names, texts, strict=True) if name not in held_names)

@@ -36,6 +36,8 @@ class TorchScorer:
         done = self.model.run(tokens[:-1], rows=rows)
         parts = [
             self.model.operators.log_softmax(logits).gather(1, targets[:, None])[:, 0]
-            for logits, targets in zip(done.logits.split(SCORED_ROWS), tokens[first:].split(SCORED_ROWS), strict=True)
+            for logits, targets in zip(
+                torch.split(done.logits, SCORED_ROWS), torch.split(tokens[first:], SCORED_ROWS), strict=True
+            )
         ]
         return torch.cat(parts).double().numpy(force=True)
