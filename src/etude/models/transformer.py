@@ -148,7 +148,9 @@ class Experts(nn.Module):
         `recorded`: experts to use in place of the router's choice. `hook`: called with each operator's result.
         `counts_N`: how often each token counts in the load-balancing loss."""
         scores = self.operators.router_scores(x_ND, self.router)
-        scores = hook("experts.scores", scores if self.router_bias is None else scores + self.router_bias.to(scores.dtype))
+        if self.router_bias is not None:
+            scores = scores + self.router_bias.to(scores.dtype)
+        scores = hook("experts.scores", scores)
         choice = choose(
             scores,
             self.top_k,
