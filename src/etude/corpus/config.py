@@ -90,8 +90,8 @@ class HeldOutConfig:
     """The `[heldout]` table: texts that must not be in the corpus.
 
     - `files`: patterns of files, such as "evals/**/*.py".
-    - `tasks`: task sources, as import paths or tables with `kind` and settings; their answers of all splits, and all of
-      their held-out tasks.
+    - `tasks`: task sources, as import paths or tables with `kind` and settings; answers and hidden tests of all
+      splits, and instructions of all splits but training.
     - `num_tasks`: how many tasks of each split are asked for."""
 
     files: tuple[str, ...] = ()

@@ -154,7 +154,7 @@ def prose_grams(text: str) -> U64:
 
 
 def joined(text: str) -> str:
-    """Return a text with each fill-in-the-middle split by known sentinels put in order: prefix, middle, suffix.
+    """Undo fill-in-the-middle splits with known sentinels: return the text in the order prefix, middle, suffix.
 
     >>> joined("<PRE>def f():<SUF>  return 2<MID> x = 1;")
     'def f(): x = 1;  return 2'
@@ -289,7 +289,7 @@ class HeldOutIndex:
 
     @classmethod
     def load(cls, path: Path) -> HeldOutIndex:
-        """Read an index that `save` wrote, without the names of texts that are too short."""
+        """Read an index that `save` wrote. `too_short` is empty, since the file does not have these names."""
         with np.load(path) as file:
             has_code, has_prose = map(bool, file["views"])
             names = tuple(map(str, file["names"]))

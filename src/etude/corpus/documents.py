@@ -56,7 +56,7 @@ class DividedSource(DocumentSource, Protocol):
 
 
 def decoded(name: str, data: bytes, *, path: str = "", licence: str = "") -> Document | Dropped:
-    """Return the document with this UTF-8 content, or the reason why it is none.
+    """Return the document with this UTF-8 content, or a `Dropped` with the reason.
 
     >>> decoded("a", b"x = 1").text, decoded("b", b"\\xff\\xfe").reason, decoded("c", b"").reason
     ('x = 1', 'not-utf-8', 'empty')

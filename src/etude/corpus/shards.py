@@ -45,7 +45,8 @@ class ShardFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrawnFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a phase takes of one source. `epochs`: of the source's tokens, over all phases up to this one."""
+    """What a phase takes of one source. `epochs`: how many epochs of the source's tokens were used, in all
+    phases up to this one."""
 
     documents: int
     tokens: int

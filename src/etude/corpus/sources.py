@@ -176,7 +176,7 @@ class Jsonl(Divided):
                 progress.begin(f"reading {name} after byte {offset}")
 
     def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
-        """Return the document of one line (None: a line that is too long), or the reason why it is none."""
+        """Return the document of one line (None: a line that is too long), or a `Dropped` with the reason."""
         if line is None:
             return Dropped(name, "too-large")
         try:

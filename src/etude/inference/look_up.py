@@ -40,7 +40,7 @@ class LookUp:
 
     It looks in the tokens of the sequence itself and of the sequences that are, or were last, in the other slots: its
     siblings, for example. Of the `CANDIDATES` latest places after the same `GRAM` tokens it takes the one that agrees
-    with the most tokens before; of equal ones the latest.
+    with the most tokens before; among equal ones, the latest place.
 
     A hash table has the latest place of each n-gram, and each place the next older one with the same hash, as in LZ77
     compressors. So a token takes a constant time, and nothing is removed: a place of tokens that are no longer there

@@ -60,7 +60,7 @@ partial of one, since the ranks are separate processes."""
 class MidTrained:
     """The result of mid-training; also written to `mid_training.json`.
 
-    `loss`: of the last step, in nats per token. `heldout_loss`: None if the corpus has no held-out documents.
+    `loss`: the loss of the last step, in nats per token. `heldout_loss`: None if the corpus has no held-out documents.
     `copy_probe`: the last value of the `copy_probe` given to `mid_train`; None without one. `digest`: SHA-256 of the
     weights' bytes, the same in every rank."""
 
