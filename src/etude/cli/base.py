@@ -27,7 +27,8 @@ from etude.harness.chat import stop_ids
 from etude.models.adapter_config import base_of
 from etude.models.config import ModelConfig
 from etude.models.headers import read_json
-from etude.plan import Serving, device, serving_cost
+from etude.plan import device
+from etude.plan.serving import Serving, serving_cost
 
 MINED = 2000
 """The most documents in which questions are looked for."""

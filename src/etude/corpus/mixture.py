@@ -87,7 +87,8 @@ class Drawn:
 def draw(config: CorpusConfig, supplies: Sequence[Supply]) -> list[Drawn]:
     """Return the documents of each phase.
 
-    Without `[[phases]]` in the config, there is one phase that has every document once. If a source reaches its cap, the other sources of the phase get its share, in proportion."""
+    Without `[[phases]]` in the config, there is one phase that has every document once. If a source reaches its cap,
+    the other sources of the phase get its share, in proportion."""
     if config.phases:
         phases = [(phase.name, phase.tokens, config.shares(phase)) for phase in config.phases]
     else:

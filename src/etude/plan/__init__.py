@@ -16,7 +16,6 @@ torch: measurements of this machine are passed in.
 
 from etude.plan.hardware import DEVICES, Device, Measured, device
 from etude.plan.planning import Memory, Plan, critical_batch, engine_remedies, learner_remedies, plan
-from etude.plan.serving import Serving, serving_cost
 from etude.plan.shape import Layout, Region, Shape, Training
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Memory",
     "Plan",
     "Region",
-    "Serving",
     "Shape",
     "Training",
     "critical_batch",
@@ -35,5 +33,4 @@ __all__ = [
     "engine_remedies",
     "learner_remedies",
     "plan",
-    "serving_cost",
 ]
