@@ -332,11 +332,13 @@ def test_a_streamed_response_outlives_its_deadline_only_while_tokens_arrive(
     tell(story)
 
 
-def test_a_long_prompt_is_given_time_to_be_read(tell: Callable[[Story], None]) -> None:
+def test_a_long_prompt_is_given_time_to_be_read(tell: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.inference.external.engine.READ_TOKENS_PER_S", 2.0)
+
     async def story(engine: ExternalEngine, server: Server) -> None:
-        """Forty prompt tokens extend the deadline by .4 s, at 100 tokens per second."""
-        server.answer = tokens_one_by_one(lambda i: asyncio.sleep(0 if i else 0.3))
-        assert len((await engine.generate(ask(deadline_s=0.2))).token_ids) == 5
+        """Forty prompt tokens extend the deadline by 20 s, at 2 tokens per second."""
+        server.answer = tokens_one_by_one(lambda i: asyncio.sleep(0 if i else 1.5))
+        assert len((await engine.generate(ask(deadline_s=1.0))).token_ids) == 5
 
     tell(story)
 
