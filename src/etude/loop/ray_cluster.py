@@ -60,7 +60,7 @@ def connect(on: str) -> None:
         else:
             resources = dict.fromkeys(ROLES, LOCAL_CAPACITY)
             here: dict[str, Any] = {"num_cpus": 0, "resources": resources, "object_store_memory": _OBJECTS_BYTES}
-            ray.init("local", include_dashboard=False, **here, **quiet)
+            _start_local(**here, **quiet)
     except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {on}",
@@ -76,6 +76,21 @@ def connect(on: str) -> None:
 def disconnect() -> None:
     """Disconnect from the cluster, and end it if it is a local one. Idempotent."""
     ray.shutdown()
+
+
+def _start_local(**settings: Any) -> None:
+    """Start a local cluster. Ray gives its node a fixed 30 seconds to start; on a busy host it gets three tries."""
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init("local", include_dashboard=False, **settings)
+        except Exception as error:
+            ray.shutdown()
+            if type(error) is not Exception:  # Ray raises a bare one when its time is over
+                raise
+            if not tries_left:
+                raise RuntimeError(f"Ray's node did not start in three tries: {error}") from None
+        else:
+            return
 
 
 def _check_port(place: str) -> None:

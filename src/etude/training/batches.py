@@ -28,6 +28,7 @@ def plan_batches(
     The corpus is shuffled anew for each epoch, and for each number of a phase. `batch_tokens`: the most tokens in a
     batch. `document_tokens`: longer documents are split. Raises `TaskError` when no document has a token to predict.
 
+    >>> from etude.training.corpus import Documents
     >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
     >>> [b.tolist() for b in plan_batches(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
     [[[0, 4]], [[4, 9]]]

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, qwen, run, said, served
 
@@ -196,17 +197,28 @@ def test_errors_have_anthropics_shape(stream: bool) -> None:
     run(work)
 
 
-class _Breaking:
-    """A policy that streams one token, waits, and then fails."""
+class Breaking:
+    """A policy that waits until `go` is set, streams one token, and then fails."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
+        self.go = asyncio.Event()
+
+    async def read(self, http: httpx.AsyncClient, path: str, body: dict[str, Any], *, ping: str) -> str:
+        """Read a streamed answer to its end, and set `go` when it has two keep-alive events."""
+        text = ""
+        async with http.stream("POST", path, json=body | {"stream": True}) as answer:
+            async for part in answer.aiter_text():
+                text += part
+                if text.count(ping) >= 2:
+                    self.go.set()
+        return text
 
     async def complete(self, request: CompletionRequest) -> Completion:
         return await ScriptedEngine([self.ids]).generate(request)
 
     async def stream(self, request: CompletionRequest) -> AsyncIterator[list[int] | Completion]:
-        await asyncio.sleep(1.0)
+        await self.go.wait()
         yield self.ids[:1]
         raise EngineError("engine-0 is gone", hint="ask again")
 
@@ -214,14 +226,15 @@ class _Breaking:
 def test_a_slow_first_token_has_pings_and_a_broken_stream_ends_with_an_error_event() -> None:
     async def work() -> None:
         config = GatewayConfig(port=0, ping_s=0.1, drain_s=1)
-        async with served(policy=_Breaking(said("ab")), config=config) as at:
-            body = {"model": MODEL, "max_tokens": 9, "messages": USER, "stream": True}
-            answer = await at.http.post("/messages", json=body)
-            kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+        policy = Breaking(said("ab"))
+        async with served(policy=policy, config=config) as at:
+            body = {"model": MODEL, "max_tokens": 9, "messages": USER}
+            text = await policy.read(at.http, "/messages", body, ping="event: ping")
+            kinds = [line[7:] for line in text.splitlines() if line.startswith("event: ")]
             assert kinds[0] == "message_start"
             assert kinds.count("ping") >= 2
             assert kinds[-1] == "error"
-            assert "engine-0 is gone" in answer.text
+            assert "engine-0 is gone" in text
             with pytest.raises(anthropic.APIStatusError, match="engine-0 is gone"):
                 async with at.anthropic.messages.stream(model=MODEL, max_tokens=9, messages=USER) as stream:
                     await stream.get_final_message()

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from tests.unit.gateway.sdk import CALLS, MODEL, SCHEMA, qwen, run, said, served
-from tests.unit.gateway.test_messages import _Breaking
+from tests.unit.gateway.test_messages import Breaking
 
 from etude.gateway import GatewayConfig, RequestRefused
 from etude.gateway.dialects import responses
@@ -207,12 +207,12 @@ def test_a_full_context_has_openais_code(stream: bool) -> None:
 def test_a_broken_stream_ends_with_an_error_and_a_failed_response() -> None:
     async def work() -> None:
         config = GatewayConfig(port=0, ping_s=0.1, drain_s=1)
-        async with served(policy=_Breaking(said("ab")), config=config) as at:
-            answer = await at.http.post("/responses", json={"model": MODEL, "input": "x", "stream": True})
-            kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+        policy = Breaking(said("ab"))
+        async with served(policy=policy, config=config) as at:
+            text = await policy.read(at.http, "/responses", {"model": MODEL, "input": "x"}, ping=": keep-alive")
+            kinds = [line[7:] for line in text.splitlines() if line.startswith("event: ")]
             assert kinds[:2] == ["response.created", "response.in_progress"]
             assert kinds[-2:] == ["error", "response.failed"]
-            assert ": keep-alive" in answer.text
 
     run(work)
 
