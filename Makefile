@@ -40,13 +40,13 @@ lint-python: $(VENV)/.dev
 	$(BIN)/mypy
 
 lint-native: $(VENV)/.dev
-	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo fmt --version > /dev/null 2>&1; then \
+	+@if ls $(NATIVE).* > /dev/null 2>&1 && cargo fmt --version > /dev/null 2>&1; then \
 		for crate in $(CRATES); do (cd $$crate && cargo fmt --check) || exit 1; done; fi
-	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo clippy --version > /dev/null 2>&1; then \
+	+@if ls $(NATIVE).* > /dev/null 2>&1 && cargo clippy --version > /dev/null 2>&1; then \
 		for crate in $(CRATES); do (cd $$crate && cargo clippy $(CARGO) --all-targets -- -D warnings) || exit 1; done; fi
 
 test-native: lint-native
-	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo --version > /dev/null 2>&1; then \
+	+@if ls $(NATIVE).* > /dev/null 2>&1 && cargo --version > /dev/null 2>&1; then \
 		for crate in $(CRATES); do (cd $$crate && cargo test $(CARGO)) || exit 1; done; fi
 
 test: lint test-native
