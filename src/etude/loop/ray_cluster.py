@@ -88,7 +88,11 @@ def _start_local(**settings: Any) -> None:
             if type(error) is not Exception:  # Ray raises a bare one when its time is over
                 raise
             if not tries_left:
-                raise RuntimeError(f"Ray's node did not start in three tries: {error}") from None
+                raise ConfigError(
+                    "Ray's local node did not start in three tries of 30 s",
+                    " ".join(str(error).split())[:500],
+                    hint="free processors or memory of this machine; Ray's logs are in /tmp/ray/session_latest/logs",
+                ) from None
         else:
             return
 
