@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,14 @@ QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM
 os.environ.update(QUIET)  # before torch is there: as in the product's processes, a product's rows share no thread pool
 sys.dont_write_bytecode = False  # else each of the hundreds of interpreters that are started compiles all of ours again
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """No test leaves a signal ignored or blocked: every process that later tests start would inherit it."""
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "this test changed what SIGTERM does in the test process"
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "this test left signals blocked in the test process"
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from etude.corpus.sources import Folder
 
 
 class Blocked(Folder):
-    """The modules of a folder, one in each piece. Its process ignores SIGTERM."""
+    """The modules of a folder, one in each piece. A process that reads a pipe ignores SIGTERM."""
 
     def pieces(self) -> list[list[Any]]:
         return [[[path.name, 1, 0, "MIT"]] for path in sorted(self.path.glob("*.py"))]
 
     def read(self, piece: Any) -> Any:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if any((self.path / name).is_fifo() for name, *_ in piece):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return super().read(piece)
