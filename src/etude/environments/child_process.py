@@ -80,8 +80,7 @@ class ChildProcess:
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except OSError as error:
-            self._process.kill()
-            self._process.wait()
+            end_killed(self._process)
             raise _start_error(command[0], error) from None
 
     @property
@@ -122,13 +121,27 @@ class ChildProcess:
             async with asyncio.timeout(deadline_s):
                 await self.wait()
         except TimeoutError:
-            facts = f"process {self.pid}, {deadline_s:g} s after SIGKILL"
-            raise MachineError(
-                "a killed process does not end", facts, hint="it probably hangs in the kernel: see dmesg"
-            ) from None
+            raise _not_ended(self.pid, deadline_s) from None
         finally:
             self._process.poll()
             os.close(self._pidfd)
+
+
+def end_killed(process: subprocess.Popen[bytes], *, deadline_s: float = 20.0) -> None:
+    """Kill a process and block until it has ended.
+
+    Raises `MachineError` if it does not end within `deadline_s` seconds because it hangs in the kernel.
+    """
+    process.kill()
+    try:
+        process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        raise _not_ended(process.pid, deadline_s) from None
+
+
+def _not_ended(pid: int, deadline_s: float) -> MachineError:
+    facts = f"process {pid}, {deadline_s:g} s after SIGKILL"
+    return MachineError("a killed process does not end", facts, hint="it probably hangs in the kernel: see dmesg")
 
 
 def _start_error(program: str, error: OSError) -> MachineError:

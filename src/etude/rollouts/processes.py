@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from etude.environments.child_process import end_killed
 from etude.environments.output import OutputBuffer
 from etude.errors import ConfigError, EtudeError, MachineError
 
@@ -131,11 +132,12 @@ class Launcher:
 
     def _end(self) -> None:
         atexit.unregister(self._end)
-        if self._sock is not None and self._process is not None:
-            self._sock.close()
-            self._process.kill()
-            self._process.wait()
-        self._sock = self._process = None
+        """End the launcher process. Raises `MachineError` if it has not ended within `END_S` seconds."""
+        sock, process = self._sock, self._process
+        self._sock = self._process = None  # a process that does not end is not waited for again
+        if sock is not None and process is not None:
+            sock.close()
+            end_killed(process, deadline_s=END_S)
 
 
 class Program:

@@ -7,14 +7,17 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from etude.environments.child_process import ChildProcess
+from etude.environments.child_process import ChildProcess, end_killed
+from etude.environments.namespace.launcher import LauncherProcess
 from etude.errors import MachineError
+from etude.rollouts import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bound processes need Linux")
 
@@ -71,3 +74,54 @@ def test_a_process_ends_with_a_parent_that_is_killed():
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
+
+
+_TRACE = """
+import ctypes, sys
+result = ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), None, None)  # PTRACE_SEIZE
+print(result, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def that_does_not_end():
+    """Yield a process that no wait of its parent sees end, since a tracer that does not wait for it has seized it."""
+    process = subprocess.Popen(["sleep", "1000"])
+    command = [sys.executable, "-c", _TRACE, str(process.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tracer:
+        assert tracer.stdin is not None
+        assert tracer.stdout is not None
+        try:
+            if tracer.stdout.readline().strip() != b"0":
+                pytest.skip("this host allows no process to be traced")
+            yield process
+        finally:
+            process.kill()
+            tracer.stdin.close()
+    process.wait(100)
+
+
+def test_a_killed_process_that_does_not_end_is_an_error_that_names_it():
+    with that_does_not_end() as process, pytest.raises(MachineError, match="a killed process does not end") as error:
+        end_killed(process, deadline_s=0.1)
+    assert f"process {process.pid}, 0.1 s after SIGKILL" in error.value.facts
+
+
+def test_a_launcher_of_machines_that_does_not_end_is_waited_for_no_longer_than_its_deadline():
+    launcher = LauncherProcess.__new__(LauncherProcess)
+    launcher._lifeline = -1  # it is shut down
+    with that_does_not_end() as process:
+        launcher._process = process
+        with pytest.raises(MachineError, match="a killed process does not end"):
+            launcher.wait(deadline_s=0.1)
+
+
+def test_a_launcher_of_programs_that_does_not_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(processes, "END_S", 0.1)
+    launcher, (ours, theirs) = processes.Launcher(sys.executable, (), {}), socket.socketpair()
+    with theirs, that_does_not_end() as process:
+        launcher._sock, launcher._process = ours, process
+        with pytest.raises(MachineError, match="a killed process does not end"):
+            launcher._end()
+        launcher._end()  # it is not waited for again

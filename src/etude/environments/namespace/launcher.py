@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from etude.environments.child_process import end_killed
 from etude.environments.command_registry import consume_exception
 from etude.environments.config import MachineLimits
 from etude.environments.namespace.guest.packets import (
@@ -372,14 +373,14 @@ class LauncherProcess:
     def wait(self, *, deadline_s: float = 20.0) -> None:
         """Shut down and block until no process and no control group is left. Idempotent.
 
-        After `deadline_s` seconds the launcher is killed.
+        After `deadline_s` seconds the launcher is killed. Raises `MachineError` if it does not end within as many
+        seconds after that.
         """
         self.shut_down()
         try:
             self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            end_killed(self._process, deadline_s=deadline_s)
 
     def cpu_s(self) -> float:
         """Return the CPU seconds so far of the launcher, the runner, and everything in machines that has ended."""

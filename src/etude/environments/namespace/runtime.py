@@ -365,10 +365,14 @@ class NamespaceRuntime:
             pool.shut_down()
         self._abandon_all()
         await asyncio.gather(*self._ending.values())  # their launchers have ended
-        for pool in pools:
-            await pool.wait()
-        async with self._slots_changed:
-            self._slots_changed.notify_all()
+        try:
+            ends = await asyncio.gather(*(pool.wait() for pool in pools), return_exceptions=True)
+        finally:
+            async with self._slots_changed:
+                self._slots_changed.notify_all()
+        for error in ends:  # each pool has been waited for, also if one does not end
+            if isinstance(error, BaseException):
+                raise error
 
 
 async def _results(loads: list[asyncio.Task[NamespaceMachine]]) -> tuple[list[NamespaceMachine], list[BaseException]]:
