@@ -5,7 +5,7 @@ the run's own corpus (`training.corpus`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -129,12 +129,12 @@ def open_documents(plans: tuple[PhasePlan, ...], *, model: ModelConfig, heldout_
     smallest hashes of source and id. They are cut to the first `PhasePlan.longest` tokens of the longest phase; a chat
     of a phase with loss on what is said, to as many tokens around the first of these."""
     own = {plan.folder: read_corpus(plan.folder, vocab_size=model.vocab_size) for plan in plans if plan.built is None}
-    opened = {plan.place: _opened(plan, plan.built) for plan in plans if plan.built is not None}
-    keys = np.unique(np.concatenate([np.zeros(0, np.uint64), *(keys_D for _, keys_D in opened.values())]))
+    opened = {plan.place: _Opened.of(plan, plan.built) for plan in plans if plan.built is not None}
+    keys = np.unique(np.concatenate([np.zeros(0, np.uint64), *(one.keys_D for one in opened.values())]))
     held = keys[: min(heldout_documents, len(keys) // HELD_OUT_SHARE)]
     kept = {
-        place: replace(documents, spans=documents.spans[~np.isin(keys_D, held)])
-        for place, (documents, keys_D) in opened.items()
+        place: ShardDocuments(one.phase, one.spans_D2[~np.isin(one.keys_D, held)], one.loss)
+        for place, one in opened.items()
     }
     train = tuple(own[plan.folder].train if plan.built is None else kept[plan.place] for plan in plans)
     heldout = [corpus.heldout for corpus in own.values()]
@@ -143,31 +143,38 @@ def open_documents(plans: tuple[PhasePlan, ...], *, model: ModelConfig, heldout_
     return PhaseDocuments(train, tuple(heldout))
 
 
-def _opened(plan: PhasePlan, built: BuiltPhase) -> tuple[ShardDocuments, npt.NDArray[np.uint64]]:
-    """Return the documents of a phase that have tokens with loss, and the key of each."""
-    phase, loss = PhaseTokens(built.corpus, built.facts.name), plan.settings.loss
-    documents = ShardDocuments(phase, phase.spans_D2, loss)
-    if loss is LossTokens.ALL:
-        return documents, phase.keys_D
-    has_loss_D = documents.num_targets(phase.spans_D2) > 0
-    return replace(documents, spans=phase.spans_D2[has_loss_D]), phase.keys_D[has_loss_D]
+@dataclass(frozen=True)
+class _Opened:
+    """The documents of a phase that have tokens with loss: `PhaseTokens.spans_D2` and `keys_D` of these."""
+
+    phase: PhaseTokens
+    spans_D2: Spans
+    keys_D: npt.NDArray[np.uint64]
+    loss: LossTokens
+
+    @classmethod
+    def of(cls, plan: PhasePlan, built: BuiltPhase) -> _Opened:
+        phase, loss = PhaseTokens(built.corpus, built.facts.name), plan.settings.loss
+        if loss is LossTokens.ALL:
+            return cls(phase, phase.spans_D2, phase.keys_D, loss)
+        has_loss_D = ShardDocuments(phase, phase.spans_D2, loss).num_targets(phase.spans_D2) > 0
+        return cls(phase, phase.spans_D2[has_loss_D], phase.keys_D[has_loss_D], loss)
 
 
-def _first_of_each(
-    phases: list[tuple[ShardDocuments, npt.NDArray[np.uint64]]], held: npt.NDArray[np.uint64], *, most: int
-) -> Documents:
+def _first_of_each(phases: list[_Opened], held: npt.NDArray[np.uint64], *, most: int) -> Documents:
     """Return at most `most` tokens of one document for each of these keys, and which have loss.
 
     They are the first ones. Where these have no loss, since an answer comes later, half of them come before it. If
     phases with both kinds of loss read a document, its loss is on what is said."""
     texts: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
-    for documents, keys_D in sorted(phases, key=lambda one: one[0].loss is LossTokens.ALL):
-        for index in np.flatnonzero(np.isin(keys_D, held)):
+    for one in sorted(phases, key=lambda one: one.loss is LossTokens.ALL):
+        documents = ShardDocuments(one.phase, one.spans_D2, one.loss)
+        for index in np.flatnonzero(np.isin(one.keys_D, held)):
             start, stop = map(int, documents.spans[index])
             tokens, learned = documents.read(start, stop)
             first = int(np.flatnonzero(learned[1:])[0]) + 1 if learned[1:].any() else 0
             at = 0 if first < most else first - most // 2
-            texts.setdefault(int(keys_D[index]), (tokens[at : at + most], learned[at : at + most]))
+            texts.setdefault(int(one.keys_D[index]), (tokens[at : at + most], learned[at : at + most]))
     offsets = np.cumsum([0, *(len(tokens) for tokens, _ in texts.values())], dtype=np.int64)
     tokens, learned = (np.concatenate(parts) for parts in zip(*texts.values(), strict=True))
     return Documents(tokens.astype(np.uint32), offsets, said=learned)

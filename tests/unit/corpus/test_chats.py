@@ -253,3 +253,54 @@ def test_a_checkpoint_with_another_tokenizer_than_the_corpus_is_refused(tmp_path
     make.tokenizer(other / "tokenizer.json", [*SPECIAL_TOKENS, make.END, "<|more|>"])
     with pytest.raises(ConfigError, match="another tokenizer than the corpus"):
         built(tmp_path, [chat(3)], name="new", tokenizer={"path": str(other)})
+
+
+DROPS_REASONING = (
+    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}"
+    "<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def published(folder: Path, template: str) -> Path:
+    """A checkpoint with a chat format of its own."""
+    folder.mkdir(parents=True)
+    make.tokenizer(folder / "tokenizer.json", ["<|im_start|>", "<|im_end|>", make.END])
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return folder
+
+
+def test_each_answer_of_a_template_that_drops_past_reasoning_is_whole(tmp_path: Path) -> None:
+    folder = published(tmp_path / "checkpoint", DROPS_REASONING)
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "1", "reasoning_content": "easy"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "2", "reasoning_content": "harder"},
+    ]
+    found = Chats((), folder).parsed("x", json.dumps({"messages": messages}).encode())
+    assert isinstance(found, Document)
+    answers = [found.text[start:stop] for start, stop in found.said]
+    assert answers == ["<think>easy</think>\n1<|im_end|>", "<think>harder</think>\n2<|im_end|>"]
+    between = found.text[found.said[0][1] : found.said[1][0]]
+    assert between == "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_whose_answers_do_not_begin_with_its_prompt_is_named(tmp_path: Path) -> None:
+    template = DROPS_REASONING.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}"
+    )
+    folder = published(tmp_path / "checkpoint", template)
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}]
+    line = json.dumps({"messages": messages}).encode()
+    assert Chats((), folder).parsed("x", line) == Dropped("x", "chat-template")
+
+
+def test_a_chat_with_a_secret_is_dropped_even_where_texts_are_redacted(tmp_path: Path) -> None:
+    secret = "the key is AKIA" + "Q7RZ2LX5M8N4P6T3"
+    corpus = built(tmp_path, [chat(3), chat(5, secret)], secrets="redact")
+    assert corpus.manifest.sources["talk"].dropped == {"secret": 1}
+    assert len(said_texts(corpus)) == 1
