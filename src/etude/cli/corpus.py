@@ -59,9 +59,12 @@ def look(args: argparse.Namespace) -> int:
         for facts, shard in zip(phase.shards, corpus.shards(phase.name), strict=True):
             for index, origin in zip(range(min(left, len(shard))), corpus.provenance(facts), strict=False):
                 ids = shard.document(index)
+                part = slice(int(shard.starts_D[index]), int(shard.starts_D[index + 1]))
+                num_said = int(corpus.said(facts)[part].sum())
+                said = f", of which the assistant said {num_said:,}" if num_said else ""
                 screen.print(
                     f"{phase.name}, document {index} of {facts.file}: {origin['source']} {origin['id']}, "
-                    f"{origin['licence']}, {len(ids):,} tokens",
+                    f"{origin['licence']}, {len(ids):,} tokens{said}",
                     markup=False,
                 )
                 text = str(ids[:20].tolist())
@@ -117,11 +120,12 @@ def _print_counts(corpus: Corpus) -> None:
             ", ".join(f"{licence} {count:,}" for licence, count in source.licences.items()),
         )
     screen.print(table)
-    table = Table("phase", "documents", "tokens", "shards", "sources")
+    table = Table("phase", "documents", "tokens", "said", "shards", "sources")
     for phase in manifest.phases:
         drawn = phase.sources.items()
         shares = ", ".join(f"{name} {one.tokens:,} (epoch {one.epochs:.2f})" for name, one in drawn if one.documents)
-        table.add_row(phase.name, f"{phase.documents:,}", f"{phase.tokens:,}", str(len(phase.shards)), shares)
+        said = f"{sum(shard.said_tokens for shard in phase.shards):,}"
+        table.add_row(phase.name, f"{phase.documents:,}", f"{phase.tokens:,}", said, str(len(phase.shards)), shares)
     screen.print(table)
     for phase in manifest.phases:
         if phase.missing_tokens:

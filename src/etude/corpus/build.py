@@ -27,7 +27,7 @@ from etude.corpus.duplicates import Duplicates
 from etude.corpus.encoding import Encoder
 from etude.corpus.facts import counts_of, phase_facts, source_facts
 from etude.corpus.mixture import Drawn, Supply, draw
-from etude.corpus.pieces import Counts, Job, Pieces, remove_unfinished
+from etude.corpus.pieces import WORK_FORMAT, Counts, Job, Pieces, remove_unfinished
 from etude.corpus.shards import (
     FORMAT,
     MANIFEST,
@@ -156,7 +156,7 @@ class _Build:
             "the tokenizer": self.encoder.facts.sha256,
             "the held-out texts": heldout.sha256,
             "the sources": pieces,
-            "the format": f"{VERSION}",
+            "the format": f"{VERSION} {WORK_FORMAT}",
         }
         now = {name: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for name, text in now.items()}
         path = self.work / "plan.json"

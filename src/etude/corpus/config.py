@@ -16,6 +16,7 @@ from etude.errors import nearest
 
 SOURCES: Mapping[str, str] = MappingProxyType(
     {
+        "chats": "etude.corpus.chats:Chats",
         "folder": "etude.corpus.sources:Folder",
         "git": "etude.corpus.git:Git",
         "jsonl": "etude.corpus.sources:Jsonl",

@@ -18,12 +18,16 @@ class Document(msgspec.Struct, frozen=True):
     """One text with its provenance.
 
     `id` names it within its source and stays the same between builds. `path` is its file ("": none); filters use its
-    ending. `licence` is an SPDX expression such as "MIT OR Apache-2.0" ("": not known)."""
+    ending. `licence` is an SPDX expression such as "MIT OR Apache-2.0" ("": not known).
+
+    `said`: for a chat, the (first, last + 1) characters of each answer of the assistant, in order. The text is then a
+    rendering of `ChatFormat`, in which special tokens are tokens; of any other document they are ordinary text."""
 
     id: str
     text: str
     path: str = ""
     licence: str = ""
+    said: tuple[tuple[int, int], ...] = ()
 
 
 class Dropped(msgspec.Struct, frozen=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,25 @@ class Encoder:
         """Load a tokenizer. Raises `ConfigError` if there is none, or if it lacks the end token or the sentinels."""
         tokenizer, facts = load_tokenizer(config)
         return cls(tokenizer, facts, fim, sentinels(fim, tokenizer.added), seed)
+
+    def encode_chat(
+        self, text: str, said: Sequence[tuple[int, int]]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+        """Return a chat as token ids with the end token, and which of them the assistant said: [T] uint32, [T] bool.
+
+        The rendering is cut where an answer begins and ends, as in a run: an answer is sampled, not encoded with the
+        prompt before it. A rendering that ends with the end token gets no second one."""
+        ids: list[npt.NDArray[np.int32]] = []
+        marks: list[npt.NDArray[np.bool_]] = []
+        cuts = [0, *(place for span in said for place in span), len(text)]
+        for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            ids.append(self.tokenizer.encode_rendering(text[start:stop]))
+            marks.append(np.full(len(ids[-1]), number % 2 == 1))
+        tokens = np.concatenate(ids).astype(np.uint32)
+        marked = np.concatenate(marks)
+        if not len(tokens) or tokens[-1] != self.facts.end_id:
+            tokens, marked = np.append(tokens, np.uint32(self.facts.end_id)), np.append(marked, np.False_)
+        return tokens, marked
 
     def encode(self, text: str, key: str, epoch: int = 0) -> npt.NDArray[np.uint32]:
         """Return a document as token ids with the end token: [T] uint32. `key` and `epoch` decide on its FIM split."""

@@ -48,12 +48,11 @@ def filtered(document: Document, config: CorpusConfig) -> Filtered:
     if config.licences and not is_allowed(licence, config.licences):
         return Filtered(None, "licence")
     found = list(find_secrets(document.text))
-    if found and config.secrets is Secrets.DROP:
+    if found and (config.secrets is Secrets.DROP or document.said):  # in a chat, the answers would move
         return Filtered(None, "secret")
     text = redact(document.text, found) if found else document.text
-    return Filtered(
-        Document(document.id, text, document.path, licence), secrets=tuple(sorted({kind for kind, *_ in found}))
-    )
+    kept = Document(document.id, text, document.path, licence, document.said)
+    return Filtered(kept, secrets=tuple(sorted({kind for kind, *_ in found})))
 
 
 def generated_problem(document: Document) -> str:

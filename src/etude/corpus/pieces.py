@@ -4,7 +4,8 @@ A finished piece is a folder that is renamed into place, so after a kill it is c
 and texts that are only appended to, so memory does not grow with the piece:
 
 - `text.bin`: the texts, one after another. `provenance.bin`: a JSON object for each document.
-- `index.bin`: for each document the ends of both, int64 [N, 2].
+- `said.bin`: of chats, the first and the last + 1 character of each answer, int64 [S, 2].
+- `index.bin`: for each document the ends of all three, int64 [N, 3].
 - `exact.bin`: SHA-256 of the normalised text, shortened to 128 bits, uint64 [N, 2].
 - `signatures.bin`: MinHash signatures, uint32 [N, 128]. `counts.json`: counts and examples of drops."""
 
@@ -27,15 +28,18 @@ import numpy as np
 import numpy.typing as npt
 
 from etude import progress
+from etude.corpus.chats import Chats
 from etude.corpus.config import CorpusConfig
 from etude.corpus.contamination import HeldOutIndex
 from etude.corpus.documents import MAX_BYTES, DividedSource, Document, DocumentSource, Dropped
-from etude.corpus.encoding import Encoder
+from etude.corpus.encoding import Encoder, read_tokenizer
 from etude.corpus.filters import filtered
 from etude.corpus.near import NUM_HASHES, shingles_of, signature
 from etude.corpus.tokens import Tokens
 from etude.plugins import Kind, bounded, called, make, unusable
 
+WORK_FORMAT = 2
+"""The format of the files in `work`: a build does not continue with those of another one."""
 EXAMPLES = 5
 """Number of examples of each reason that are kept."""
 NEXT_S = 600.0
@@ -114,8 +118,8 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
     with _new_folder(folder) as scratch:
         if scratch is None:
             return
-        counts, text_end, meta_end = Counts(), 0, 0
-        names = ("text.bin", "provenance.bin", "index.bin", "exact.bin", "signatures.bin")
+        counts, ends = Counts(), np.zeros(3, "<i8")
+        names = ("text.bin", "provenance.bin", "said.bin", "index.bin", "exact.bin", "signatures.bin")
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context((scratch / name).open("wb")) for name in names]
             for document, tokens in _kept(config, job, heldout, counts):
@@ -128,11 +132,11 @@ def read_piece(config: CorpusConfig, job: Job, folder: Path, heldout: HeldOutInd
                         "licence": document.licence,
                     }
                 )
-                text_end, meta_end = text_end + len(data), meta_end + len(meta)
-                ends = np.array([text_end, meta_end], "<i8").tobytes()
+                said = np.array(document.said, "<i8").tobytes()
+                ends += [len(data), len(meta), len(document.said)]
                 exact = hashlib.sha256(normalised(document.text).encode()).digest()[:16]
                 signed = signature(shingles_of(tokens)).astype("<u4").tobytes()
-                for file, part in zip(files, (data, meta, ends, exact, signed), strict=True):
+                for file, part in zip(files, (data, meta, said, ends.tobytes(), exact, signed), strict=True):
                     file.write(part)
                 counts.bytes += len(data)
                 counts.licences[document.licence] = counts.licences.get(document.licence, 0) + 1
@@ -149,7 +153,7 @@ def _kept(config: CorpusConfig, job: Job, heldout: HeldOutIndex, counts: Counts)
             counts.drop(found.reason, found.id)
             continue
         if not found.licence and source.licence:
-            found = Document(found.id, found.text, found.path, source.licence)
+            found = msgspec.structs.replace(found, licence=source.licence)
         result = filtered(found, config)
         for kind in result.secrets:
             counts.redacted[kind] = counts.redacted.get(kind, 0) + 1
@@ -197,6 +201,9 @@ def _sound(document: Document | Dropped) -> Document | Dropped:
             part.encode()
     except UnicodeEncodeError:
         return Dropped(document.id.encode("utf-8", "replace").decode(), "not-utf-8")
+    places = [place for span in document.said for place in span]
+    if places != sorted(places) or (places and not 0 <= places[0] <= places[-1] <= len(document.text)):
+        return Dropped(document.id, "bad-answers")
     return document
 
 
@@ -224,9 +231,9 @@ class Piece:
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """[N + 1, 2] int64: where text and provenance of each document begin, and the end of the last."""
-        ends = np.fromfile(self.folder / "index.bin", "<i8").reshape(-1, 2)
-        return np.concatenate([np.zeros((1, 2), np.int64), ends])
+        """[N + 1, 3] int64: where text, provenance and answers of each document begin, and the end of the last."""
+        ends = np.fromfile(self.folder / "index.bin", "<i8").reshape(-1, 3)
+        return np.concatenate([np.zeros((1, 3), np.int64), ends])
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -255,6 +262,14 @@ class Piece:
         """Return source, id, path and licence of a document as a JSON object."""
         return self._part("provenance.bin", index, 1)
 
+    def said(self, index: int) -> list[tuple[int, int]]:
+        """Return the characters of each answer of a chat; an empty list for any other document."""
+        start, stop = self.ends[index : index + 2, 2].tolist()
+        if start == stop:
+            return []
+        found = np.fromfile(self.folder / "said.bin", "<i8", 2 * (stop - start), offset=16 * start)
+        return [(int(first), int(last)) for first, last in found.reshape(-1, 2)]
+
     def key(self, index: int) -> str:
         """Return the source and the id of a document, as one text."""
         meta = msgspec.json.decode(self.provenance(index), type=dict[str, str])
@@ -268,18 +283,28 @@ class Piece:
 
 
 def encode_piece(piece: Piece, kept: npt.NDArray[np.bool_], folder: Path, encoder: Encoder) -> None:
-    """Encode the documents of a piece that are kept, and write `tokens.bin` (uint32) and `ends.bin` (int64, of every
-    document of the piece; a dropped one has no tokens). Does nothing if the folder is there."""
+    """Encode the documents of a piece that are kept, and write `tokens.bin` (uint32), `ends.bin` (int64, of every
+    document of the piece; a dropped one has no tokens) and, if there is a chat, `said.bin` (a byte for each token: 1 if
+    the assistant said it). Does nothing if the folder is there."""
     with _new_folder(folder) as scratch:
         if scratch is None:
             return
         end = 0
-        with (scratch / "tokens.bin").open("wb") as tokens, (scratch / "ends.bin").open("wb") as ends:
+        has_chats = bool(piece.ends[-1, 2])
+        with contextlib.ExitStack() as stack:
+            tokens, ends = (stack.enter_context((scratch / name).open("wb")) for name in ("tokens.bin", "ends.bin"))
+            marks = stack.enter_context((scratch / "said.bin").open("wb")) if has_chats else None
             for index in range(len(piece)):
                 if kept[index]:
                     key = piece.key(index)
                     progress.begin(f"encoding document {key}")
-                    ids = encoder.encode(piece.text(index), key)
+                    if said := piece.said(index):
+                        ids, marked = encoder.encode_chat(piece.text(index), said)
+                    else:
+                        ids = encoder.encode(piece.text(index), key)
+                        marked = np.zeros(len(ids), np.bool_)
+                    if marks is not None:
+                        marks.write(marked.tobytes())
                     tokens.write(ids.astype("<u4").tobytes())
                     end += len(ids)
                 ends.write(np.array([end], "<i8").tobytes())
@@ -289,7 +314,8 @@ class EncodedPiece:
     """The token ids of a piece that `encode_piece` wrote. No file stays open: a corpus may have thousands of pieces."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "tokens.bin"
+        self._path, self._said = folder / "tokens.bin", folder / "said.bin"
+        self.has_chats = self._said.is_file()
         self.ends = np.concatenate([np.zeros(1, np.int64), np.fromfile(folder / "ends.bin", "<i8")])
 
     @property
@@ -302,10 +328,19 @@ class EncodedPiece:
         start, stop = self.ends[index : index + 2].tolist()
         return np.fromfile(self._path, "<u4", stop - start, offset=4 * start)
 
+    def said(self, index: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens of a document the assistant said: [T] bool."""
+        start, stop = self.ends[index : index + 2].tolist()
+        if not self.has_chats:
+            return np.zeros(stop - start, np.bool_)
+        return np.fromfile(self._said, np.bool_, stop - start, offset=start)
+
 
 def pieces_of(config: CorpusConfig, source: int) -> list[Any]:
     """Return the pieces of a source: [None] for one that is not divided."""
     opened = open_source(config, source)
+    if isinstance(opened, Chats):
+        opened.check_tokenizer(read_tokenizer(config.tokenizer)[1])
     if not isinstance(opened, DividedSource):
         return [None]
     with called(Kind.DOCUMENTS, config.sources[source].kind, "its method pieces"):

@@ -33,8 +33,10 @@ I64 = npt.NDArray[np.int64]
 _REMAKE = "restore the folder from a backup, or delete it and build it again"
 
 
-class ShardFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard in a manifest. `file` and `provenance` are file names; the digests are SHA-256 in hex."""
+class ShardFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One shard in a manifest. `file`, `provenance` and `said` are file names; the digests are SHA-256 in hex.
+
+    `said` has a bit for each token, set for those that an assistant said; "" for a shard without chats."""
 
     file: str
     provenance: str
@@ -42,6 +44,15 @@ class ShardFacts(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     sha256: str
     provenance_sha256: str
+    said: str = ""
+    said_tokens: int = 0
+    said_sha256: str = ""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The SHA-256 of each file of the shard, by name."""
+        found = {self.file: self.sha256, self.provenance: self.provenance_sha256}
+        return {**found, self.said: self.said_sha256} if self.said or self.said_sha256 else found
 
 
 class DrawnFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +151,7 @@ def parse_manifest(data: bytes, name: object = MANIFEST) -> Manifest:
             raise ValueError(f"it has version {plain.get('version')!r}, and this version of etude supports {VERSION}")
         verify_json(plain, name, must=True, kind=CorpusError)
         manifest = msgspec.convert({key: value for key, value in plain.items() if key != "sha256"}, Manifest)
-        files = [file for phase in manifest.phases for shard in phase.shards for file in (shard.file, shard.provenance)]
+        files = [file for phase in manifest.phases for shard in phase.shards for file in shard.names]
         if any("/" in file or file.startswith(".") or "\0" in file or not file for file in files):
             raise ValueError("a shard is not a file of its folder")
         return manifest
@@ -220,6 +231,36 @@ def parse_header(data: bytes, *, vocab_size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class Said:
+    """Which tokens of a shard an assistant said: a bit for each, memory-mapped. `bits`: uint8; None: it said none."""
+
+    bits: npt.NDArray[np.uint8] | None
+    num_tokens: int
+
+    def __getitem__(self, part: slice) -> npt.NDArray[np.bool_]:
+        start, stop, _ = part.indices(self.num_tokens)
+        if self.bits is None:
+            return np.zeros(stop - start, np.bool_)
+        first = start // 8
+        found = np.unpackbits(self.bits[first : -(-stop // 8)], bitorder="little")
+        return found[start - 8 * first : stop - 8 * first].astype(np.bool_)
+
+    @classmethod
+    def open(cls, path: Path | None, *, num_tokens: int) -> Said:
+        """Map a file of marks into memory; None: no token is said. Raises `CorpusError` if it has another size."""
+        if path is None:
+            return cls(None, num_tokens)
+        try:
+            size = path.stat().st_size
+            if size != -(-num_tokens // 8):
+                what = f"it has {size:,} bytes, and its shard has {num_tokens:,} tokens"
+                raise CorpusError(f"{path} is damaged", what, hint=_REMAKE)
+            return cls(np.memmap(path, np.uint8, "r") if size else None, num_tokens)
+        except OSError as error:
+            raise CorpusError(f"{path} cannot be read", str(error.strerror), hint=_REMAKE) from None
+
+
+@dataclass(frozen=True)
 class Corpus:
     """A corpus that was built: the folder and its manifest."""
 
@@ -263,6 +304,10 @@ class Corpus:
         except (OSError, msgspec.DecodeError) as error:
             raise CorpusError(f"{path} is damaged", str(error), hint=_REMAKE) from None
 
+    def said(self, shard: ShardFacts) -> Said:
+        """Open the marks of what an assistant said in a shard. Raises `CorpusError` for a damaged file."""
+        return Said.open(self.folder / shard.said if shard.said else None, num_tokens=shard.tokens)
+
     def keys(self, shard: ShardFacts) -> U64:
         """Return a hash of the source and the id of each document of a shard: uint64 [D].
 
@@ -281,6 +326,7 @@ class PhaseTokens:
 
     def __init__(self, corpus: Corpus, phase: str) -> None:
         self._shards = tuple(corpus.shards(phase))
+        self._said = tuple(map(corpus.said, corpus.phase(phase).shards))
         self._ends_S = np.cumsum([len(shard.tokens_T) for shard in self._shards], dtype=np.int64)
         parts, keys, first = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.uint64)], 0
         for facts, shard in zip(corpus.phase(phase).shards, self._shards, strict=True):
@@ -295,9 +341,18 @@ class PhaseTokens:
 
     def tokens(self, start: int, stop: int) -> U32:
         """Return the tokens from `start` to `stop`, which are of one document, as a view into its file: uint32."""
-        shard = int(np.searchsorted(self._ends_S, start, side="right"))
-        first = int(self._ends_S[shard - 1]) if shard else 0
+        shard, first = self._place(start)
         return self._shards[shard].tokens_T[start - first : stop - first]
+
+    def said(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Return which of these tokens, which are of one document, an assistant said: bool [stop - start]."""
+        shard, first = self._place(start)
+        return self._said[shard][start - first : stop - first]
+
+    def _place(self, token: int) -> tuple[int, int]:
+        """Return the shard of a token, and the number of the shard's first token."""
+        shard = int(np.searchsorted(self._ends_S, token, side="right"))
+        return shard, int(self._ends_S[shard - 1]) if shard else 0
 
 
 def check_corpus(corpus: Corpus, only: str | None = None) -> Iterator[str]:
@@ -309,7 +364,7 @@ def check_corpus(corpus: Corpus, only: str | None = None) -> Iterator[str]:
             continue
         for facts in phase.shards:
             path = corpus.folder / facts.file
-            for name, expected in ((facts.file, facts.sha256), (facts.provenance, facts.provenance_sha256)):
+            for name, expected in facts.names.items():
                 try:
                     found = file_digest(corpus.folder / name)
                 except OSError as error:
@@ -328,4 +383,7 @@ def check_corpus(corpus: Corpus, only: str | None = None) -> Iterator[str]:
             ends = shard.starts_D[1:]
             if (np.diff(shard.starts_D) < 1).any() or (shard.tokens_T[ends - 1] != tokenizer.end_id).any():
                 raise CorpusError(f"{path} has a document without an end token", hint=_REMAKE)
+            if facts.said and (found_said := int(corpus.said(facts)[:].sum())) != facts.said_tokens:
+                what = f"it marks {found_said:,} tokens, expected {facts.said_tokens:,}"
+                raise CorpusError(f"{corpus.folder / facts.said} does not fit the manifest", what, hint=_REMAKE)
             yield facts.file

@@ -135,7 +135,8 @@ def _head(path: Path) -> str:
         return ""
 
 
-def _matching(files: Sequence[str], noun: str) -> list[str]:
+def matching(files: Sequence[str], noun: str) -> list[str]:
+    """Return the files that match one of these patterns, in order. Raises `InputError` if none does."""
     found = sorted({path for pattern in files for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)})
     if not found:
         raise InputError(f"no {noun} file matches {', '.join(files) or 'an empty list'}", hint="correct `files`")
@@ -158,7 +159,7 @@ class Jsonl(Divided):
     def pieces(self) -> list[list[Any]]:
         """Return pieces, which are [file, first byte, last byte + 1, mtime in ns]: the lines that begin there."""
         found = list[list[Any]]()
-        for name in _matching(self.files, "JSON lines"):
+        for name in matching(self.files, "JSON lines"):
             stat = os.stat(name)
             found += [
                 [name, start, min(start + PIECE_BYTES, stat.st_size), stat.st_mtime_ns]
@@ -243,7 +244,7 @@ class Parquet(Divided):
         import pyarrow.parquet
 
         found = list[list[Any]]()
-        for name in _matching(self.files, "Parquet"):
+        for name in matching(self.files, "Parquet"):
             with pyarrow.parquet.ParquetFile(name) as file:
                 if self.text not in file.schema_arrow.names:
                     facts = f"its columns are {', '.join(file.schema_arrow.names)}"

@@ -28,7 +28,7 @@ from etude.corpus.pieces import (
     read_piece,
     tokens_folder,
 )
-from etude.corpus.shards import HEADER, MAGIC, VERSION, HeldOutFacts, Shard, ShardFacts
+from etude.corpus.shards import HEADER, MAGIC, VERSION, HeldOutFacts, Said, Shard, ShardFacts
 from etude.file_checksums import file_digest
 
 I64 = npt.NDArray[np.int64]
@@ -79,16 +79,22 @@ class Work:
         `epochs_D`: how often each came before: in each epoch it has another FIM split. Returns the facts of the shard,
         and the number of tokens of each document: [D]."""
         path, provenance = self.folder / f"{name}.tokens", self.folder / f"{name}.jsonl"
+        said = self.folder / f"{name}.said"
+        documents = list(zip(pieces_D.tolist(), places_D.tolist(), epochs_D.tolist(), strict=True))
+        has_chats = any(self._piece(piece)[0].said(place) for piece, place, _ in documents)
         if not provenance.exists():
             with self._written(provenance) as file:
                 for piece, place in zip(pieces_D.tolist(), places_D.tolist(), strict=True):
                     progress.tick()
                     file.write(self._piece(piece)[0].provenance(place) + b"\n")
-        if not path.exists():  # the last of the two
+        if has_chats and not said.exists():
+            with self._written(said) as file:
+                file.write(np.packbits(self._said(documents), bitorder="little").tobytes())
+        if not path.exists():  # the last of all
             starts = np.zeros(len(pieces_D) + 1, "<i8")
             with self._written(path) as file:
                 file.seek(HEADER.size + starts.nbytes)
-                for i, document in enumerate(zip(pieces_D.tolist(), places_D.tolist(), epochs_D.tolist(), strict=True)):
+                for i, document in enumerate(documents):
                     progress.tick()
                     tokens = self._tokens(*document)
                     starts[i + 1] = starts[i] + len(tokens)
@@ -98,6 +104,7 @@ class Work:
                 file.write(starts.tobytes())
         progress.begin(f"reading {path}")
         shard = Shard.open(path, vocab_size=self._encoder.facts.vocab_size)
+        marks = Said.open(said if has_chats else None, num_tokens=len(shard.tokens_T))
         facts = ShardFacts(
             file=path.name,
             provenance=provenance.name,
@@ -105,6 +112,9 @@ class Work:
             tokens=len(shard.tokens_T),
             sha256=file_digest(path),
             provenance_sha256=file_digest(provenance),
+            said=said.name if has_chats else "",
+            said_tokens=int(marks[:].sum()),
+            said_sha256=file_digest(said) if has_chats else "",
         )
         return facts, np.diff(shard.starts_D)
 
@@ -123,9 +133,20 @@ class Work:
     def _tokens(self, number: int, place: int, epoch: int) -> npt.NDArray[np.uint32]:
         """Return the token ids of a document. In a later epoch it is encoded again if it has another FIM split."""
         piece, encoded = self._piece(number)
-        if epoch and self.config.fim.rate and self._encoder.differs(key := piece.key(place), epoch):
+        again = epoch and self.config.fim.rate and not piece.said(place)
+        if again and self._encoder.differs(key := piece.key(place), epoch):
             return self._encoder.encode(piece.text(place), key, epoch)
         return encoded.tokens(place)
+
+    def _said(self, documents: list[tuple[int, int, int]]) -> npt.NDArray[np.bool_]:
+        """Return which tokens of a shard the assistant said: [T] bool."""
+        parts = []
+        for number, place, epoch in documents:
+            progress.tick()
+            piece, encoded = self._piece(number)
+            is_chat = encoded.has_chats and piece.said(place)
+            parts.append(encoded.said(place) if is_chat else np.zeros(len(self._tokens(number, place, epoch)), bool))
+        return np.concatenate(parts)
 
     def _piece(self, number: int) -> tuple[Piece, EncodedPiece]:
         if number not in self._pieces:

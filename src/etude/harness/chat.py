@@ -157,6 +157,39 @@ class ChatFormat:
         escaped = self._escape_messages(messages, signatures or {})
         return self.tokens.encode_rendering(self._render(escaped, signatures or {}, generate=False))
 
+    def render_chat(
+        self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a finished conversation as a run would see it. Returns the text up to the end of the last answer,
+        and the (first, last + 1) characters of each answer with its stop token.
+
+        `SafeTokenizer.encode_rendering` encodes parts of the text; texts of messages are escaped in it. Raises
+        `ChatError` for a conversation without an answer, and for a template that cannot be continued after one."""
+        tools, at, text = signatures or {}, 0, ""
+        spans: list[tuple[int, int]] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            escaped = self._escape_messages(messages[: index + 1], tools)
+            prompt = self._render(escaped[:-1], tools, generate=True)
+            whole = self._render(escaped, tools, generate=False)
+            end = self._end_of_answer(whole)
+            if not whole.startswith(prompt) or end <= len(prompt):
+                what = "an answer does not begin with the generation prompt, or has no end"
+                raise ChatError("the chat template does not render answers as they are sampled", what, hint=_HINT_OWN)
+            text += self._after_reply_of_any(messages[:at], messages[at:index], tools, True) if at else prompt
+            spans.append((len(text), len(text) + end - len(prompt)))
+            text += whole[len(prompt) : end]
+            at = index + 1
+        if not spans:
+            raise ChatError("the conversation has no answer", hint="add a message with the role assistant")
+        return text, spans
+
+    def _end_of_answer(self, rendering: str) -> int:
+        """Return where the last message of a rendering ends, its stop token included; -1 without one."""
+        at = rendering.rfind(END)
+        return at if at < 0 else at + len(END)
+
     def encode_prompt(
         self,
         messages: Sequence[Message],
@@ -416,6 +449,9 @@ class CheckpointChatFormat(ChatFormat):
         escaped = self._escape_messages([*previous, *new], signatures)
         end, after = self._after(escaped, len(previous) - 1, signatures if tools is None else tools)
         return after if ended else end + after
+
+    def _end_of_answer(self, rendering: str) -> int:
+        return max((match.end() for match in self._stops.finditer(rendering)), default=-1)
 
     def _after(self, escaped: list[Message], index: int, tools: Mapping[str, Signature]) -> tuple[str, str]:
         """Return the stop token that ends an assistant's message in a rendering, and what follows it."""

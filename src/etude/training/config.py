@@ -236,6 +236,13 @@ class LearnerConfig:
         )
 
 
+class LossTokens(enum.StrEnum):
+    """Which tokens of a phase of mid-training have loss. SAID: those that the assistant says in chats."""
+
+    ALL = "all"
+    SAID = "said"
+
+
 @dataclass(frozen=True)
 class MidTrainingPhase:
     """A `[[mid_training.phases]]` table. A setting that is None has the value of `[mid_training]`.
@@ -247,7 +254,9 @@ class MidTrainingPhase:
     - `lr`: of this phase: warm-up, constant, then linear decay to the share `final_lr` from the share `decay_from` of
       the phase's steps on; with `decay_from` = 1 it never decays.
     - `rope_factor`: by how much the context becomes longer than the model's own, with YaRN (arXiv 2309.00071). It stays
-      so in later phases, and the result's config.json has it."""
+      so in later phases, and the result's config.json has it.
+    - `loss`: "all": all tokens have loss. "said": only what the assistant says in chats (supervised fine-tuning);
+      documents that are no chats are left out."""
 
     name: str
     corpus: Path | None = None
@@ -259,6 +268,7 @@ class MidTrainingPhase:
     decay_from: float = ranged(0.6, low=0.0, high=1.0)
     final_lr: float = ranged(0.03, low=0.0, high=1.0)
     rope_factor: float | None = ranged(None, low=1.0, high=1024.0)
+    loss: LossTokens = LossTokens.ALL
 
 
 @dataclass(frozen=True)
@@ -276,6 +286,7 @@ class PhaseSettings:
     decay_from: float
     final_lr: float
     rope_factor: float
+    loss: LossTokens
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Documents:
     `tokens`: [T], uint16 or uint32, of all documents, one after another. `offsets`: [documents + 1] the start of each
     document, and T.
     `num_context`: [documents] the number of leading tokens of each document that have no loss; None: 0 for all.
+    `said`: [T] bool, which tokens may have loss; None: all.
 
     >>> docs = Documents(tokens=np.array([5, 6, 7], np.uint16), offsets=np.array([0, 2, 3]))
     >>> len(docs), docs[0].tolist(), docs.lengths.tolist()
@@ -73,6 +74,7 @@ class Documents:
     tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
     offsets: npt.NDArray[np.int64]
     num_context: npt.NDArray[np.int64] | None = None
+    said: npt.NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -88,7 +90,7 @@ class Documents:
     @cached_property
     def learned(self) -> npt.NDArray[np.bool_]:
         """[T] Whether a token has loss. The first token of a document has none, since nothing comes before it."""
-        found = np.ones(len(self.tokens), np.bool_)
+        found = np.ones(len(self.tokens), np.bool_) if self.said is None else self.said.copy()
         num_context = np.zeros(len(self), np.int64) if self.num_context is None else self.num_context
         for start, stop, count in zip(self.offsets[:-1], self.offsets[1:], np.maximum(num_context, 1), strict=True):
             found[start : min(start + count, stop)] = False

@@ -16,7 +16,7 @@ from etude.corpus.shards import PhaseFacts, PhaseTokens, check_corpus
 from etude.errors import ConfigError, CorpusError, nearest
 from etude.file_checksums import file_digest
 from etude.models.config import ModelConfig
-from etude.training.config import MidTrainingConfig, PhaseSettings
+from etude.training.config import LossTokens, MidTrainingConfig, PhaseSettings
 from etude.training.corpus import Documents, Spans, TokenizedDocuments, read_corpus
 
 HELD_OUT_SHARE = 20  # at most one document in so many is held out
@@ -42,6 +42,11 @@ class PhasePlan:
     built: BuiltPhase | None
 
     @property
+    def place(self) -> tuple[Path, str, LossTokens]:
+        """Phases with equal places read the same documents with the same loss."""
+        return self.folder, "" if self.built is None else self.built.facts.name, self.settings.loss
+
+    @property
     def longest(self) -> int:
         """The most tokens of a document that is not split."""
         return min(self.settings.document_tokens, self.model.context_tokens)
@@ -49,19 +54,25 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class ShardDocuments:
-    """Documents of `etude corpus build` over memory-mapped shards. All their tokens have loss."""
+    """Documents of `etude corpus build` over memory-mapped shards. `loss`: which of their tokens have loss."""
 
     phase: PhaseTokens
     spans: Spans
+    loss: LossTokens
 
     def num_targets(self, spans: Spans) -> npt.NDArray[np.int64]:
-        """Return for each piece the number of tokens to predict: all but its first one."""
+        """Return for each piece the number of tokens to predict: those with loss, without its first one."""
+        if self.loss is LossTokens.SAID:
+            counts = [np.count_nonzero(self.phase.said(start, stop)[1:]) for start, stop in spans.tolist()]
+            return np.array(counts, np.int64)
         targets: npt.NDArray[np.int64] = np.maximum(spans[:, 1] - spans[:, 0] - 1, 0)
         return targets
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return the token ids of a piece, and which of them have loss: [stop - start] each."""
-        return self.phase.tokens(start, stop).astype(np.int64), np.ones(stop - start, np.bool_)
+        tokens = self.phase.tokens(start, stop).astype(np.int64)
+        is_all = self.loss is LossTokens.ALL
+        return tokens, np.ones(stop - start, np.bool_) if is_all else self.phase.said(start, stop)
 
 
 @dataclass(frozen=True)
@@ -88,11 +99,15 @@ def plan_phases(
         if folder is None:
             hint = "set mid_training.corpus to a folder of `etude corpus build`"
             raise ConfigError(f"{_called(settings)} has no corpus", hint=hint)
+        if settings.corpus is None and settings.loss is LossTokens.SAID:
+            hint = "set mid_training.corpus to a folder of `etude corpus build` with a source of chats"
+            raise ConfigError(f'{_called(settings)} has loss = "said", and no corpus of chats', hint=hint)
         built = None
         if settings.corpus is not None:
             corpus = BuiltCorpus.open(folder)
             built = BuiltPhase(corpus, _phase_of(corpus, settings.name))
             _check_vocabulary(corpus, model, tokenizer)
+            _check_said(settings, built)
         plans.append(PhasePlan(settings, extended, folder, built))
     return tuple(plans)
 
@@ -111,34 +126,58 @@ def open_documents(plans: tuple[PhasePlan, ...], *, model: ModelConfig, heldout_
     """Open the documents of all phases.
 
     From shards, `heldout_documents` different documents, at most a twentieth of all, are in no phase: those with the
-    smallest hashes of source and id. They are cut to the first `PhasePlan.longest` tokens of the longest phase."""
+    smallest hashes of source and id. They are cut to the first `PhasePlan.longest` tokens of the longest phase; a chat
+    of a phase with loss on what is said, to as many tokens around the first of these."""
     own = {plan.folder: read_corpus(plan.folder, vocab_size=model.vocab_size) for plan in plans if plan.built is None}
-    opened = {
-        (plan.folder, plan.built.facts.name): PhaseTokens(plan.built.corpus, plan.built.facts.name)
-        for plan in plans
-        if plan.built is not None
-    }
+    opened = {plan.place: _Opened.of(plan, plan.built) for plan in plans if plan.built is not None}
     keys = np.unique(np.concatenate([np.zeros(0, np.uint64), *(one.keys_D for one in opened.values())]))
     held = keys[: min(heldout_documents, len(keys) // HELD_OUT_SHARE)]
-    kept = {place: ShardDocuments(one, one.spans_D2[~np.isin(one.keys_D, held)]) for place, one in opened.items()}
-    train = tuple(
-        own[plan.folder].train if plan.built is None else kept[plan.folder, plan.built.facts.name] for plan in plans
-    )
+    kept = {
+        place: ShardDocuments(one.phase, one.spans_D2[~np.isin(one.keys_D, held)], one.loss)
+        for place, one in opened.items()
+    }
+    train = tuple(own[plan.folder].train if plan.built is None else kept[plan.place] for plan in plans)
     heldout = [corpus.heldout for corpus in own.values()]
     if len(held):
         heldout.append(_first_of_each(list(opened.values()), held, most=max(plan.longest for plan in plans)))
     return PhaseDocuments(train, tuple(heldout))
 
 
-def _first_of_each(phases: list[PhaseTokens], held: npt.NDArray[np.uint64], *, most: int) -> Documents:
-    """Return the first `most` tokens of one document for each of these keys."""
-    texts: dict[int, npt.NDArray[np.uint32]] = {}
-    for phase in phases:
-        for index in np.flatnonzero(np.isin(phase.keys_D, held)):
-            start, stop = map(int, phase.spans_D2[index])
-            texts.setdefault(int(phase.keys_D[index]), phase.tokens(start, min(stop, start + most)))
-    offsets = np.cumsum([0, *map(len, texts.values())], dtype=np.int64)
-    return Documents(np.concatenate(list(texts.values())).astype(np.uint32), offsets)
+@dataclass(frozen=True)
+class _Opened:
+    """The documents of a phase that have tokens with loss: `PhaseTokens.spans_D2` and `keys_D` of these."""
+
+    phase: PhaseTokens
+    spans_D2: Spans
+    keys_D: npt.NDArray[np.uint64]
+    loss: LossTokens
+
+    @classmethod
+    def of(cls, plan: PhasePlan, built: BuiltPhase) -> _Opened:
+        phase, loss = PhaseTokens(built.corpus, built.facts.name), plan.settings.loss
+        if loss is LossTokens.ALL:
+            return cls(phase, phase.spans_D2, phase.keys_D, loss)
+        has_loss_D = ShardDocuments(phase, phase.spans_D2, loss).num_targets(phase.spans_D2) > 0
+        return cls(phase, phase.spans_D2[has_loss_D], phase.keys_D[has_loss_D], loss)
+
+
+def _first_of_each(phases: list[_Opened], held: npt.NDArray[np.uint64], *, most: int) -> Documents:
+    """Return at most `most` tokens of one document for each of these keys, and which have loss.
+
+    They are the first ones. Where these have no loss, since an answer comes later, half of them come before it. If
+    phases with both kinds of loss read a document, its loss is on what is said."""
+    texts: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = {}
+    for one in sorted(phases, key=lambda one: one.loss is LossTokens.ALL):
+        documents = ShardDocuments(one.phase, one.spans_D2, one.loss)
+        for index in np.flatnonzero(np.isin(one.keys_D, held)):
+            start, stop = map(int, documents.spans[index])
+            tokens, learned = documents.read(start, stop)
+            first = int(np.flatnonzero(learned[1:])[0]) + 1 if learned[1:].any() else 0
+            at = 0 if first < most else first - most // 2
+            texts.setdefault(int(one.keys_D[index]), (tokens[at : at + most], learned[at : at + most]))
+    offsets = np.cumsum([0, *(len(tokens) for tokens, _ in texts.values())], dtype=np.int64)
+    tokens, learned = (np.concatenate(parts) for parts in zip(*texts.values(), strict=True))
+    return Documents(tokens.astype(np.uint32), offsets, said=learned)
 
 
 def _phase_of(corpus: BuiltCorpus, name: str) -> PhaseFacts:
@@ -170,6 +209,13 @@ def _check_vocabulary(corpus: BuiltCorpus, model: ModelConfig, tokenizer: Path |
         facts = f"{corpus.manifest.tokenizer.vocab_size:,} tokens, the model has {model.vocab_size:,}"
         hint = "use the tokenizer of the model, or a model with more rows in its embedding"
         raise CorpusError(f"the vocabulary of {corpus.folder} is larger than that of the model", facts, hint=hint)
+
+
+def _check_said(settings: PhaseSettings, built: BuiltPhase) -> None:
+    if settings.loss is LossTokens.SAID and not any(shard.said_tokens for shard in built.facts.shards):
+        facts = f"phase {built.facts.name!r} of {built.corpus.folder} has no token that an assistant said"
+        hint = 'build it from a source of the kind "chats", or set loss = "all"'
+        raise ConfigError(f'{_called(settings)} has loss = "said"', facts, hint=hint)
 
 
 def _check_length(settings: PhaseSettings, model: ModelConfig) -> None:

@@ -1,0 +1,150 @@
+"""The document source `chats`: conversations in OpenAI's format, rendered by a checkpoint's chat format.
+
+What the assistant says is marked in the document (`Document.said`), so that a phase of mid-training can have its loss
+there only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from etude import progress
+from etude.corpus.documents import MAX_BYTES, Document, Dropped
+from etude.corpus.sources import PIECE_BYTES, Divided, lines, matching
+from etude.errors import ConfigError, InputError
+from etude.file_checksums import file_digest
+from etude.harness.chat import TOKENISER, ChatFormat
+from etude.harness.template import REASONING, ChatError
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_KEPT = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
+
+
+class _Bad(Exception):
+    """A line that is no chat. Its text is the reason of the drop."""
+
+
+@dataclass(frozen=True)
+class Chats(Divided):
+    """Files with one chat in each line: `{"messages": [...], "tools": [...]}`, both in OpenAI's format.
+
+    `files`: patterns, or folders, of which all `*.jsonl` are read. `checkpoint`: a folder with tokenizer.json and chat
+    template; the tokenizer must be that of the corpus. `id` and `licence` are the names of fields; a line without an
+    id is named by its file and offset. What comes after the last answer is left out. Raises `InputError` if no file
+    matches."""
+
+    files: tuple[str, ...]
+    checkpoint: Path
+    id: str = "id"
+    licence: str = "licence"
+
+    @cached_property
+    def _chat(self) -> ChatFormat:
+        return ChatFormat.load(self.checkpoint)
+
+    def check_tokenizer(self, sha256: str) -> None:
+        """Raise `ConfigError` unless this is the tokenizer of the checkpoint. `sha256`: of its tokenizer.json."""
+        path = self.checkpoint / "tokenizer.json"
+        found = file_digest(path) if path.is_file() else "none"
+        if found != sha256:
+            facts = f"the SHA-256 of {path} is {found[:12]}, that of tokenizer.path {sha256[:12]}"
+            hint = "set tokenizer.path to the checkpoint of the chats"
+            raise ConfigError("the chats have another tokenizer than the corpus", facts, hint=hint)
+
+    def pieces(self) -> list[list[Any]]:
+        """Return pieces, which are [file, first byte, last byte + 1, mtime in ns, digest of the chat format]."""
+        self._chat  # noqa: B018  raise the error of a damaged checkpoint before anything is read
+        paths = [self.checkpoint / name for name in TOKENISER]
+        digests = [file_digest(path) if path.is_file() else "" for path in paths]
+        made_with = hashlib.sha256("".join(digests).encode()).hexdigest()
+        patterns = [f"{name}/**/*.jsonl" if os.path.isdir(name) else name for name in self.files]
+        found = list[list[Any]]()
+        for name in matching(patterns, "JSON lines"):
+            stat = os.stat(name)
+            found += [
+                [name, start, min(start + PIECE_BYTES, stat.st_size), stat.st_mtime_ns, made_with]
+                for start in range(0, stat.st_size, PIECE_BYTES)
+            ]
+        return found
+
+    def read(self, piece: Any) -> Iterator[Document | Dropped]:
+        """Yield the documents of a piece."""
+        name, start, stop, *_ = piece
+        progress.begin(f"reading {name}")
+        with open(name, "rb") as file:
+            for offset, line in lines(file, start, stop):
+                yield self.parsed(f"{os.path.basename(name)}:{offset}", line)
+                progress.begin(f"reading {name} after byte {offset}")
+
+    def parsed(self, name: str, line: bytes | None) -> Document | Dropped:
+        """Return the document of one line (None: a line that is too long), or a `Dropped` with the reason."""
+        if line is None:
+            return Dropped(name, "too-large")
+        try:
+            row = msgspec.json.decode(line.decode())
+        except UnicodeDecodeError:
+            return Dropped(name, "not-utf-8")
+        except (msgspec.DecodeError, RecursionError):
+            return Dropped(name, "empty" if not line.strip() else "not-json")
+        if not isinstance(row, dict):
+            return Dropped(name, "no-messages")
+        given, licence = row.get(self.id), row.get(self.licence)
+        name = str(given) if isinstance(given, str | int) and str(given) else name
+        try:
+            name.encode()
+            text, said = self._rendered(row)
+            if len(text.encode()) > MAX_BYTES:
+                return Dropped(name, "too-large")
+            return Document(name, text, "", licence if isinstance(licence, str) else "", tuple(said))
+        except _Bad as bad:
+            return Dropped(name, str(bad))
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return Dropped(name.encode("utf-8", "replace").decode(), "not-utf-8")
+        except ChatError:
+            return Dropped(name, "chat-template")
+
+    def _rendered(self, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        messages = row.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise _Bad("no-messages")
+        tools = row.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise _Bad("bad-tools")
+        try:
+            signatures = ChatFormat.signatures(tools)
+        except (ValueError, TypeError, KeyError, AttributeError, InputError):
+            raise _Bad("bad-tools") from None
+        plain = [_message(message) for message in messages]
+        if not any(message["role"] == "assistant" for message in plain):
+            raise _Bad("no-answer")
+        return self._chat.render_chat(plain, signatures)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Return a message with the fields that templates read and its content as one text. Raises `_Bad`."""
+    if not isinstance(message, dict):
+        raise _Bad("bad-message")
+    if not isinstance(message.get("role"), str) or message["role"] not in ROLES:
+        raise _Bad("unknown-role")
+    kept = {key: message[key] for key in _KEPT if message.get(key) is not None}
+    calls, content = kept.get("tool_calls", []), kept.get("content", "")
+    if isinstance(content, list):
+        parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if len(parts) != len(content):
+            raise _Bad("not-text")
+        content = "".join(parts)
+    texts = [kept.get(key, "") for key in ("tool_call_id", "name", *REASONING)]
+    if not isinstance(content, str) or not all(isinstance(text, str) for text in texts):
+        raise _Bad("bad-message")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise _Bad("bad-message")
+    if kept["role"] == "assistant" and not content.strip() and not calls:
+        raise _Bad("no-answer")
+    return {**kept, "content": content}
