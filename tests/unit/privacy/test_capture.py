@@ -257,3 +257,13 @@ def test_erasing_waits_for_what_is_being_captured_and_nothing_slips_in(folder, p
     assert writer.close(WAIT_S)
     assert captured(folder, BOB) == []
     assert folder.keys.find(folder.keys.names(BOB)) is None
+
+
+def test_a_key_whose_destruction_was_cut_short_is_destroyed(folder, path):
+    write(path, served_answer("bob"))
+    (record,) = captured(folder, BOB)
+    file = path / "keys" / record.organisation / record.subject
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(SubjectErased):
+        folder.records.read(record)
+    assert folder.keys.find_or_create(record.names).id != record.key_id
