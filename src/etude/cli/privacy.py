@@ -79,9 +79,8 @@ def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
     for rollout_id, step in sorted(traced - told):
         print(f"  {run.path}: {rollout_id} is also in the trace of step {step}, which the ledger does not name")
     agree = traced <= told
-    print(
-        f"  {run.path}: {len(traced)} found in its traces; the ledger {'names all' if agree else 'lacks some'} of them"
-    )
+    named = "names all" if agree else "lacks some"
+    print(f"  {run.path}: its traces hold {len(traced)}; the ledger {named} of them")
     return agree
 
 

@@ -63,6 +63,8 @@ class KeyStore:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
+        if not any(data):  # `destroy` was killed before it deleted the file
+            return None
         body = data[:-_CHECK_BYTES]
         if len(data) != _ID_BYTES + _KEY_BYTES + _CHECK_BYTES or data[-_CHECK_BYTES:] != _check(body):
             hint = "restore the file from a backup, or erase the subject"
@@ -76,6 +78,7 @@ class KeyStore:
         if found is None:
             path = self._path(names)
             path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.unlink(missing_ok=True)
             body = secrets.token_bytes(_ID_BYTES + _KEY_BYTES)
             _create(path, body + _check(body))
             found = self.find(names)
@@ -97,7 +100,7 @@ class KeyStore:
                     file.write(bytes(os.fstat(file.fileno()).st_size))
                     os.fsync(file.fileno())
                 path.unlink()
-                number += 1
+                number += not path.name.startswith(".")  # what a killed `_create` left is the key of nothing
         _sync_folder(folder)
         return number
 
