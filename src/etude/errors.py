@@ -153,6 +153,10 @@ class LedgerError(EtudeError):
     Also raised when an audit finds that a rollout was lost or trained on twice."""
 
 
+class PrivacyError(EtudeError):
+    """Captured conversations, their keys or the record of consent are damaged, missing, or cannot be written."""
+
+
 class ParityError(EtudeError):
     """The log-probabilities of engine and learner for the same tokens differ by more than the config allows."""
 

@@ -23,6 +23,7 @@ from etude.records.image import Image
 from etude.records.reward import Reward, Score
 from etude.records.rollout import Graded, Invalid, Rollout
 from etude.records.sample import Batch, Published, StepReport
+from etude.records.served import ServedAnswer
 from etude.records.summary import TurnPlace
 from etude.records.task import Answer, Split, Task
 
@@ -540,6 +541,19 @@ class ExperienceStore(Protocol):
 
     def transaction(self, work: Callable[[], None]) -> None:
         """Call `work` in one transaction: all `move` and `put` calls in it take effect, or none."""
+        ...
+
+
+@runtime_checkable
+class AnswerRecorder(Protocol):
+    """Receives the answers that a gateway serves, such as to capture them."""
+
+    def offer(self, answer: ServedAnswer) -> None:
+        """Take an answer. Called in the gateway's event loop: it returns at once, and never raises."""
+        ...
+
+    def counts(self) -> Mapping[str, int]:
+        """Return what became of the answers so far, by name, such as "dropped"."""
         ...
 
 

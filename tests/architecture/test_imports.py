@@ -39,6 +39,7 @@ ALONE: dict[str, set[str]] = {
     "weights": set(),
     "gateway": {"capture"},
     "corpus": {"capture", "harness"},
+    "privacy": {"corpus", "capture", "harness"},
 }
 TORCH_FREE = {
     "records",

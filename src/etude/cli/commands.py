@@ -23,6 +23,7 @@ from etude.cli.arguments import (
     within,
 )
 from etude.cli.commands_machines import add_machine_commands
+from etude.cli.commands_privacy import add_capture, add_privacy_commands
 from etude.cli.commands_weights import add_weights_commands
 from etude.errors import EXITS
 
@@ -47,6 +48,7 @@ def build_parser() -> Parser:
     add_weights_commands(commands)
     _add_model_commands(commands)
     _add_fleet_commands(commands)
+    add_privacy_commands(commands)
     _add_plugin_commands(commands)
     _add_harness_commands(commands)
     return parser
@@ -405,6 +407,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         action="store_true",
         help="refuse long conversations, do not summarise them",
     )
+    add_capture(serve)
     _add_parity_command(commands)
     export = add(commands, "export", "serve:export", "write a model as a Hugging Face directory")
     export.add_argument(

@@ -16,6 +16,7 @@ from etude.cli.locations import existing_path, newest_run, open_run
 from etude.errors import InputError
 from etude.gateway import GatewayConfig, Keys
 from etude.numerics.config import Quantise
+from etude.seams import AnswerRecorder
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -43,8 +44,19 @@ def serve(args: argparse.Namespace) -> int:
             hint="add the key to the file of --keys",
         )
     keys = Keys.read(args.keys) if args.keys else Keys.of(key) if key else None
-    with contextlib.suppress(asyncio.CancelledError):
-        event_loop.run(_serve(models, gateway, keys, args.fleet, args.public_key))
+    recorder = None
+    if args.capture is not None:
+        from etude.privacy import CaptureWriter
+
+        recorder = CaptureWriter(args.capture, keep_days=args.capture_days)
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            event_loop.run(_serve(models, gateway, keys, args.fleet, args.public_key, recorder))
+    finally:
+        if recorder is not None:
+            recorder.close()
+            counts = ", ".join(f"{number} {name}" for name, number in recorder.counts().items())
+            print(f"capture: {counts}", file=sys.stderr)
     return 0
 
 
@@ -58,7 +70,12 @@ def _named_path(text: str) -> tuple[str, Path]:
 
 
 async def _serve(
-    models: dict[str, Path], gateway: GatewayConfig, keys: Keys | None, fleet: str | None, public_key: bytes | None
+    models: dict[str, Path],
+    gateway: GatewayConfig,
+    keys: Keys | None,
+    fleet: str | None,
+    public_key: bytes | None,
+    recorder: AnswerRecorder | None,
 ) -> None:
     from etude.loop.serving import forever, model_of_checkpoint, model_of_fleet, parts_of, serve
 
@@ -86,7 +103,7 @@ async def _serve(
         for source in sources
     ]
     _print_log()
-    async with serve(opened, gateway=gateway, keys=keys) as url:
+    async with serve(opened, gateway=gateway, keys=keys, recorder=recorder) as url:
         with_key = "with" if keys else "without"
         print(f"serving {', '.join(models)} at {url} ({with_key} a key); stop with Ctrl-C", flush=True)
         await forever()

@@ -16,6 +16,7 @@ from etude.corpus.config import CorpusConfig, read_corpus_config
 from etude.corpus.contamination import HeldOutIndex, HeldOutText
 from etude.corpus.documents import DividedSource, Document, DocumentSource, Dropped
 from etude.corpus.heldout import WithHeldOut
+from etude.corpus.secrets import find_secrets
 from etude.corpus.shards import Corpus, Manifest, Shard, check_corpus
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "WithHeldOut",
     "build_corpus",
     "check_corpus",
+    "find_secrets",
     "read_corpus_config",
 ]

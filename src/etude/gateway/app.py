@@ -48,7 +48,9 @@ from etude.gateway.http import (
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
+from etude.gateway.recording import offer_answers, offering
 from etude.gateway.requests import ChatRequest, check_names, check_results
+from etude.seams import AnswerRecorder
 
 SUMMARIES = "x-etude-summaries"
 """The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
@@ -59,13 +61,17 @@ _PATHS = {dialect.path: name for name, dialect in DIALECTS.items()}
 
 
 def create_app(
-    models: Sequence[ServedModel], *, config: GatewayConfig | None = None, keys: Keys | None = None
+    models: Sequence[ServedModel],
+    *,
+    config: GatewayConfig | None = None,
+    keys: Keys | None = None,
+    recorder: AnswerRecorder | None = None,
 ) -> Starlette:
     """Return the ASGI app that serves models over OpenAI's and Anthropic's APIs. Run it with `serving`.
 
     Clients must send one of `keys`. With None, only requests to a loopback host name (such as localhost) are
-    answered."""
-    gateway = Gateway(models, config=config, keys=keys)
+    answered. `recorder` receives every complete answer."""
+    gateway = Gateway(models, config=config, keys=keys, recorder=recorder)
     routes = [
         Route("/health", gateway.health),
         Route("/metrics", gateway.metrics_page),
@@ -100,13 +106,19 @@ class Gateway:
     """The app's request handlers. `create_app` makes one, with the same arguments."""
 
     def __init__(
-        self, models: Sequence[ServedModel], *, config: GatewayConfig | None = None, keys: Keys | None = None
+        self,
+        models: Sequence[ServedModel],
+        *,
+        config: GatewayConfig | None = None,
+        keys: Keys | None = None,
+        recorder: AnswerRecorder | None = None,
     ) -> None:
         self.config = config or GatewayConfig()
         self.models = {model.name: model for model in models}
         self.metrics = Metrics()
         self.num_open = 0  # requests that are not answered to their end
         self._short_bytes = _SHORT_BYTES
+        self._recorder = recorder
         self._keys, self._draining, self._empty = keys, False, asyncio.Event()
 
     async def drain(self, deadline_s: float) -> None:
@@ -129,7 +141,10 @@ class Gateway:
         if self.metrics.registry is None:
             message = "metrics need prometheus_client\n  hint: pip install 'etude[prometheus]'"
             raise RequestRefused(404, message, code="not_found")
-        page, content_type = self.metrics.page({m.name: (m.num_running, m.num_waiting) for m in self.models.values()})
+        captured = {} if self._recorder is None else self._recorder.counts()
+        page, content_type = self.metrics.page(
+            {m.name: (m.num_running, m.num_waiting) for m in self.models.values()}, captured
+        )
         return Response(page, headers={"content-type": content_type})
 
     async def list_models(self, request: Request) -> Response:
@@ -207,8 +222,13 @@ class Gateway:
         head = new_head(parsed)
         if not parsed.stream:
             answers = await run_until_disconnect(request, model.answer(parsed, record.spent))
+            if self._recorder is not None:
+                offer_answers(self._recorder, request, record, parsed, head, enumerate(answers))
             return json_response(dialect.body(parsed, head, answers))
-        pump = EventPump(model.stream(parsed, record.spent), dialect.stream(parsed, head, model.chat), record)
+        parts = model.stream(parsed, record.spent)
+        if self._recorder is not None:
+            parts = offering(parts, partial(offer_answers, self._recorder, request, record, parsed, head))
+        pump = EventPump(parts, dialect.stream(parsed, head, model.chat), record)
         try:
             end = record.began + self.config.deadline_s
             first = await run_until_disconnect(request, pump.first(self.config.ping_s))  # an error here has a status

@@ -33,6 +33,7 @@ from etude.models.headers import check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
+from etude.seams import AnswerRecorder
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
@@ -57,14 +58,19 @@ class ModelSource(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serve(
-    models: Sequence[AbstractAsyncContextManager[ServedModel]], *, gateway: GatewayConfig, keys: Keys | None
+    models: Sequence[AbstractAsyncContextManager[ServedModel]],
+    *,
+    gateway: GatewayConfig,
+    keys: Keys | None,
+    recorder: AnswerRecorder | None = None,
 ) -> AsyncIterator[str]:
     """Serve models while the block runs. Yields the base URL for an OpenAI client.
 
-    `models` are results of `model_of_checkpoint` and `model_of_fleet`; their engines end after the last request."""
+    `models` are results of `model_of_checkpoint` and `model_of_fleet`; their engines end after the last request.
+    `recorder` receives every answer."""
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(model) for model in models]
-        app = create_app(served, config=gateway, keys=keys)
+        app = create_app(served, config=gateway, keys=keys, recorder=recorder)
         yield await stack.enter_async_context(serving(app, config=gateway))
 
 

@@ -1,0 +1,144 @@
+"""The commands ``etude privacy show``, ``set``, ``erase``, ``export`` and ``expire``."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+from etude.cli.locations import open_ledger, open_run
+from etude.errors import InputError, PrivacyError
+from etude.privacy import Captured, Content, Level, PrivacyFolder, Subject, redact_value
+from etude.run import RunFolder
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the consent of one subject with its history, or of all organisations with the counts of capture. Returns
+    0."""
+    with _open(args.folder) as folder:
+        if args.subject is None:
+            for name, (level, num_users) in folder.consent.organisations().items():
+                print(f"{name}: {level}; users with a level of their own: {num_users}")
+            counts = ", ".join(f"{number} {name}" for name, number in folder.records.counts().items())
+            print(f"served answers: {counts or 'none yet'}")
+            return 0
+        subject = Subject.parse(args.subject)
+        chosen = folder.consent.chosen(subject)
+        print(f"{subject}: {folder.consent.level(subject)} (own choice: {'none' if chosen is None else chosen})")
+        for change in folder.consent.history(subject):
+            print(f"  {_time(change.at)} {change.level}")
+        found = folder.records.of(folder.keys.names(subject))
+        levels = ", ".join(f"{number} {level}" for level, number in sorted(Counter(r.level for r in found).items()))
+        print(f"records: {len(found)}" + (f" ({levels}), from {_time(found[0].at)}" if found else ""))
+    return 0
+
+
+def set_level(args: argparse.Namespace) -> int:
+    """Set the consent level of a subject, and print the one that now holds. Creates the folder. Returns 0."""
+    subject, level = Subject.parse(args.subject), Level.parse(args.level)
+    with PrivacyFolder(args.folder) as folder:
+        now = folder.consent.set(subject, level)
+    print(f"{subject}: {now}")
+    if now is not level:
+        told = "its organisation's level is lower" if subject.user else "the level of one of its users is lower"
+        print(f"  set to {level}, but {told}" + ("" if subject.user else ": it holds where no user is named"))
+    return 0
+
+
+def erase(args: argparse.Namespace) -> int:
+    """Erase a subject, and print which records, rollouts, batches and versions hold its data.
+
+    Returns 0, or 1 when ledger and traces of a run do not agree on it."""
+    subject = Subject.parse(args.subject)
+    runs = [open_run(path) for path in args.run]
+    with _open(args.folder) as folder:
+        done = folder.erase(subject)
+    print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
+    print(f"rollouts that hold its data: {', '.join(done.rollouts) or 'none'}")
+    agree = [_print_uses(run, done.rollouts) for run in runs]
+    return 0 if all(agree) else 1
+
+
+def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
+    """Print the batches and versions of a run that hold rollouts. Returns whether its traces name no others."""
+    from etude.experience.auditing import steps_of
+    from etude.loop.locations import traces_folder
+
+    rows = open_ledger(run).find_rows(rollouts)
+    for row in rows:
+        batch = "in no batch" if row.step is None else f"in the batch of step {row.step}"
+        version = "in no version" if row.version is None else f"trained into {row.version} and all after it"
+        print(f"  {run.path}: {row.rollout_id} ({row.state}) {batch}, {version}")
+    told = {(row.rollout_id, row.step) for row in rows}
+    wanted = set(rollouts)
+    traced = {(i, step) for step, ids in steps_of(traces_folder(run), sys.maxsize) for i in ids if i in wanted}
+    for rollout_id, step in sorted(traced - told):
+        print(f"  {run.path}: {rollout_id} is also in the trace of step {step}, which the ledger does not name")
+    agree = traced <= told
+    named = "names all" if agree else "lacks some"
+    print(f"  {run.path}: its traces hold {len(traced)}; the ledger {named} of them")
+    return agree
+
+
+def export(args: argparse.Namespace) -> int:
+    """Print the records of a subject as JSON lines. Unreadable ones are told at the end.
+
+    Returns 0, or 1 when a record could not be read."""
+    unreadable = 0
+    with _open(args.folder) as folder:
+        for captured in folder.records.of(folder.keys.names(Subject.parse(args.subject))):
+            try:
+                content = folder.records.read(captured)
+            except PrivacyError as error:
+                print(f"error: {error}", file=sys.stderr)
+                unreadable += 1
+                continue
+            print(json.dumps(_exported(captured, content, redacted=args.redacted), ensure_ascii=False))
+    return 1 if unreadable else 0
+
+
+def expire(args: argparse.Namespace) -> int:
+    """Delete expired records, and print how many. Returns 0."""
+    with _open(args.folder) as folder:
+        print(f"{folder.records.expire()} records deleted")
+    return 0
+
+
+def _open(path: Path) -> PrivacyFolder:
+    if not (path / "consent.sqlite").is_file():
+        hint = "give the folder of etude serve --capture: --folder DIR; etude privacy set creates it"
+        raise InputError(f"{path} is not a folder of consent and captured records", hint=hint)
+    return PrivacyFolder(path)
+
+
+def _exported(captured: Captured, content: Content, *, redacted: bool) -> dict[str, object]:
+    """Return a record as JSON. Redacted, it has no token ids and log-probabilities: tokens are the text again."""
+    facts = {
+        "record": captured.record_id,
+        "response": captured.response_id,
+        "answer": captured.answer,
+        "level": str(captured.level),
+        "time": _time(captured.at),
+        "expires": _time(captured.expires),
+        "model": captured.model,
+        "version": captured.version,
+        "dialect": content.dialect,
+        "finish": content.finish,
+        "prompt_tokens": content.num_prompt,
+        "sampled_tokens": content.num_sampled,
+    }
+    texts = {name: json.loads(data) for name in ("messages", "reply") if (data := getattr(content, name))}
+    if redacted:
+        if isinstance(texts.get("messages"), list) and all(isinstance(one, int) for one in texts["messages"]):
+            del texts["messages"]  # a prompt of token ids
+        return {**facts, **redact_value(texts)}
+    arrays = {name: getattr(content, name) for name in ("prompt_ids", "token_ids", "logprobs")}
+    return {**facts, **texts, **{name: array.tolist() for name, array in arrays.items() if array is not None}}
+
+
+def _time(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="seconds")

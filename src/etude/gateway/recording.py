@@ -1,0 +1,60 @@
+"""Offers complete answers to the gateway's recorder, with who asked and what the model read and sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+
+from starlette.requests import Request
+
+from etude.gateway.access_log import Record
+from etude.gateway.answers import Answer, ResponseHead
+from etude.gateway.model import StreamPart
+from etude.gateway.requests import ChatRequest
+from etude.records.served import ServedAnswer
+from etude.seams import AnswerRecorder
+
+USER = "x-etude-user"
+"""The header with which a client names the user of its organisation that a request is of."""
+WITHOUT_KEY = "local"
+"""The organisation of all requests to a gateway without keys."""
+
+
+def offer_answers(
+    recorder: AnswerRecorder,
+    request: Request,
+    record: Record,
+    parsed: ChatRequest,
+    head: ResponseHead,
+    answers: Iterable[tuple[int, Answer]],
+) -> None:
+    """Offer the answers to a request, each with its number."""
+    for index, answer in answers:
+        recorder.offer(
+            ServedAnswer(
+                response_id=head.id,
+                index=index,
+                organisation=WITHOUT_KEY if record.key is None else record.key.name,
+                user=request.headers.get(USER, ""),
+                model=record.model,
+                dialect=record.dialect,
+                at=time.time(),
+                messages=parsed.messages if parsed.prompt is None else parsed.prompt,
+                reply=answer.message(),
+                finish=answer.finish,
+                prompt_ids=answer.prompt_ids,
+                completion=answer.completion,
+            )
+        )
+
+
+async def offering(
+    parts: AsyncGenerator[StreamPart], offer: Callable[[Iterable[tuple[int, Answer]]], None]
+) -> AsyncGenerator[StreamPart]:
+    """Yield the parts of a stream (`ServedModel.stream`), and offer each answer when it is complete."""
+    async with aclosing(parts):
+        async for part in parts:
+            if isinstance(part, tuple) and isinstance(part[1], Answer):
+                offer([(part[0], part[1])])
+            yield part

@@ -1,0 +1,77 @@
+"""A folder of consent, keys and captured records; erasing a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from etude.privacy.consent import ConsentStore, Level
+from etude.privacy.keys import KeyStore
+from etude.privacy.records import Captured, RecordStore
+from etude.privacy.subjects import Subject
+
+
+class Erasure(msgspec.Struct, frozen=True, kw_only=True):
+    """What an erasure found and destroyed.
+
+    - `num_keys`: the keys that were destroyed.
+    - `records`: the records that are gone.
+    - `rollouts`: the ids of all rollouts that were made of the subject's records, also of earlier ones."""
+
+    num_keys: int
+    records: list[Captured]
+    rollouts: list[str]
+
+
+class PrivacyFolder:
+    """Consent (`consent.sqlite`), keys (`keys/`, or another folder) and records (`records.sqlite`) of one service.
+
+    Opening creates what does not exist. Close it, or use it in a `with` block. Raises `PrivacyError`."""
+
+    def __init__(self, path: Path, *, keys: Path | None = None) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        consent = path / "consent.sqlite"
+        self.keys = KeyStore(keys or path / "keys", create=not consent.exists())
+        self.consent = ConsentStore(consent, self.keys)
+        try:
+            self.records = RecordStore(path / "records.sqlite", self.keys)
+        except BaseException:
+            self.consent.close()
+            raise
+
+    def usable(self, record_ids: Collection[str], level: Level) -> set[str]:
+        """Return those of these records that may be used for `level` now: they exist, were captured under at least this
+        level, and their subject allows it still.
+
+        Ask when a batch is formed, and again before it is committed."""
+        found = [one for one in self.records.find(record_ids) if one.level >= level]
+        now = {names: self.consent.level_of(names) for names in {one.names for one in found}}
+        return {one.record_id for one in found if now[one.names] >= level and self.keys.find(one.names) is not None}
+
+    def erase(self, subject: Subject) -> Erasure:
+        """Destroy the key of a subject, set its level to off, and delete its records.
+
+        For an organisation, this concerns all its users. The records are unreadable once the key is gone, which is
+        first and needs no disk space. After an error or a kill, erase again. Raises `DeadlineExceeded`,
+        `PrivacyError`."""
+        names = self.keys.names(subject)
+        with self.keys.lock():
+            num_keys = self.keys.destroy(names)
+            self.consent.set_named(names, Level.OFF, name="" if subject.user else subject.organisation)
+            found = self.records.of(names)
+            self.records.delete(names, num_keys=num_keys)
+        return Erasure(num_keys=num_keys, records=found, rollouts=self.records.rollouts_of(names))
+
+    def close(self) -> None:
+        """Close the files."""
+        self.consent.close()
+        self.records.close()
+
+    def __enter__(self) -> PrivacyFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

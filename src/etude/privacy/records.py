@@ -1,0 +1,230 @@
+"""Captured answers in a SQLite file. Their content is encrypted with the key of their subject (AES-256-GCM).
+
+The cipher also authenticates the columns beside the content: a record whose level, subject or time was changed is
+damaged."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from etude.errors import PrivacyError
+from etude.privacy.consent import Level
+from etude.privacy.database import connect, reported, transaction
+from etude.privacy.keys import Key, KeyStore
+from etude.privacy.subjects import SubjectDigests
+from etude.records.completion import VersionSpan
+from etude.records.wire import F32, I32, pack, unpack
+
+_NONCE_BYTES = 12
+_TABLES = """
+CREATE TABLE IF NOT EXISTS records (
+    record_id TEXT PRIMARY KEY, response_id TEXT NOT NULL, answer INTEGER NOT NULL, organisation TEXT NOT NULL,
+    subject TEXT NOT NULL, level INTEGER NOT NULL, at REAL NOT NULL, expires REAL NOT NULL, model TEXT NOT NULL,
+    version TEXT NOT NULL, key_id TEXT NOT NULL, data BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS records_by_subject ON records (subject);
+CREATE INDEX IF NOT EXISTS records_by_organisation ON records (organisation);
+CREATE INDEX IF NOT EXISTS records_by_response ON records (response_id);
+CREATE INDEX IF NOT EXISTS records_by_expiry ON records (expires);
+CREATE TABLE IF NOT EXISTS uses (
+    rollout_id TEXT NOT NULL, record_id TEXT NOT NULL, organisation TEXT NOT NULL, subject TEXT NOT NULL,
+    PRIMARY KEY (rollout_id, record_id));
+CREATE INDEX IF NOT EXISTS uses_by_subject ON uses (subject);
+CREATE INDEX IF NOT EXISTS uses_by_organisation ON uses (organisation);
+CREATE TABLE IF NOT EXISTS erasures (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, organisation TEXT NOT NULL, subject TEXT NOT NULL,
+    num_records INTEGER NOT NULL, num_keys INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, number INTEGER NOT NULL);
+"""
+_COLUMNS = "record_id, response_id, answer, organisation, subject, level, at, expires, model, version, key_id"
+
+
+class RecordDamaged(PrivacyError):
+    """A captured record was changed, or its bytes are not what was written."""
+
+
+class SubjectErased(PrivacyError):
+    """The key of a captured record was destroyed, so it cannot be read any more."""
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True):
+    """A captured answer, without its content.
+
+    - `record_id`: 32 hex characters. `response_id`, `answer`: the response, and the number of the answer in it.
+    - `organisation`, `subject`: digests (`SubjectDigests`).
+    - `level`: the level that it was captured under.
+    - `at`, `expires`: when it was served, and when it is deleted; Unix time in s.
+    - `model`: the model's name. `version`: the version of the weights that sampled the last token, or "".
+    - `key_id`: the key that it is encrypted with."""
+
+    record_id: str
+    response_id: str
+    answer: int
+    organisation: str
+    subject: str
+    level: Level
+    at: float
+    expires: float
+    model: str
+    version: str
+    key_id: str
+
+    @property
+    def names(self) -> SubjectDigests:
+        """The digests of its subject."""
+        return SubjectDigests(self.organisation, self.subject)
+
+
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record keeps of an answer.
+
+    - `dialect`, `finish`, `num_prompt`, `num_sampled`: the API, how the answer ended, numbers of tokens. At the level
+      metrics there is nothing else.
+    - `messages`, `reply`: the conversation and the answer, each as JSON.
+    - `prompt_ids` [P], `token_ids` [T], `logprobs` [T]: as in `Completion`.
+    - `spans`: which version of the weights sampled which tokens."""
+
+    dialect: str
+    finish: str
+    num_prompt: int
+    num_sampled: int
+    messages: bytes = b""
+    reply: bytes = b""
+    prompt_ids: I32 | None = None
+    token_ids: I32 | None = None
+    logprobs: F32 | None = None
+    spans: tuple[VersionSpan, ...] = ()
+
+
+def seal(captured: Captured, content: Content, key: Key) -> bytes:
+    """Encrypt a content for its record: 12 random bytes, then the cipher's. Raises `ModuleNotFoundError` without
+    `cryptography`."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return nonce + AESGCM(key.bytes).encrypt(nonce, pack(content), pack(captured))
+
+
+def unseal(captured: Captured, data: bytes, key: Key | None) -> Content:
+    """Decrypt what `seal` returned. Raises `SubjectErased` without its key, `RecordDamaged` for other bytes."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    if key is None or key.id != captured.key_id:
+        what = f"the record {captured.record_id} cannot be read"
+        raise SubjectErased(what, "the key of its subject was destroyed", hint="nothing can be done; this is erasure")
+    hint = "delete it by erasing the subject, or restore the file from a backup"
+    what = f"the record {captured.record_id} is damaged"
+    try:
+        return unpack(AESGCM(key.bytes).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], pack(captured)), Content)
+    except InvalidTag:
+        raise RecordDamaged(what, "its bytes or its columns were changed", hint=hint) from None
+    except ValueError as error:
+        raise RecordDamaged(what, str(error), hint=hint) from None
+
+
+class RecordStore:
+    """The captured records. Expired ones are never returned, also before `expire` has deleted them."""
+
+    def __init__(self, path: Path, keys: KeyStore) -> None:
+        self._path, self._keys = path, keys
+        self._db = connect(path, _TABLES)
+
+    def add(self, new: Sequence[tuple[Captured, bytes]], counts: Mapping[str, int] | None = None) -> None:
+        """Store records with their sealed contents, and add to the counters; all of it, or nothing."""
+        with transaction(self._db, self._path):
+            rows = [(*msgspec.structs.astuple(one), data) for one, data in new]
+            self._db.executemany(f"INSERT INTO records ({_COLUMNS}, data) VALUES ({'?, ' * 11}?)", rows)
+            self._db.executemany(
+                "INSERT INTO counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET number = number + excluded.number",
+                [(name, number) for name, number in (counts or {}).items() if number],
+            )
+
+    def counts(self) -> dict[str, int]:
+        """Return what became of all served answers that were offered, by name."""
+        with reported(self._path):
+            return dict(self._db.execute("SELECT name, number FROM counts ORDER BY name").fetchall())
+
+    def of(self, names: SubjectDigests) -> list[Captured]:
+        """Return the records of a subject, the oldest first; for an organisation those of all its users too."""
+        return self._select(f"{_column(names)} = ?", names.subject)
+
+    def of_response(self, response_id: str) -> list[Captured]:
+        """Return the records of a response, one for each answer."""
+        return self._select("response_id = ?", response_id)
+
+    def find(self, record_ids: Collection[str]) -> list[Captured]:
+        """Return those of these records that exist."""
+        return [one for record_id in record_ids for one in self._select("record_id = ?", record_id)]
+
+    def read(self, captured: Captured) -> Content:
+        """Decrypt a record. Raises `SubjectErased`, `RecordDamaged`."""
+        with reported(self._path):
+            sql = "SELECT data FROM records WHERE record_id = ?"
+            row = self._db.execute(sql, (captured.record_id,)).fetchone()
+        if row is None:
+            raise SubjectErased(f"the record {captured.record_id} does not exist", hint="it was erased, or has expired")
+        if not isinstance(row[0], bytes):
+            raise RecordDamaged(f"the record {captured.record_id} is damaged", "it is no blob", hint="erase it")
+        return unseal(captured, row[0], self._keys.find(captured.names))
+
+    def link(self, record_id: str, rollout_id: str) -> None:
+        """Note that a rollout holds the data of a record. Idempotent. Raises `SubjectErased` if it does not exist."""
+        found = self.find([record_id])
+        if not found:
+            raise SubjectErased(f"the record {record_id} does not exist", hint="it was erased, or has expired")
+        with transaction(self._db, self._path):
+            row = (rollout_id, record_id, *found[0].names)
+            self._db.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?)", row)
+
+    def rollouts_of(self, names: SubjectDigests) -> list[str]:
+        """Return the ids of all rollouts that hold data of a subject, also of erased or expired records, sorted."""
+        with reported(self._path):
+            sql = f"SELECT DISTINCT rollout_id FROM uses WHERE {_column(names)} = ? ORDER BY rollout_id"
+            return [row[0] for row in self._db.execute(sql, (names.subject,))]
+
+    def delete(self, names: SubjectDigests, *, num_keys: int) -> None:
+        """Delete the records of a subject, also from the file's free pages and log, and note the erasure."""
+        with transaction(self._db, self._path):
+            where = f"WHERE {_column(names)} = ?"
+            number = self._db.execute(f"DELETE FROM records {where}", (names.subject,)).rowcount
+            self._db.execute(
+                "INSERT INTO erasures (at, organisation, subject, num_records, num_keys) VALUES (?, ?, ?, ?, ?)",
+                (time.time(), *names, number, num_keys),
+            )
+        with reported(self._path):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def expire(self, now: float | None = None) -> int:
+        """Delete what has expired, and return how many records that were."""
+        with transaction(self._db, self._path):
+            sql = "DELETE FROM records WHERE expires <= ?"
+            return self._db.execute(sql, (time.time() if now is None else now,)).rowcount
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def _select(self, where: str, value: str) -> list[Captured]:
+        sql = f"SELECT {_COLUMNS} FROM records WHERE {where} AND expires > ? ORDER BY at, record_id"
+        with reported(self._path):
+            rows = self._db.execute(sql, (value, time.time())).fetchall()
+        return list(_captured(rows))
+
+
+def _column(names: SubjectDigests) -> str:
+    return "organisation" if names.is_organisation else "subject"
+
+
+def _captured(rows: Sequence[tuple[object, ...]]) -> Iterator[Captured]:
+    fields = Captured.__struct_fields__
+    for row in rows:
+        try:
+            yield msgspec.convert(dict(zip(fields, row, strict=True)), Captured)
+        except msgspec.ValidationError as error:
+            what = f"the record {str(row[0])[:80]} is damaged"
+            raise RecordDamaged(what, str(error), hint="restore the file from a backup") from None

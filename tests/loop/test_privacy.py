@@ -1,0 +1,61 @@
+"""Erasing a subject names the batches and versions of a run that hold its data: the real conductor and learner."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.played_run import PlayedRun
+from tests.served_answers import served_answer
+
+from etude import cli
+from etude.experience import Ledger
+from etude.experience.transitions import State
+from etude.privacy import CaptureWriter, Level, PrivacyFolder, Subject
+
+pytestmark = pytest.mark.timeout(1800)
+ACME, BOB = Subject.of("acme"), Subject.of("acme", "bob")
+
+
+def test_an_erasure_names_every_batch_and_version_as_the_traces_do(
+    game: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = PlayedRun.create(tmp_path / "r", game, "rl.steps=2", "evals.every=50", "experience.max_lag=0")
+
+    async def main() -> None:
+        async with run.conductor() as conductor:
+            await conductor.reinforce()
+
+    asyncio.run(main())
+    ledger = Ledger.open_readonly(run.folder / "ledger.sqlite")
+    rows = [row for row in ledger.rows() if row.state in (State.TRAINED, State.NO_SIGNAL)]
+    ledger.close()
+    bobs, eves = [rows[0], rows[-1]], rows[1]
+    assert {row.step for row in bobs} == {1, 2}
+    with PrivacyFolder(tmp_path / "privacy") as folder:
+        folder.consent.set(ACME, Level.TRAIN)
+        writer = CaptureWriter(tmp_path / "privacy")
+        for user in ("bob", "bob", "eve"):
+            writer.offer(served_answer(user))
+        assert writer.close(60)
+        records = folder.records.of(folder.keys.names(BOB))
+        for record, row in zip(records, bobs, strict=True):
+            folder.records.link(record.record_id, row.rollout_id)
+        (other,) = folder.records.of(folder.keys.names(Subject.of("acme", "eve")))
+        folder.records.link(other.record_id, eves.rollout_id)
+    words = ["privacy", "erase", "acme/bob", "--folder", str(tmp_path / "privacy"), "--run", str(run.folder.path)]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    for row in bobs:
+        assert f"{row.rollout_id} ({row.state}) in the batch of step {row.step}, trained into {row.version}" in out
+    assert f"{eves.rollout_id} " not in out
+    assert "its traces hold 2; the ledger names all of them" in out
+    traces = run.folder / "traces"
+    shutil.copy(traces / "batch-000001.parquet", traces / "batch-000003.parquet")  # a batch that the ledger forgot
+    assert cli.main(words) == 1
+    out = capsys.readouterr().out
+    assert f"{bobs[0].rollout_id} is also in the trace of step 3, which the ledger does not name" in out
+    assert "the ledger lacks some of them" in out

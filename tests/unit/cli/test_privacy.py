@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from tests.served_answers import served_answer
+
+from etude import cli
+from etude.errors import Exit
+from etude.privacy import CaptureWriter, PrivacyFolder, Subject
+
+SECRET = "mail bob@example.org, password=correct-horse"
+
+
+@pytest.fixture
+def privacy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: cli.main(["privacy", *words])
+
+
+def capture(*answers) -> None:
+    from pathlib import Path
+
+    writer = CaptureWriter(Path("privacy"))
+    for answer in answers:
+        writer.offer(answer)
+    assert writer.close(60)
+
+
+def test_consent_is_set_and_shown_with_its_history(privacy, capsys):
+    assert privacy("set", "acme", "train") == 0
+    assert privacy("set", "acme/bob", "metrics") == 0
+    assert privacy("set", "acme/bob", "capture") == 0
+    capture(served_answer("bob"))
+    assert privacy("show", "acme/bob") == 0
+    out = capsys.readouterr().out
+    assert "acme: train\nacme/bob: metrics\nacme/bob: capture\n" in out
+    assert "acme/bob: capture (own choice: capture)" in out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("  20")] == ["metrics", "capture"]
+    assert "records: 1 (1 capture)" in out
+    assert privacy("show") == 0
+    assert capsys.readouterr().out == ("acme: train; users with a level of their own: 1\nserved answers: 1 captured\n")
+
+
+def test_a_user_who_chooses_more_than_the_organisation_is_told_what_holds(privacy, capsys):
+    privacy("set", "acme", "metrics")
+    privacy("set", "acme/bob", "train")
+    assert "acme/bob: metrics\n  set to train, but its organisation's level is lower" in capsys.readouterr().out
+
+
+def test_an_export_has_everything_and_a_redacted_one_no_secret_and_no_token(privacy, capsys):
+    privacy("set", "acme", "train")
+    capture(served_answer("bob", said=SECRET))
+    capsys.readouterr()
+    assert privacy("export", "acme/bob") == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["reply"]["content"] == SECRET
+    assert bytes(whole["token_ids"]).decode() == SECRET
+    assert privacy("export", "acme/bob", "--redacted") == 0
+    redacted = json.loads(capsys.readouterr().out)
+    assert redacted["reply"]["content"] == "mail <email>, password=<secret>"
+    assert redacted.keys() == whole.keys() - {"prompt_ids", "token_ids", "logprobs"}
+    assert "bob" not in str(redacted)
+    assert "horse" not in str(redacted)
+
+
+def test_a_redacted_prompt_of_token_ids_is_left_out(privacy, capsys):
+    privacy("set", "acme", "train")
+    capture(served_answer("bob", messages=[1, 2, 3]))
+    capsys.readouterr()
+    assert privacy("export", "acme/bob", "--redacted") == 0
+    assert "messages" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_damaged_record_is_told_and_the_others_are_exported(privacy, capsys, tmp_path):
+    privacy("set", "acme", "train")
+    capture(served_answer("bob"), served_answer("bob", said="second"))
+    with PrivacyFolder(tmp_path / "privacy") as folder:
+        folder.records._db.execute("UPDATE records SET data = zeroblob(99) WHERE rowid = 1")
+    capsys.readouterr()
+    assert privacy("export", "acme/bob") == Exit.FAILED
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 1
+    assert "is damaged" in told.err
+    assert "hint:" in told.err
+
+
+def test_erasing_and_expiring(privacy, capsys):
+    privacy("set", "acme", "train")
+    capture(served_answer("bob"), served_answer("eve"))
+    capsys.readouterr()
+    assert privacy("erase", "acme/bob") == 0
+    out = capsys.readouterr().out
+    assert "erased acme/bob: 1 keys destroyed, 1 records deleted; its level is off" in out
+    assert "rollouts that hold its data: none" in out
+    assert privacy("export", "acme/bob") == 0
+    assert capsys.readouterr().out == ""
+    assert privacy("expire") == 0
+    assert capsys.readouterr().out == "0 records deleted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["show", "acme"], "not a folder of consent"),
+        (["erase", "acme/bob"], "not a folder of consent"),
+        (["set", "acme/", "off"], "names no user"),
+        (["set", "/bob", "off"], "not the name of an organisation"),
+    ],
+)
+def test_bad_input_is_an_error_with_a_hint_and_makes_nothing(privacy, capsys, tmp_path, words, told):
+    assert privacy(*words) == Exit.BAD_INPUT
+    err = capsys.readouterr().err
+    assert told in err
+    assert "hint:" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_level_names_the_nearest(privacy, capsys):
+    with pytest.raises(SystemExit):
+        privacy("set", "acme", "trian")
+    assert "'train'" in capsys.readouterr().err
+
+
+def test_without_the_folder_of_keys_nothing_is_done(privacy, capsys, tmp_path):
+    privacy("set", "acme", "train")
+    shutil.rmtree(tmp_path / "privacy" / "keys")
+    assert privacy("erase", "acme") == Exit.FAILED
+    assert "secret is missing" in capsys.readouterr().err
+    assert Subject.parse("acme").user == ""
