@@ -51,6 +51,7 @@ TORCH_FREE = {
     "dashboard",
     "training",
     "plan",
+    "releases",
     "cli",
     *ALONE,
 }

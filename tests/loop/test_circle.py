@@ -342,6 +342,73 @@ def test_the_openai_client_talks_to_the_result(served: str) -> None:
             )
 
 
+RELEASE = """
+shares = [50]
+
+[[gate]]
+suite = "own"
+margin = 1.0
+
+[[metrics]]
+name = "kept"
+"""
+
+
+def test_a_release_of_the_run_passes_its_gate_is_served_by_branches_and_is_rolled_back(
+    circle: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    import openai
+
+    cwd = circle.parent.parent
+    command = cli_in(cwd)
+    (cwd / "release.toml").write_text(RELEASE)
+    labels = ["tiny@step-000001", "tiny@step-000002"]
+    for step in ("1", "2"):
+        checkpoint = f"runs/tiny/checkpoints/step-00000{step}"
+        assert command("eval", "own", "--checkpoint", checkpoint, "--tasks", "2").returncode == 0
+    assert command("weights", "point", "runs/tiny", "1", "--branch", "stable").returncode == 0
+    begun = command("release", "begin", "runs/tiny", "2", "--settings", "release.toml")
+    assert begun.returncode == 0, begun.stderr
+    (cwd / "trained.toml").write_text('name = "own"\npurpose = "correctness"\nsplits = ["train"]\nnum_tasks = 2\n')
+    both = ["--candidate", labels[1], "--stable", labels[0], "--run", "runs/tiny"]
+    gated = command("release", "gate", *both)
+    assert "release 1: gated" in gated.stdout, gated.stderr
+    assert "canary at 50 %" in command("release", "advance").stdout
+    server = command.start("serve", "runs/tiny", "--port", "0", "--releases", "releases.sqlite")
+    try:
+        url = server.stdout.readline().split(" at ")[1].split()[0]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+
+            def versions() -> set[str]:
+                """The versions that answered 20 users."""
+                found = set()
+                for i in range(20):
+                    answer = client.chat.completions.create(
+                        model="tiny",
+                        messages=[{"role": "user", "content": "hello"}],
+                        max_tokens=4,
+                        extra_headers={"x-etude-user": f"user-{i}"},
+                    )
+                    found.add(str(answer.system_fingerprint)[:7])
+                return found
+
+            assert versions() == {"v000001", "v000002"}
+            assert command("release", "rollback", "--reason", "a test").returncode == 0
+            assert any(versions() == {"v000001"} for _ in range(20))  # the share is read again after .2 s
+        server.send_signal(signal.SIGINT)
+        assert server.wait(300) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    refused = command(
+        "release", "begin", "runs/tiny", "2", "--settings", "release.toml", "--set", "gate=[{suite='trained.toml'}]"
+    )
+    assert refused.returncode == 0, refused.stderr
+    trained = command("release", "gate", *both)
+    assert trained.returncode == Exit.BAD_INPUT
+    assert "tasks that tiny was trained on" in trained.stderr
+
+
 @pytest.fixture(scope="module")
 def own(game: Any, tmp_path_factory: pytest.TempPathFactory, cli_in: Callable[[Path], Any]) -> Path:
     """A finished run from a checkpoint that half knows its tasks."""

@@ -24,6 +24,7 @@ from etude.cli.arguments import (
 )
 from etude.cli.commands_machines import add_machine_commands
 from etude.cli.commands_privacy import add_capture, add_privacy_commands
+from etude.cli.commands_releases import add_release_commands
 from etude.cli.commands_weights import add_weights_commands
 from etude.errors import EXITS
 
@@ -46,6 +47,7 @@ def build_parser() -> Parser:
     add_machine_commands(commands)
     _add_engine_commands(commands)
     add_weights_commands(commands)
+    add_release_commands(commands)
     _add_model_commands(commands)
     _add_fleet_commands(commands)
     add_privacy_commands(commands)
@@ -400,6 +402,12 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
     )
     serve.add_argument(
         "--public-key", type=public_key, metavar="HEX", help="serve only versions signed with the matching private key"
+    )
+    serve.add_argument(
+        "--releases",
+        type=Path,
+        metavar="FILE",
+        help="serve the branches stable and canary of a run, by the releases in this file",
     )
     serve.add_argument("--fleet", metavar="URL", help="use the engines of a run: the URL of its registry")
     serve.add_argument(

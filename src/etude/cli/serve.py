@@ -9,14 +9,21 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etude.cli.locations import existing_path, newest_run, open_run
 from etude.errors import InputError
 from etude.gateway import GatewayConfig, Keys
 from etude.numerics.config import Quantise
+from etude.releases.pointers import CANARY, STABLE
+from etude.releases.router import ReleaseRouter
 from etude.seams import AnswerRecorder
+
+if TYPE_CHECKING:
+    from etude.loop.serving import ModelSource
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -51,7 +58,7 @@ def serve(args: argparse.Namespace) -> int:
         recorder = CaptureWriter(args.capture, keep_days=args.capture_days)
     try:
         with contextlib.suppress(asyncio.CancelledError):
-            event_loop.run(_serve(models, gateway, keys, args.fleet, args.public_key, recorder))
+            event_loop.run(_serve(models, gateway, keys, recorder, args))
     finally:
         if recorder is not None:
             recorder.close()
@@ -73,12 +80,13 @@ async def _serve(
     models: dict[str, Path],
     gateway: GatewayConfig,
     keys: Keys | None,
-    fleet: str | None,
-    public_key: bytes | None,
     recorder: AnswerRecorder | None,
+    args: argparse.Namespace,
 ) -> None:
     from etude.loop.serving import forever, model_of_checkpoint, model_of_fleet, parts_of, serve
 
+    fleet: str | None = args.fleet
+    public_key: bytes | None = args.public_key
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
@@ -95,6 +103,10 @@ async def _serve(
             "the engines of a fleet have their own" if fleet else "a checkpoint has no signature",
             hint="remove --public-key",
         )
+    router = None
+    if args.releases is not None:
+        sources = _versions(sources, fleet)
+        router = ReleaseRouter(args.releases, stable=sources[0].name, canary=sources[1].name)
     report = partial(print, file=sys.stderr)
     opened = [
         model_of_fleet(source, registry=fleet, gateway=gateway)
@@ -103,10 +115,22 @@ async def _serve(
         for source in sources
     ]
     _print_log()
-    async with serve(opened, gateway=gateway, keys=keys, recorder=recorder) as url:
+    async with serve(opened, gateway=gateway, keys=keys, recorder=recorder, router=router) as url:
         with_key = "with" if keys else "without"
         print(f"serving {', '.join(models)} at {url} ({with_key} a key); stop with Ctrl-C", flush=True)
         await forever()
+
+
+def _versions(sources: Sequence[ModelSource], fleet: str | None) -> list[ModelSource]:
+    """Return the stable and the canary version of a run, each of which is served by an engine of its own."""
+    if len(sources) != 1 or fleet or sources[0].store is None:
+        raise InputError(
+            "--releases needs one run with published weights",
+            "its branches stable and canary are served",
+            hint="give one run, without --fleet",
+        )
+    [source] = sources
+    return [source._replace(branch=STABLE), source._replace(name=f"{source.name}-canary", branch=CANARY)]
 
 
 def _print_log() -> None:

@@ -48,12 +48,14 @@ from etude.gateway.http import (
 from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
-from etude.gateway.recording import offer_answers, offering
+from etude.gateway.recording import USER, offer_answers, offering
 from etude.gateway.requests import ChatRequest, check_names, check_results
 from etude.seams import AnswerRecorder
 
 SUMMARIES = "x-etude-summaries"
 """The header with which a client allows summaries of its conversation ("on", the default) or not ("off")."""
+Router = Callable[[str, str], str]
+"""Returns the name of the served model that answers, given the model that a client names and the user."""
 _SHORT_BYTES = 64 << 10  # a larger body is parsed in a thread, unless another of its size took less than `_SHORT_S`
 _LONG_BYTES = 1 << 20  # a larger body is always parsed in a thread
 _SHORT_S = 0.002
@@ -66,12 +68,14 @@ def create_app(
     config: GatewayConfig | None = None,
     keys: Keys | None = None,
     recorder: AnswerRecorder | None = None,
+    router: Router | None = None,
 ) -> Starlette:
     """Return the ASGI app that serves models over OpenAI's and Anthropic's APIs. Run it with `serving`.
 
     Clients must send one of `keys`. With None, only requests to a loopback host name (such as localhost) are
-    answered. `recorder` receives every complete answer."""
-    gateway = Gateway(models, config=config, keys=keys, recorder=recorder)
+    answered. `recorder` receives every complete answer. `router` decides for each request of a named user which model
+    answers it; None: the one that the client names. A request that has begun stays with its model."""
+    gateway = Gateway(models, config=config, keys=keys, recorder=recorder, router=router)
     routes = [
         Route("/health", gateway.health),
         Route("/metrics", gateway.metrics_page),
@@ -112,8 +116,9 @@ class Gateway:
         config: GatewayConfig | None = None,
         keys: Keys | None = None,
         recorder: AnswerRecorder | None = None,
+        router: Router | None = None,
     ) -> None:
-        self.config = config or GatewayConfig()
+        self.config, self._router = config or GatewayConfig(), router
         self.models = {model.name: model for model in models}
         self.metrics = Metrics()
         self.num_open = 0  # requests that are not answered to their end
@@ -265,6 +270,9 @@ class Gateway:
         if wish == "off":
             parsed = replace(parsed, summaries=False)
         model = self._model(parsed.model)
+        subject = request.headers.get(USER, "") or (record.key.name if record.key is not None else "")
+        if self._router is not None and subject:
+            model = self.models[self._router(model.name, subject)]
         record.model = model.name
         return parsed, model
 

@@ -110,7 +110,9 @@ def _start_follower(args: argparse.Namespace) -> contextlib.AbstractContextManag
     deadline_s = follower_deadline_s(args.checkpoint) if args.checkpoint else FETCH_S
     store = open_store(args.store, cache=args.cache)
     left = max(1, len(os.sched_getaffinity(0)) - args.threads)  # leave the cores of the steps free
-    return FollowerProcess(store, public_key=args.public_key, poll_s=args.poll_s, deadline_s=deadline_s, threads=left)
+    return FollowerProcess(
+        store, public_key=args.public_key, poll_s=args.poll_s, deadline_s=deadline_s, threads=left, branch=args.branch
+    )
 
 
 def follower_deadline_s(checkpoint: Path) -> float:
@@ -255,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--degree", type=int, default=numerics.degree, help="ranks up to which exact mode keeps its bits"
     )
+    parser.add_argument("--branch", default="", help="follow this branch of the weights (default: the newest version)")
     parser.add_argument(
         "--show-operators", action="store_true", help="serve every operator's results, for etude parity"
     )

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from etude.capture import SummaryLimits
 from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
+from etude.gateway.app import Router
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
 from etude.inference.config import EngineConfig
@@ -44,7 +45,8 @@ class ModelSource(NamedTuple):
 
     - `name`: the model name for clients.
     - `checkpoint`: a Hugging Face directory.
-    - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights.
+    - `store`: the store of a run whose newest weights are served; None: the checkpoint's own weights. `branch`: serve
+      the version of this branch instead of the newest.
     - `summaries`: how the model was trained to summarise long conversations; None: it was not.
     - `numerics`, `engine`: the settings of its engine, except for the context, which is that of the model."""
 
@@ -54,6 +56,7 @@ class ModelSource(NamedTuple):
     summaries: SummaryLimits | None
     numerics: NumericsConfig
     engine: EngineConfig
+    branch: str = ""
 
 
 @contextlib.asynccontextmanager
@@ -63,14 +66,15 @@ async def serve(
     gateway: GatewayConfig,
     keys: Keys | None,
     recorder: AnswerRecorder | None = None,
+    router: Router | None = None,
 ) -> AsyncIterator[str]:
     """Serve models while the block runs. Yields the base URL for an OpenAI client.
 
     `models` are results of `model_of_checkpoint` and `model_of_fleet`; their engines end after the last request.
-    `recorder` receives every answer."""
+    `recorder` receives every answer. `router` decides which of them answers a request of a user."""
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(model) for model in models]
-        app = create_app(served, config=gateway, keys=keys, recorder=recorder)
+        app = create_app(served, config=gateway, keys=keys, recorder=recorder, router=router)
         yield await stack.enter_async_context(serving(app, config=gateway))
 
 
@@ -102,6 +106,7 @@ async def model_of_checkpoint(
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store), *poll_arguments(store)] if store else [])
         argv += ["--public-key", public_key.hex()] if public_key and store else []
+        argv += ["--branch", source.branch] if source.branch and store else []
         argv += replace(source.engine, context_tokens=model_config.context_tokens).arguments()
         numerics = source.numerics
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]

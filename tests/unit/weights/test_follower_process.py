@@ -22,6 +22,7 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import DirectoryStore
 from etude.weights import Channel, FollowerProcess, Tensor, chain
+from etude.weights.chain.branches import point
 from etude.weights.chain.signing import Signer
 from etude.weights.delta import native
 from etude.weights.follow.follower_process import FollowerArgs
@@ -292,3 +293,22 @@ def test_a_child_decodes_with_as_many_threads_as_it_was_told(tmp_path: Path, thr
         ours.send(pickle.dumps(FollowerArgs(DirectoryStore(tmp_path), "policy", 1 << 30, 0.01, None, None, threads)))
     told, _ = process.communicate(timeout=300)
     assert told.strip() == str(threads).encode()
+
+
+def test_a_branch_is_followed_where_it_is_moved(world: World) -> None:
+    versions = []
+    for step in range(2):
+        world.publish(step)
+        versions.append(world.last)
+    assert versions[0] is not None
+    assert versions[1] is not None
+    point(world.store, "policy", versions[0], branch="canary")
+    with FollowerProcess(world.store, branch="canary", poll_s=0.01, wait_s=0.0) as follower:
+        assert follower.advance() is not None
+        assert follower.version == versions[0]
+        point(world.store, "policy", versions[1], branch="canary")
+        assert follower.advance() is not None
+        assert follower.version == versions[1]
+        point(world.store, "policy", versions[0], branch="canary")  # a rollback
+        assert follower.advance() is not None
+        assert follower.version == versions[0]

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     follower = Follower(
         args.store,
         args.name,
+        branch=args.branch,
         limit_bytes=args.limit_bytes,
         public_key=args.public_key,
         can_undo=False,

@@ -38,6 +38,7 @@ _END_S = 10.0
 class FollowerArgs(NamedTuple):
     """The first message to a child process, pickled: the arguments of its follower.
 
+    `branch`: the branch of the channel `name`; "": the channel itself.
     `poll_s`: seconds between two reads of the channel's pointer. `followed`: the pointer that earlier children
     followed. `threads`: number of threads for decoding; 0: one per core.
     """
@@ -49,6 +50,7 @@ class FollowerArgs(NamedTuple):
     public_key: bytes | None
     followed: FollowedPointer | None
     threads: int
+    branch: str = ""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ class FollowerProcess:
     A context manager: the block's end kills the child. The held version stays readable.
 
     - `store`: where the versions are published. It is sent to the child, so it must be picklable.
-    - `name`: the channel to follow.
+    - `name`: the channel to follow. `branch`: follow this branch of it instead of its newest version.
     - `limit_bytes`: refuse versions whose tensors need more memory.
     - `public_key` (32 bytes): accept only pointers signed by this key.
     - `poll_s`, `wait_s`: `advance` reads the pointer every `poll_s` seconds until there is a new version, for at most
@@ -94,6 +96,7 @@ class FollowerProcess:
         store: BlobStore,
         name: str = "policy",
         *,
+        branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
         poll_s: float = POLL_S,
@@ -101,7 +104,7 @@ class FollowerProcess:
         deadline_s: float = DEADLINE_S,
         threads: int = 0,
     ) -> None:
-        self._args = FollowerArgs(store, name, limit_bytes, poll_s, public_key, None, threads)
+        self._args = FollowerArgs(store, name, limit_bytes, poll_s, public_key, None, threads, branch)
         self._wait_s, self._deadline_s = wait_s, deadline_s
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}

@@ -1,0 +1,181 @@
+"""The commands ``etude release begin``, ``gate``, ``advance``, ``observe``, ``list``, ``why``, ``promote``, ``hold``,
+``resume`` and ``rollback``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from etude.cli.locations import open_run
+from etude.cli.store_locations import existing_store
+from etude.errors import Exit, InputError
+from etude.evals.suites import read_suite
+from etude.releases import Decision, Release, Releases, check_gate
+from etude.releases.gate import Played, read_parity, read_played
+from etude.releases.outcomes import read_outcomes
+from etude.releases.settings import read_settings
+from etude.seams import BlobStore
+from etude.weights.chain import inspect, signing
+
+
+def begin(args: argparse.Namespace) -> int:
+    """Begin a release of a stored version of a channel. Returns 0."""
+    settings, store = read_settings(args.settings, args.set), existing_store(args.store)
+    inspect.require_channel(store, args.name)
+    version = inspect.find(store, args.version, args.name).version
+    location = args.store if "://" in args.store else str(Path(args.store).absolute())
+    with _opened(args, create=True) as releases:
+        found = releases.begin(store, version, settings, channel=args.name, location=location, now=time.time())
+    print(f"release {found.number}: {found.candidate} against {found.stable}; next: etude release gate")
+    return Exit.DONE
+
+
+def gate(args: argparse.Namespace) -> int:
+    """Compare evaluations of candidate and stable version. Returns 0 if the candidate passes, 1 if it is refused.
+
+    With `--run`, the suites are refused if the run was trained on one of their tasks."""
+    with _opened(args) as releases:
+        release, played = releases.newest(), dict[str, tuple[Played, Played]]()
+        for one in release.settings.gate:
+            suite = read_suite(one.suite)
+            if args.run is not None:
+                _refuse_trained(one.suite, args.run)
+            labels = (args.candidate, args.stable)
+            played[one.suite] = (*(read_played(args.evals, suite.name, label) for label in labels),)  # type: ignore[assignment]
+        parity = read_parity(args.parity) if args.parity else None
+        result = check_gate(release.settings, release.candidate, release.stable, played, parity=parity)
+        found = releases.gate(result, now=time.time())
+    for report in result.suites:
+        print(
+            f"{report.suite}: {report.value:+.3f} ({report.low:+.3f} to {report.high:+.3f}), margin {report.margin:g}"
+        )
+    for failure in result.failures:
+        print(f"not passed: {failure}")
+    print(_line(found))
+    return Exit.FAILED if result.failures else Exit.DONE
+
+
+def _refuse_trained(name: str, path: Path) -> None:
+    from etude.loop.suites import Subject, config_for, refuse_trained, settings_of, suite_tasks
+
+    suite, run = read_suite(name), open_run(path)
+    config = config_for(suite, settings_of(run), Subject(path.name, path, run), source="")
+    refuse_trained(suite, suite_tasks(suite, config), run)
+
+
+def advance(args: argparse.Namespace) -> int:
+    """Complete what is pending, or do what the rules say now about the newest release. Returns 0."""
+    with _opened(args) as releases:
+        release, found = releases.advance(_store(releases), now=time.time())
+    print(_line(release))
+    if found is not None:
+        _print_decision(found)
+    return Exit.DONE
+
+
+def observe(args: argparse.Namespace) -> int:
+    """Store outcomes of users from a file of JSON lines. Returns 0."""
+    with _opened(args) as releases:
+        outcomes = list(read_outcomes(args.outcomes))
+        num = releases.observe(outcomes, now=time.time())
+    print(f"{num} of {len(outcomes)} outcomes are new and count")
+    return Exit.DONE
+
+
+def list_releases(args: argparse.Namespace) -> int:
+    """Print a line for each release, the newest last. Returns 0."""
+    with _opened(args) as releases:
+        for one in releases.all():
+            print(_line(one))
+    return Exit.DONE
+
+
+def why(args: argparse.Namespace) -> int:
+    """Print every transition of a release with its reason, and what the rules say now. Returns 0."""
+    with _opened(args) as releases:
+        release = releases.newest() if args.number is None else _numbered(releases, args.number)
+        print(_line(release))
+        for one in releases.why(release.number):
+            share = f" at {one.share} %" if one.share else ""
+            print(f"{_time(one.at)}  {one.state}{share}, by {one.by}: {one.reason}")
+        if release.pending is not None:
+            print(f"{_time(release.pending.at)}  decided, and not yet done: {release.pending.state}:"
+                  f" {release.pending.reason}; complete it: etude release advance")  # fmt: skip
+        elif release.share:
+            _print_decision(releases.look(release, now=time.time()))
+    return Exit.DONE
+
+
+def promote(args: argparse.Namespace) -> int:
+    """Make the candidate of the newest release the stable version. Returns 0."""
+    with _opened(args) as releases:
+        print(_line(releases.promote(_store(releases), reason=args.reason, now=time.time())))
+    return Exit.DONE
+
+
+def rollback(args: argparse.Namespace) -> int:
+    """Give all users the version from before the newest release. Returns 0."""
+    with _opened(args) as releases:
+        print(_line(releases.rollback(_store(releases), reason=args.reason, now=time.time())))
+    return Exit.DONE
+
+
+def hold(args: argparse.Namespace) -> int:
+    """Keep the canary at its share. Returns 0."""
+    with _opened(args) as releases:
+        print(_line(releases.hold(reason=args.reason, now=time.time())))
+    return Exit.DONE
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Continue with a release that was held. Returns 0."""
+    with _opened(args) as releases:
+        print(_line(releases.resume(reason=args.reason, now=time.time())))
+    return Exit.DONE
+
+
+@contextlib.contextmanager
+def _opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[Releases]:
+    """The releases of `--file`. Raises `InputError` if it does not exist and is not to be created."""
+    if not create and not args.file.is_file():
+        raise InputError(
+            f"{args.file} does not exist", hint="give --file, or begin a release: etude release begin STORE VERSION"
+        )
+    key = getattr(args, "key", None)
+    releases = Releases(args.file, signer=signing.read_signer(key))
+    try:
+        yield releases
+    finally:
+        releases.close()
+
+
+def _store(releases: Releases) -> BlobStore:
+    return existing_store(releases.newest().location)
+
+
+def _numbered(releases: Releases, number: int) -> Release:
+    found = {one.number: one for one in releases.all()}
+    if number not in found:
+        raise InputError(f"there is no release {number}", hint=f"their numbers are 1 to {len(found)}")
+    return found[number]
+
+
+def _line(one: Release) -> str:
+    share = f" at {one.share} %" if one.share else ""
+    pending = f", {one.pending.state} not yet done" if one.pending is not None else ""
+    return f"release {one.number}: {one.state}{share}{pending} since {_time(one.since)}: {one.candidate}"
+
+
+def _print_decision(found: Decision) -> None:
+    print(f"now: {found.action}: {found.reason}")
+    for one in found.evidence:
+        bounds = f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
+        print(f"  {one.metric}: {bounds}, {one.canary} subjects against {one.stable}")
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")

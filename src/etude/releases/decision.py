@@ -1,0 +1,127 @@
+"""Decides from the outcomes of users whether a canary grows, is promoted, holds or is rolled back. A pure function.
+
+A subject counts once at each share, by one value: a loud user has the weight of a silent one. Only outcomes at the
+present share count. When a share grows, the canary's newest subjects are those of today, and the others' are those of
+all days; a comparison over both would show a difference between days as one between versions.
+
+The error `alpha` is divided equally among all comparisons: metrics times shares at which there is something to compare.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from etude.releases.assignment import Arm
+from etude.releases.sequences import Difference, difference
+from etude.releases.settings import Metric, ReleaseSettings
+
+Values = Mapping[str, Mapping[Arm, Sequence[float]]]
+"""Metric -> version -> one value in [0, 1] for each subject that counts, in the order in which they began."""
+
+
+class Action(enum.StrEnum):
+    """What to do with a canary."""
+
+    WAIT = "wait"
+    GROW = "grow"
+    PROMOTE = "promote"
+    HOLD = "hold"
+    ROLL_BACK = "roll back"
+
+
+class MetricEvidence(msgspec.Struct, frozen=True):
+    """The evidence on one metric: the canary's mean minus the stable version's, above 0 if the canary is better.
+
+    `low`, `high`: bounds of a confidence sequence, which hold at all looks. `canary`, `stable`: how many subjects
+    count."""
+
+    metric: str
+    value: float
+    low: float
+    high: float
+    canary: int
+    stable: int
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What to do with a canary, why, and the evidence on each metric. `share`: the share at which it was found."""
+
+    action: Action
+    reason: str
+    share: int
+    evidence: tuple[MetricEvidence, ...]
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """When a canary's share began, what the time is, and when the last outcome of each version came, in seconds since
+    1970. A version without an outcome at this share is not in `last`."""
+
+    share_since: float
+    now: float
+    last: Mapping[Arm, float]
+
+
+def decide(settings: ReleaseSettings, share: int, traffic: Traffic, values: Values) -> Decision:
+    """Decide what to do with a canary that has `share` percent of the subjects.
+
+    It may be called at any time and as often as wanted: of canaries that are equal to the stable version, at most the
+    share `alpha` is ever promoted or rolled back."""
+    compared = share in settings.compared_shares
+    evidence = tuple(_evidence(settings, metric, values) for metric in settings.metrics) if compared else ()
+    action, reason = _decide(settings, share, traffic, evidence)
+    return Decision(action, reason, share, evidence)
+
+
+def _evidence(settings: ReleaseSettings, metric: Metric, values: Values) -> MetricEvidence:
+    canary, stable = (values.get(metric.name, {}).get(arm, ()) for arm in (Arm.CANARY, Arm.STABLE))
+    alpha = settings.alpha / (len(settings.metrics) * len(settings.compared_shares))
+    found = difference(canary, stable, alpha)
+    if not metric.higher_is_better:
+        found = Difference(-found.value, -found.high, -found.low)
+    return MetricEvidence(metric.name, found.value, found.low, found.high, len(canary), len(stable))
+
+
+def _decide(
+    settings: ReleaseSettings, share: int, traffic: Traffic, evidence: Sequence[MetricEvidence]
+) -> tuple[Action, str]:
+    margins = {metric.name: metric.margin for metric in settings.metrics[1:]}  # of the first it is 0
+    for one in evidence:
+        if one.high < -margins.get(one.metric, 0.0):
+            return Action.ROLL_BACK, f"{one.metric} is worse: {_shown(one)}"
+    age = traffic.now - traffic.share_since
+    for arm in Arm if evidence else (Arm.CANARY,):
+        silent = traffic.now - max(traffic.share_since, traffic.last.get(arm, 0.0))
+        if silent >= settings.silent_s:
+            return Action.HOLD, f"no outcome of the {arm} version for {silent:.0f} s"
+    if not evidence:
+        if age >= settings.share_s:
+            return Action.PROMOTE, f"it had all subjects for {age:.0f} s, after it was shown to be better"
+        return Action.WAIT, f"it has all subjects; promoted after {settings.share_s:.0f} s"
+    first, last = evidence[0], share == settings.compared_shares[-1]
+    unsafe = [one for one in evidence[1:] if one.low <= -margins[one.metric]]
+    if last and first.low > 0.0 and not unsafe:
+        action = Action.PROMOTE if share == settings.shares[-1] else Action.GROW
+        return action, f"{first.metric} is better: {_shown(first)}"
+    if age >= settings.max_s:
+        return Action.HOLD, f"no decision at {share} % after {age:.0f} s: {_open(first, unsafe)}"
+    if last:
+        return Action.WAIT, _open(first, unsafe)
+    fewest = min(one.canary for one in evidence)
+    if fewest < settings.subjects or age < settings.share_s:
+        return Action.WAIT, f"{fewest} of {settings.subjects} subjects and {age:.0f} of {settings.share_s:.0f} s"
+    return Action.GROW, f"nothing is shown to be worse with {fewest} subjects"
+
+
+def _open(first: MetricEvidence, unsafe: Sequence[MetricEvidence]) -> str:
+    """Why a canary is not promoted yet."""
+    if first.low <= 0.0:
+        return f"{first.metric} is not shown to be better: {_shown(first)}"
+    return f"{unsafe[0].metric} is not shown to keep its margin: {_shown(unsafe[0])}"
+
+
+def _shown(one: MetricEvidence) -> str:
+    bounds = f"{one.value:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
+    return f"{bounds}, {one.canary} subjects against {one.stable}"

@@ -1,0 +1,147 @@
+"""The gate of a release: evaluations of the candidate are compared with those of the stable version.
+
+A candidate passes if for each suite the whole confidence interval of the difference of solve rates is above minus its
+margin (non-inferiority), the suite's own gates are passed, and its tasks cost not much more; and if engine and learner
+compute the same, where parity is required. A number that is unknown passes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from etude.errors import InputError
+from etude.evals import Comparison, EvalRow, compare
+from etude.evals.records import EvalRecord, read_record, record_path, rows_beside
+from etude.records.completion import Version
+from etude.releases.settings import ReleaseSettings, SuiteGate
+
+
+class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison on one suite.
+
+    `value`, `low`, `high`: solve rate of the candidate minus that of the stable version, with its 95 % interval.
+    `cost_rise`: by which share a task costs more; None: unknown."""
+
+    suite: str
+    digest: str
+    value: float
+    low: float
+    high: float
+    margin: float
+    cost_rise: float | None
+
+
+class GateResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a gate for two versions. `failures`: why the candidate does not pass; empty: it does."""
+
+    candidate: str
+    stable: str
+    suites: tuple[SuiteReport, ...]
+    failures: tuple[str, ...]
+
+
+class Played(msgspec.Struct, frozen=True):
+    """The result of a suite on one version, and its rollouts."""
+
+    record: EvalRecord
+    rows: Sequence[EvalRow]
+
+
+def read_played(folder: Path, suite: str, label: str) -> Played:
+    """Read the result of a suite on the model `label` below a folder of `etude eval`. Raises `StoreError`."""
+    path = record_path(folder, suite, label)
+    return Played(read_record(path), rows_beside(path))
+
+
+def check_gate(
+    settings: ReleaseSettings,
+    candidate: Version,
+    stable: Version,
+    played: Mapping[str, tuple[Played, Played]],
+    *,
+    parity: str | None = None,
+) -> GateResult:
+    """Compare a candidate with the stable version on every suite of a release's gate.
+
+    `played`: suite, as the settings name it -> the results of candidate and stable version. `parity`: the verdict of
+    `etude parity` on the candidate; None: unknown."""
+    reports, failures = list[SuiteReport](), list[str]()
+    for gate in settings.gate:
+        if gate.suite not in played:
+            failures.append(f"{gate.suite}: not evaluated")
+            continue
+        new, old = played[gate.suite]
+        wrong = _not_comparable(gate.suite, new.record, old.record, candidate, stable)
+        if wrong:
+            failures.append(wrong)
+            continue
+        found = compare(old.rows, new.rows, names=("stable", "candidate"))
+        rise = _cost_rise(new, old)
+        reports.append(_report(gate, new.record, found, rise))
+        failures += _failures(gate, new.record, found, rise)
+    if settings.parity and parity not in ("equal", "near"):
+        failures.append(f"parity: {parity or 'unknown'}, must be equal or near")
+    return GateResult(candidate=str(candidate), stable=str(stable), suites=tuple(reports), failures=tuple(failures))
+
+
+def read_parity(path: Path) -> str:
+    """Return the verdict in the output of `etude parity --json`. Raises `InputError` for another file."""
+    try:
+        verdict = json.loads(path.read_bytes())["verdict"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        hint = "write it by: etude parity CANDIDATE --json > FILE"
+        raise InputError(f"{path} is not a result of etude parity", str(error), hint=hint) from None
+    return str(verdict)
+
+
+def _not_comparable(suite: str, new: EvalRecord, old: EvalRecord, candidate: Version, stable: Version) -> str:
+    """Why two results say nothing about the two versions; "" if they do."""
+    for record, version, name in ((new, candidate, "candidate"), (old, stable, "stable version")):
+        if record.version != str(version):
+            return f"{suite}: the result of the {name} is that of {record.version or 'an unknown version'}"
+    if new.suite_digest != old.suite_digest:
+        return f"{suite}: the two versions were not evaluated on the same tasks with the same settings"
+    if new.prompted != old.prompted:
+        return f"{suite}: one of the two versions was evaluated with the suite's prompt"
+    return ""
+
+
+def _cost_rise(new: Played, old: Played) -> float | None:
+    """By which share a task of the candidate costs more; None: unknown."""
+    a, b = (one.record.result.dollars for one in (new, old))
+    tasks = [one.record.result.num_tasks for one in (new, old)]
+    if a is None or not b or not all(tasks):
+        return None
+    return (a / tasks[0]) / (b / tasks[1]) - 1.0
+
+
+def _report(gate: SuiteGate, record: EvalRecord, found: Comparison, rise: float | None) -> SuiteReport:
+    between = found.decisive
+    return SuiteReport(
+        suite=gate.suite,
+        digest=record.suite_digest,
+        value=between.value,
+        low=between.low,
+        high=between.high,
+        margin=gate.margin,
+        cost_rise=rise,
+    )
+
+
+def _failures(gate: SuiteGate, record: EvalRecord, found: Comparison, rise: float | None) -> list[str]:
+    failures = [f"{gate.suite}: {report.failure}" for report in record.gates if report.failure]
+    between = found.decisive
+    if not found.a.num_tasks or not found.b.num_tasks:
+        failures.append(f"{gate.suite}: no valid rollout")
+    elif between.low <= -gate.margin:
+        shown = f"{between.value:+.3f} ({between.low:+.3f} to {between.high:+.3f})"
+        failures.append(f"{gate.suite}: solve rate {shown} is not shown to be above -{gate.margin:g}")
+    if gate.cost_rise is not None:
+        if rise is None:
+            failures.append(f"{gate.suite}: the cost per task is unknown")
+        elif rise > gate.cost_rise:
+            failures.append(f"{gate.suite}: cost per task {rise:+.1%}, must be at most {gate.cost_rise:+.1%}")
+    return failures

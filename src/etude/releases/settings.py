@@ -1,0 +1,98 @@
+"""The settings of a release: a TOML file with its gate, its shares, and the metrics that decide.
+
+`docs/formats/releases.md` describes the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude import config
+from etude.config import ranged
+
+
+@dataclass(frozen=True)
+class Metric:
+    """An outcome in [0, 1] that users' feedback gives, such as whether an edit was kept.
+
+    - `higher_is_better`: False for an outcome such as a dissatisfied reply.
+    - `margin`: how much worse the canary may be in a metric that guards. It is rolled back when it is shown to be worse
+      by more, and promoted only when it is shown not to be. The first metric, which decides, has no margin."""
+
+    name: str
+    higher_is_better: bool = True
+    margin: float = ranged(0.05, low=0.0, high=1.0)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a metric has an empty name")
+
+
+@dataclass(frozen=True)
+class SuiteGate:
+    """What the candidate must keep on one suite, compared with the stable version on the same tasks.
+
+    - `suite`: the suite's file, or the name of a built-in suite.
+    - `margin`: by how much the solve rate may be lower. The whole confidence interval must be above -`margin`.
+    - `cost_rise`: by which share the dollars per task may be higher; None: costs are not compared."""
+
+    suite: str
+    margin: float = ranged(0.02, low=0.0, high=1.0)
+    cost_rise: float | None = ranged(None, low=0.0)
+
+
+@dataclass(frozen=True)
+class ReleaseSettings:
+    """The settings of a release.
+
+    - `gate`: the suites that the candidate must pass; at least one. `parity`: whether a passed `etude parity` of the
+      candidate is required.
+    - `metrics`: the first one decides: the canary is promoted if it is shown to be better in it. The others guard.
+    - `shares`: percent of the subjects that get the canary, one after another. At 100 nobody is left to compare with.
+    - `alpha`: the probability that a canary equal to the stable version is promoted or rolled back, over all shares,
+      metrics and looks.
+    - `subjects`, `share_s`: how many subjects of the canary must have counted, and how many seconds must have passed,
+      before the share grows.
+    - `window_s`: a subject counts this many seconds after its first outcome at a share, by the mean of its first `cap`
+      outcomes until then.
+    - `silent_s`: the canary holds when one of the versions has had no outcome for this many seconds.
+    - `max_s`: the canary holds when it has been at one share for this many seconds without a decision."""
+
+    gate: tuple[SuiteGate, ...]
+    metrics: tuple[Metric, ...]
+    parity: bool = False
+    shares: tuple[int, ...] = (1, 5, 25, 100)
+    alpha: float = ranged(0.05, low=1e-6, high=0.5)
+    subjects: int = ranged(100, low=1)
+    share_s: float = ranged(3600.0, low=0.0)
+    window_s: float = ranged(86_400.0, low=0.0)
+    cap: int = ranged(10, low=1, high=10_000)
+    silent_s: float = ranged(172_800.0, low=1.0)
+    max_s: float = ranged(1_209_600.0, low=1.0)
+
+    def __post_init__(self) -> None:
+        names = [metric.name for metric in self.metrics]
+        suites = [one.suite for one in self.gate]
+        if not self.gate or len({*suites}) < len(suites):
+            raise ValueError(f"gate = {suites}: a release needs a gate of at least one suite, and none twice")
+        if not names or len({*names}) < len(names):
+            raise ValueError(f"metrics = {names}: name at least one metric, and none twice")
+        if any(metric.margin == 0.0 for metric in self.metrics[1:]):
+            raise ValueError("margin = 0 of a metric after the first: promotion would need that all are better")
+        rising = all(a < b for a, b in zip(self.shares, self.shares[1:], strict=False))
+        if not self.shares or not rising or self.shares[0] < 1 or self.shares[-1] > 100 or self.shares[0] == 100:
+            raise ValueError(f"shares = {list(self.shares)}: give rising percents from 1 to 100, the first below 100")
+
+    @property
+    def compared_shares(self) -> tuple[int, ...]:
+        """The shares below 100: those at which some subjects get the stable version."""
+        return tuple(share for share in self.shares if share < 100)
+
+
+def read_settings(path: Path, overrides: Sequence[str] = ()) -> ReleaseSettings:
+    """Read the settings of a release. `overrides` are settings such as "alpha=0.01".
+
+    Raises `ConfigError` for a file that cannot be read, and for unknown, missing and invalid settings."""
+    raw = config.read(path, overrides, noun="file of release settings", example="docs/guides/releases.md")
+    return config.build(ReleaseSettings, raw)

@@ -1,0 +1,103 @@
+"""The commands of `etude release`, from the begin to the end of a release, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.unit.releases.played import branches, published
+from tests.unit.releases.test_gate import played
+
+from etude.cli import main
+from etude.evals import write_rows
+from etude.evals.records import record_path, write_record
+from etude.records.completion import Version
+from etude.stores import DirectoryStore
+
+SETTINGS = """
+shares = [50]
+window_s = 0
+metrics = [{name = "kept"}]
+
+[[gate]]
+suite = "repair"
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a store of two versions, results of both, and settings; it is the current one."""
+    monkeypatch.chdir(tmp_path)
+    versions = published(DirectoryStore(tmp_path / "store"))
+    (tmp_path / "release.toml").write_text(SETTINGS)
+    for label, version, solved in (("new", versions[1], 300), ("worse", versions[1], 200), ("old", versions[0], 300)):
+        _write(tmp_path / "evals", label, version, solved)
+    return tmp_path
+
+
+def _write(folder: Path, label: str, version: Version, solved: int) -> None:
+    done = played(version, solved, label=label)
+    write_record(folder, done.record)
+    write_rows(record_path(folder, "repair", label).with_suffix(".parquet"), done.rows)
+
+
+BEGIN = ["release", "begin", "store", "1", "--settings", "release.toml"]
+GATE = ["release", "gate", "--candidate", "new", "--stable", "old"]
+
+
+def test_a_release_from_its_begin_to_its_rollback(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = DirectoryStore(place / "store")
+    stable, _ = branches(store)
+    assert main(BEGIN) == 0
+    assert main(GATE) == 0
+    assert "repair: +0.000" in capsys.readouterr().out
+    assert main(["release", "advance"]) == 0
+    lines = [{"id": f"{i}", "subject": f"user-{i}", "metric": "kept", "value": i % 2} for i in range(50)]
+    (place / "outcomes.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["release", "observe", "outcomes.jsonl"]) == 0
+    assert "50 of 50 outcomes" in capsys.readouterr().out
+    assert main(["release", "hold", "--reason", "the weekend"]) == 0
+    assert main(["release", "resume", "--reason", "monday"]) == 0
+    assert main(["release", "advance"]) == 0
+    assert "now: wait: kept is not shown to be better" in capsys.readouterr().out
+    assert main(["release", "promote", "--reason", "users like it"]) == 0
+    candidate = branches(store)[0]
+    assert candidate != stable
+    assert main(["release", "rollback", "--reason", "they do not"]) == 0
+    assert branches(store) == (stable, stable)
+    assert main(["release", "list"]) == 0
+    assert "release 1: rolled back since" in capsys.readouterr().out
+    assert main(["release", "why"]) == 0
+    told = capsys.readouterr().out
+    for said in ("canary at 50 %, by rules: passed its gate", "held at 50 %, by operator: the weekend", "they do not"):
+        assert said in told
+
+
+def test_a_candidate_that_fails_its_gate_is_refused_with_exit_code_1(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(BEGIN) == 0
+    assert main([*GATE[:3], "worse", *GATE[4:]]) == 1
+    assert "not passed: repair: solve rate -0.250" in capsys.readouterr().out
+    assert main(["release", "promote", "--reason", "hurry"]) == 1
+    assert "cannot be promoted" in capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_told_in_three_parts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [
+        (["release", "list"], 2, "releases.sqlite does not exist"),
+        ([*BEGIN[:3], "7", *BEGIN[4:]], 2, "no version '7'"),
+        (BEGIN, 0, ""),
+        (BEGIN, 1, "release 1 is open"),
+        (["release", "advance"], 1, "has not passed its gate"),
+        (["release", "why", "5"], 2, "there is no release 5"),
+        ([*GATE[:3], "none", *GATE[4:]], 1, "no result at"),
+        (["release", "hold", "--reason", "x"], 1, "cannot be held"),
+        (["release", "observe", "none.jsonl"], 2, "cannot be read"),
+    ]
+    for argv, code, said in cases:
+        assert main(argv) == code, argv
+        told = capsys.readouterr().err
+        assert said in told
+        assert ("hint: " in told) == bool(said)
