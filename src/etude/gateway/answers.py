@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from etude.capture import Chat, Cut, Message, ParsedReply, cut_at_stop
 from etude.capture.streams import split_unfinished
 from etude.capture.summaries import Shortened
-from etude.records.completion import Completion, StopReason
+from etude.records.completion import Completion, Sampling, StopReason
 from etude.records.wire import I32
 
 
@@ -74,7 +74,7 @@ class Answer:
     - `calls`: tool calls, each as ``{"name": str, "arguments": dict}``.
     - `finish`: "stop", "length" or "tool_calls".
     - `prompt_ids`: the token ids that the model read, [P] int32.
-    - `completion`: what the policy returned, up to the end of a stop text.
+    - `completion`: what the policy returned, up to the end of a stop text; `sampling`: how it was sampled.
     - `summaries`: the summaries in the prompt (`SummaryUse`).
     - `logprobs`: log-probabilities of the sampled tokens up to a stop text or the stop token. None: the client did not
       ask for them.
@@ -86,6 +86,7 @@ class Answer:
     finish: str
     prompt_ids: I32
     completion: Completion
+    sampling: Sampling
     logprobs: list[TokenLogprob] | None = None
     summaries: SummaryUse = SummaryUse()
     cut: Cut | None = None
@@ -127,6 +128,7 @@ def make_answer(
     signatures: Any,
     stop: Sequence[str],
     prompt_ids: I32,
+    sampling: Sampling,
     reply: ParsedReply | None = None,
     cut: Cut | None = None,
     logprobs: bool = False,
@@ -136,7 +138,7 @@ def make_answer(
 
     - `signatures`: the tools, as returned by `chat.signatures`; None: the completion is taken as plain text.
     - `stop`: the stop texts.
-    - `prompt_ids`: the token ids that the model read, [P] int32.
+    - `prompt_ids`: the token ids that the model read, [P] int32. `sampling`: how the completion was sampled.
     - `reply`: the parsed completion; None: `chat` parses it.
     - `cut`: how a stop text cuts the completion off, if known.
     - `logprobs`: whether the answer has log-probabilities.
@@ -168,6 +170,7 @@ def make_answer(
         finish="tool_calls" if calls else "length" if length else "stop",
         prompt_ids=prompt_ids,
         completion=completion,
+        sampling=sampling,
         summaries=summaries,
         logprobs=_logprobs(completion, chat, cut) if logprobs else None,
         cut=cut,

@@ -340,6 +340,7 @@ class ServedModel:
             signatures=pending.signatures,
             stop=pending.parsed.stop,
             prompt_ids=pending.request.prompt_ids,
+            sampling=pending.request.sampling,
             logprobs=pending.parsed.top_logprobs is not None,
             summaries=pending.summaries,
         )

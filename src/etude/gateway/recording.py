@@ -45,6 +45,7 @@ def offer_answers(
                 finish=answer.finish,
                 prompt_ids=answer.prompt_ids,
                 completion=answer.completion,
+                sampling=answer.sampling,
             )
         )
 

@@ -81,9 +81,13 @@ class ConsentStore:
             raise
 
     def set(self, subject: Subject, level: Level) -> Level:
-        """Set the level of an organisation or a user, durably, and return the one that now holds for it."""
+        """Set the level of an organisation or a user, durably, and return the one that now holds for it.
+
+        It waits for a process that holds the store's lock, such as one that just publishes what it trained: afterwards
+        nothing is trained against the new level. Raises `DeadlineExceeded`."""
         names = self._keys.names(subject)
-        self.set_named(names, level, name="" if subject.user else subject.organisation)
+        with self._keys.lock():
+            self.set_named(names, level, name="" if subject.user else subject.organisation)
         return self.level_of(names)
 
     def set_named(self, names: SubjectDigests, level: Level, *, name: str = "") -> None:

@@ -106,7 +106,8 @@ class KeyStore:
 
     @contextlib.contextmanager
     def lock(self, deadline_s: float = 30.0) -> Iterator[None]:
-        """Hold the store against other processes: capture while it writes, erasure while it erases.
+        """Hold the store against other processes: capture while it writes, erasure while it erases, a change of consent
+        while it is stored, and training from its last look at consent until its version is published.
 
         Raises `DeadlineExceeded` when it is not free within `deadline_s` seconds."""
         end = time.monotonic() + deadline_s
@@ -119,7 +120,7 @@ class KeyStore:
                 except BlockingIOError:
                     if time.monotonic() >= end:
                         what = f"the lock of the keys in {self.folder} was not free within {deadline_s:g} s"
-                        hint = "another process captures or erases; try again"
+                        hint = "another process captures, erases or publishes; try again"
                         raise DeadlineExceeded(what, hint=hint) from None
                     time.sleep(_POLL_S)
             yield

@@ -17,10 +17,11 @@ from etude.privacy.consent import Level
 from etude.privacy.database import connect, reported, transaction
 from etude.privacy.keys import Key, KeyStore
 from etude.privacy.subjects import SubjectDigests
-from etude.records.completion import VersionSpan
+from etude.records.completion import Sampling, VersionSpan
 from etude.records.wire import F32, I32, pack, unpack
 
 _NONCE_BYTES = 12
+_AT_ONCE = 500  # values of one statement
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (
     record_id TEXT PRIMARY KEY, response_id TEXT NOT NULL, answer INTEGER NOT NULL, organisation TEXT NOT NULL,
@@ -33,6 +34,7 @@ CREATE INDEX IF NOT EXISTS records_by_expiry ON records (expires);
 CREATE TABLE IF NOT EXISTS uses (
     rollout_id TEXT NOT NULL, record_id TEXT NOT NULL, organisation TEXT NOT NULL, subject TEXT NOT NULL,
     PRIMARY KEY (rollout_id, record_id));
+CREATE INDEX IF NOT EXISTS uses_by_record ON uses (record_id);
 CREATE INDEX IF NOT EXISTS uses_by_subject ON uses (subject);
 CREATE INDEX IF NOT EXISTS uses_by_organisation ON uses (organisation);
 CREATE TABLE IF NOT EXISTS erasures (
@@ -86,7 +88,8 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
       metrics there is nothing else.
     - `messages`, `reply`: the conversation and the answer, each as JSON.
     - `prompt_ids` [P], `token_ids` [T], `logprobs` [T]: as in `Completion`.
-    - `spans`: which version of the weights sampled which tokens."""
+    - `spans`: which version of the weights sampled which tokens. `sampling`: how they were sampled; None in records of
+      earlier versions of etude, which are not trained on."""
 
     dialect: str
     finish: str
@@ -98,6 +101,7 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: I32 | None = None
     logprobs: F32 | None = None
     spans: tuple[VersionSpan, ...] = ()
+    sampling: Sampling | None = None
 
 
 def seal(captured: Captured, content: Content, key: Key) -> bytes:
@@ -161,6 +165,12 @@ class RecordStore:
         """Return those of these records that exist."""
         return [one for record_id in record_ids for one in self._select("record_id = ?", record_id)]
 
+    def served(self, level: Level, *, since: float, limit: int) -> list[Captured]:
+        """Return the records that were captured under at least this level and served from `since` on (Unix time in s).
+
+        They are in order of time, the oldest first; at most `limit` of them."""
+        return self._select("level >= ? AND at >= ?", int(level), since, limit=limit)
+
     def read(self, captured: Captured) -> Content:
         """Decrypt a record. Raises `SubjectErased`, `RecordDamaged`."""
         with reported(self._path):
@@ -180,6 +190,14 @@ class RecordStore:
         with transaction(self._db, self._path):
             row = (rollout_id, record_id, *found[0].names)
             self._db.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?)", row)
+
+    def records_of(self, rollout_ids: Collection[str]) -> dict[str, set[str]]:
+        """Return the ids of the records that each of these rollouts holds, by rollout id, also of deleted records."""
+        return self._uses("rollout_id", rollout_ids)
+
+    def uses(self, record_ids: Collection[str]) -> dict[str, set[str]]:
+        """Return the ids of the rollouts that hold each of these records, by record id. Unused records are left out."""
+        return self._uses("record_id", record_ids)
 
     def rollouts_of(self, names: SubjectDigests) -> list[str]:
         """Return the ids of all rollouts that hold data of a subject, also of erased or expired records, sorted."""
@@ -209,10 +227,22 @@ class RecordStore:
         """Close the file."""
         self._db.close()
 
-    def _select(self, where: str, value: str) -> list[Captured]:
-        sql = f"SELECT {_COLUMNS} FROM records WHERE {where} AND expires > ? ORDER BY at, record_id"
+    def _uses(self, key: str, ids: Collection[str]) -> dict[str, set[str]]:
+        """Read the table of uses by one of its two columns: for each of these ids the values of the other column."""
+        other, wanted = {"record_id": "rollout_id", "rollout_id": "record_id"}[key], sorted(ids)
+        found = dict[str, set[str]]()
         with reported(self._path):
-            rows = self._db.execute(sql, (value, time.time())).fetchall()
+            for start in range(0, len(wanted), _AT_ONCE):
+                some = wanted[start : start + _AT_ONCE]
+                sql = f"SELECT {key}, {other} FROM uses WHERE {key} IN ({', '.join('?' * len(some))})"
+                for one, value in self._db.execute(sql, some):
+                    found.setdefault(one, set()).add(value)
+        return found
+
+    def _select(self, where: str, *values: str | float, limit: int = -1) -> list[Captured]:
+        sql = f"SELECT {_COLUMNS} FROM records WHERE {where} AND expires > ? ORDER BY at, record_id LIMIT ?"
+        with reported(self._path):
+            rows = self._db.execute(sql, (*values, time.time(), limit)).fetchall()
         return list(_captured(rows))
 
 

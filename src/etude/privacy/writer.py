@@ -184,6 +184,7 @@ def _content(answer: ServedAnswer, level: Level) -> Content:
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         spans=completion.spans,
+        sampling=answer.sampling,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from etude.records.completion import Completion
+from etude.records.completion import Completion, Sampling
 from etude.records.wire import I32
 
 
@@ -20,7 +20,7 @@ class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     - `messages`: the conversation, or the prompt of a text completion: a text or token ids.
     - `reply`: the answer as a message.
     - `finish`: "stop", "length" or "tool_calls".
-    - `prompt_ids`: the token ids that the model read, [P] int32; `completion`: what it sampled."""
+    - `prompt_ids`: the token ids that the model read, [P] int32; `completion`: what it sampled; `sampling`: how."""
 
     response_id: str
     index: int
@@ -34,3 +34,4 @@ class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     finish: str
     prompt_ids: I32
     completion: Completion
+    sampling: Sampling

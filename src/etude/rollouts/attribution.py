@@ -192,6 +192,7 @@ class Attribution:
             signatures=episode.chat.signatures(chat.tools),
             stop=chat.stop,
             prompt_ids=node.prompt_context(),
+            sampling=node.sampling,
             reply=turn.reply,
             summaries=SummaryUse.of(shortened),
             cut=turn.cut,

@@ -271,6 +271,7 @@ def test_a_stream_contains_the_text_of_the_response_and_no_more(
         signatures=standard_tools().signatures,
         stop=stop,
         prompt_ids=np.zeros(1, np.int32),
+        sampling=Sampling(max_tokens=64, stop_token_ids=()),
     )
     assert answer.text.startswith(spoken.sent)
 
