@@ -51,7 +51,7 @@ class SettledAnswer(NamedTuple):
 
         `with_late`: whether late signals count, too."""
         told = (*self.signals, *self.late) if with_late else self.signals
-        return {one.name: one.value for one in sorted(told, key=lambda one: (one.at, one.received, one.id))}
+        return {one.name: one.value for one in sorted(told, key=lambda one: one.at)}
 
 
 def settled_answers(
@@ -83,6 +83,7 @@ def settled_answers(
         for record in page:
             if record.record_id in usable:
                 told = by_answer.get((record.response_id, record.answer), [])
-                in_time = tuple(one for one in told if one.received <= record.at + settle_s)
-                yield SettledAnswer(record, in_time, tuple(told[len(in_time) :]))
+                end = record.at + settle_s
+                in_time = tuple(one for one in told if one.received <= end)
+                yield SettledAnswer(record, in_time, tuple(one for one in told if one.received > end))
         after = Cursor(page[-1].at, page[-1].record_id)

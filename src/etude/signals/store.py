@@ -24,10 +24,10 @@ _PAGE = 1000
 _TABLES = f"""
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS {TABLE} (
-    subject TEXT NOT NULL, id TEXT NOT NULL, organisation TEXT NOT NULL, response_id TEXT NOT NULL,
-    answer INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, at REAL NOT NULL, clamped INTEGER NOT NULL,
-    received REAL NOT NULL, began REAL NOT NULL, model TEXT NOT NULL, level INTEGER, content BLOB NOT NULL,
-    PRIMARY KEY (subject, id)) STRICT, WITHOUT ROWID;
+    number INTEGER PRIMARY KEY AUTOINCREMENT, subject TEXT NOT NULL, id TEXT NOT NULL, organisation TEXT NOT NULL,
+    response_id TEXT NOT NULL, answer INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, at REAL NOT NULL,
+    clamped INTEGER NOT NULL, received REAL NOT NULL, began REAL NOT NULL, model TEXT NOT NULL, level INTEGER,
+    content BLOB NOT NULL, UNIQUE (subject, id)) STRICT;
 CREATE INDEX IF NOT EXISTS signals_by_response ON {TABLE} (response_id);
 CREATE INDEX IF NOT EXISTS signals_by_day ON {TABLE} (subject, name, began);
 CREATE INDEX IF NOT EXISTS signals_by_time ON {TABLE} (began);
@@ -169,7 +169,7 @@ class SignalStore:
         were received."""
         columns = ", ".join(f"s.{name}" for name in _STORED.split(", "))
         model, version = (_VERSION.format(column=name) for name in ("name", "version"))
-        sql = f"SELECT {columns}, {model}, {version} FROM {TABLE} s WHERE {where} ORDER BY s.received, s.subject, s.id"
+        sql = f"SELECT {columns}, {model}, {version} FROM {TABLE} s WHERE {where} ORDER BY s.number"
         for *stored, name, found in self._rows(sql, values):
             facts = dict(zip(_STORED.split(", "), stored, strict=True))
             facts |= {"model": name or "", "version": found or "", "clamped": bool(facts["clamped"])}
