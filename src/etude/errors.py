@@ -157,6 +157,17 @@ class PrivacyError(EtudeError):
     """Captured conversations, their keys or the record of consent are damaged, missing, or cannot be written."""
 
 
+class SignalRefused(InputError):
+    """A signal about an answer is not accepted.
+
+    `reason`: "invalid"; "unknown" (its sender was given no such answer); "expired" (its answer is too old); "conflict"
+    (a signal with its id and other content is known). `param`: the field that is wrong, or ""."""
+
+    def __init__(self, what: str, facts: str = "", *, hint: str, reason: str = "invalid", param: str = "") -> None:
+        super().__init__(what, facts, hint=hint)
+        self.reason, self.param = reason, param
+
+
 class ParityError(EtudeError):
     """The log-probabilities of engine and learner for the same tokens differ by more than the config allows."""
 

@@ -11,6 +11,7 @@ implementation must pass. Rules for all of them:
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Protocol, Unpack, runtime_checkable
@@ -554,6 +555,23 @@ class AnswerRecorder(Protocol):
 
     def counts(self) -> Mapping[str, int]:
         """Return what became of the answers so far, by name, such as "dropped"."""
+        ...
+
+
+class FeedbackReceiver(AnswerRecorder, Protocol):
+    """Names the responses of a gateway such that signals about them can be verified, and takes the signals.
+
+    As a recorder it sees every answer, and learns from it which version of a model answers."""
+
+    def new_id(self, organisation: str, user: str, model: str) -> str:
+        """Return the id of a new response to a user ("": no named one) by a served model, hexadecimal. Never raises."""
+        ...
+
+    def receive(self, organisation: str, user: str, body: bytes) -> Future[Sequence[tuple[str, str]]]:
+        """Take the body of a request with signals. The result has (id, status) of each signal once they are durable.
+
+        The result raises `SignalRefused`, after which none of them is kept, or another `EtudeError` if they cannot be
+        stored now. So does this method, if too many wait."""
         ...
 
 

@@ -22,6 +22,7 @@ from etude.cli.arguments import (
     public_key,
     within,
 )
+from etude.cli.commands_feedback import add_feedback, add_feedback_commands
 from etude.cli.commands_machines import add_machine_commands
 from etude.cli.commands_privacy import add_capture, add_privacy_commands
 from etude.cli.commands_releases import add_release_commands
@@ -51,6 +52,7 @@ def build_parser() -> Parser:
     _add_model_commands(commands)
     _add_fleet_commands(commands)
     add_privacy_commands(commands)
+    add_feedback_commands(commands)
     _add_plugin_commands(commands)
     _add_harness_commands(commands)
     return parser
@@ -416,6 +418,7 @@ def _add_model_commands(commands: Commands[Parser]) -> None:
         help="refuse long conversations, do not summarise them",
     )
     add_capture(serve)
+    add_feedback(serve)
     _add_parity_command(commands)
     export = add(commands, "export", "serve:export", "write a model as a Hugging Face directory")
     export.add_argument(

@@ -52,15 +52,20 @@ def set_level(args: argparse.Namespace) -> int:
 def erase(args: argparse.Namespace) -> int:
     """Erase a subject, and print which records, rollouts, batches and versions hold its data.
 
-    Returns 0, or 1 when ledger and traces of a run do not agree on it."""
+    Returns 0, or 1 when ledger and traces of a run do not agree on it, or a file of signals is missing."""
     subject = Subject.parse(args.subject)
     runs = [open_run(path) for path in args.run]
     with _open(args.folder) as folder:
         done = folder.erase(subject)
     print(f"erased {subject}: {done.num_keys} keys destroyed, {len(done.records)} records deleted; its level is off")
+    for path, number in done.attached.items():
+        print(f"{path}: {number} signals deleted")
+    for path in done.missing:
+        hint = f"put it back and erase again; if it was deleted for good: touch {path}"
+        print(f"error: {path} is missing: its signals were not deleted\n  hint: {hint}", file=sys.stderr)
     print(f"rollouts that hold its data: {', '.join(done.rollouts) or 'none'}")
     agree = [_print_uses(run, done.rollouts) for run in runs]
-    return 0 if all(agree) else 1
+    return 0 if all(agree) and not done.missing else 1
 
 
 def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from etude.cli.feedback import opened_feedback
 from etude.cli.locations import open_run
 from etude.cli.store_locations import existing_store
 from etude.errors import Exit, InputError
 from etude.evals.suites import read_suite
 from etude.releases import Decision, Release, Releases, check_gate
+from etude.releases.feedback import outcomes_of
 from etude.releases.gate import Played, read_parity, read_played
 from etude.releases.outcomes import read_outcomes
 from etude.releases.settings import read_settings
@@ -78,9 +80,17 @@ def advance(args: argparse.Namespace) -> int:
 
 
 def observe(args: argparse.Namespace) -> int:
-    """Store outcomes of users from a file of JSON lines. Returns 0."""
+    """Store outcomes of users from a file of JSON lines, or from signals about answers. Returns 0."""
+    if (args.outcomes is None) == (args.feedback is None):
+        raise InputError("give either a file of outcomes or --feedback", hint="etude release observe --feedback FILE")
     with _opened(args) as releases:
-        outcomes = list(read_outcomes(args.outcomes))
+        if args.feedback is None:
+            outcomes = list(read_outcomes(args.outcomes))
+        else:
+            release = releases.newest()
+            metrics = {metric.name for metric in release.settings.metrics}
+            with opened_feedback(args.feedback, args.capture) as file:
+                outcomes = list(outcomes_of(file.signals(since=releases.share_since(release)), metrics))
         num = releases.observe(outcomes, now=time.time())
     print(f"{num} of {len(outcomes)} outcomes are new and count")
     return Exit.DONE

@@ -16,8 +16,8 @@ from etude.records.wire import I32
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The identity of one response: `id` (32 hex characters), `model` (its name for clients), `created` (Unix time in
-    s)."""
+    """The identity of one response: `id` (hexadecimal, 32 characters or more), `model` (its name for clients),
+    `created` (Unix time in s)."""
 
     id: str
     model: str

@@ -119,7 +119,8 @@ async def _failed(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     status, path = getattr(error, "status_code", 404), request.scope["path"]
     what = f"{request.method} {path[:200]} is not offered"
-    offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", *(d.path for d in DIALECTS.values())]
+    offered = ["/health", "/metrics", "/v1/models", "/v1/messages/count_tokens", "/v1/feedback"]
+    offered += [d.path for d in DIALECTS.values()]
     if path in offered:
         hint = "send GET" if request.method == "POST" else "send POST"
     else:

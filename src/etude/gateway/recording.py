@@ -1,9 +1,9 @@
-"""Offers complete answers to the gateway's recorder, with who asked and what the model read and sampled."""
+"""Offers complete answers to the gateway's recorders, with who asked and what the model read and sampled."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -22,7 +22,7 @@ WITHOUT_KEY = "local"
 
 
 def offer_answers(
-    recorder: AnswerRecorder,
+    recorders: Sequence[AnswerRecorder],
     request: Request,
     record: Record,
     parsed: ChatRequest,
@@ -30,24 +30,30 @@ def offer_answers(
     answers: Iterable[tuple[int, Answer]],
 ) -> None:
     """Offer the answers to a request, each with its number."""
+    organisation, user = sender(request, record)
     for index, answer in answers:
-        recorder.offer(
-            ServedAnswer(
-                response_id=head.id,
-                index=index,
-                organisation=WITHOUT_KEY if record.key is None else record.key.name,
-                user=request.headers.get(USER, ""),
-                model=record.model,
-                dialect=record.dialect,
-                at=time.time(),
-                messages=parsed.messages if parsed.prompt is None else parsed.prompt,
-                reply=answer.message(),
-                finish=answer.finish,
-                prompt_ids=answer.prompt_ids,
-                completion=answer.completion,
-                sampling=answer.sampling,
-            )
+        served = ServedAnswer(
+            response_id=head.id,
+            index=index,
+            organisation=organisation,
+            user=user,
+            model=record.model,
+            dialect=record.dialect,
+            at=time.time(),
+            messages=parsed.messages if parsed.prompt is None else parsed.prompt,
+            reply=answer.message(),
+            finish=answer.finish,
+            prompt_ids=answer.prompt_ids,
+            completion=answer.completion,
+            sampling=answer.sampling,
         )
+        for recorder in recorders:
+            recorder.offer(served)
+
+
+def sender(request: Request, record: Record) -> tuple[str, str]:
+    """Return the organisation and the user ("": not named) that a request is of."""
+    return WITHOUT_KEY if record.key is None else record.key.name, request.headers.get(USER, "")
 
 
 async def offering(

@@ -34,7 +34,7 @@ from etude.models.headers import check_weights, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
-from etude.seams import AnswerRecorder
+from etude.seams import AnswerRecorder, FeedbackReceiver
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
@@ -67,14 +67,16 @@ async def serve(
     keys: Keys | None,
     recorder: AnswerRecorder | None = None,
     router: Router | None = None,
+    feedback: FeedbackReceiver | None = None,
 ) -> AsyncIterator[str]:
     """Serve models while the block runs. Yields the base URL for an OpenAI client.
 
     `models` are results of `model_of_checkpoint` and `model_of_fleet`; their engines end after the last request.
-    `recorder` receives every answer. `router` decides which of them answers a request of a user."""
+    `recorder` receives every answer. `router` decides which of them answers a request of a user. `feedback` takes
+    signals about answers."""
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(model) for model in models]
-        app = create_app(served, config=gateway, keys=keys, recorder=recorder, router=router)
+        app = create_app(served, config=gateway, keys=keys, recorder=recorder, router=router, feedback=feedback)
         yield await stack.enter_async_context(serving(app, config=gateway))
 
 

@@ -122,6 +122,17 @@ class ConsentStore:
             ).fetchone()
         return Level(lowest[0])
 
+    def lowest_since(self, names: SubjectDigests, at: float) -> Level:
+        """Return the lowest level that a subject, given by its digests, has had since the Unix time `at`.
+
+        It is off if the subject was erased since. A change that another one outweighs counts, too."""
+        column, value = ("organisation", names.organisation) if names.is_organisation else ("subject", names.subject)
+        with reported(self._path):
+            sql = f"SELECT min(level) FROM changes WHERE ({column} = ? OR subject = ?) AND at > ?"
+            ((changed,),) = self._db.execute(sql, (value, names.organisation, at)).fetchall()
+        levels = [self.level_of(names, at=at), self.level_of(names)]
+        return min(levels if changed is None else [*levels, Level(changed)])
+
     def chosen(self, subject: Subject) -> Level | None:
         """Return the level that was set for this subject itself; None if none was."""
         with reported(self._path):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.errors import PrivacyError
+from etude.privacy.subjects import SubjectDigests
 
 BUSY_S = 10.0
 """Longest wait for another writer, in seconds."""
@@ -51,3 +52,24 @@ def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             raise
+
+
+def delete_subject(path: Path, table: str, names: SubjectDigests) -> int:
+    """Delete the rows of a subject from a table of another SQLite file, also from its free pages and log, and return
+    how many they were; for an organisation those of all its users too.
+
+    The table has the columns `organisation` and `subject`; one that does not exist has no rows. Raises
+    `PrivacyError`."""
+    db = connect(path, "")
+    try:
+        with reported(path):
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+                return 0
+        column = "organisation" if names.is_organisation else "subject"
+        with transaction(db, path):
+            number = db.execute(f'DELETE FROM "{table}" WHERE {column} = ?', (names.subject,)).rowcount
+        with reported(path):
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return number
+    finally:
+        db.close()

@@ -9,6 +9,7 @@ from types import TracebackType
 import msgspec
 
 from etude.privacy.consent import ConsentStore, Level
+from etude.privacy.database import delete_subject
 from etude.privacy.keys import KeyStore
 from etude.privacy.records import Captured, RecordStore
 from etude.privacy.subjects import Subject
@@ -19,11 +20,15 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
 
     - `num_keys`: the keys that were destroyed.
     - `records`: the records that are gone.
-    - `rollouts`: the ids of all rollouts that were made of the subject's records, also of earlier ones."""
+    - `rollouts`: the ids of all rollouts that were made of the subject's records, also of earlier ones.
+    - `attached`: how many rows were deleted from each attached file, such as one of feedback.
+    - `missing`: attached files that do not exist any more, whose rows were not deleted."""
 
     num_keys: int
     records: list[Captured]
     rollouts: list[str]
+    attached: dict[Path, int]
+    missing: list[Path]
 
 
 class PrivacyFolder:
@@ -32,6 +37,7 @@ class PrivacyFolder:
     Opening creates what does not exist. Close it, or use it in a `with` block. Raises `PrivacyError`."""
 
     def __init__(self, path: Path, *, keys: Path | None = None) -> None:
+        self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         consent = path / "consent.sqlite"
         self.keys = KeyStore(keys or path / "keys", create=not consent.exists())
@@ -52,7 +58,7 @@ class PrivacyFolder:
         return {one.record_id for one in found if now[one.names] >= level and self.keys.find(one.names) is not None}
 
     def erase(self, subject: Subject) -> Erasure:
-        """Destroy the key of a subject, set its level to off, and delete its records.
+        """Destroy the key of a subject, set its level to off, and delete its records and its rows in attached files.
 
         For an organisation, this concerns all its users. The records are unreadable once the key is gone, which is
         first and needs no disk space. After an error or a kill, erase again. Raises `DeadlineExceeded`,
@@ -63,7 +69,19 @@ class PrivacyFolder:
             self.consent.set_named(names, Level.OFF, name="" if subject.user else subject.organisation)
             found = self.records.of(names)
             self.records.delete(names, num_keys=num_keys)
-        return Erasure(num_keys=num_keys, records=found, rollouts=self.records.rollouts_of(names))
+            attached, missing = dict[Path, int](), list[Path]()
+            for path, table in self.records.attached():
+                if path.is_file():
+                    attached[path] = attached.get(path, 0) + delete_subject(path, table, names)
+                else:
+                    missing.append(path)
+        return Erasure(
+            num_keys=num_keys,
+            records=found,
+            rollouts=self.records.rollouts_of(names),
+            attached=attached,
+            missing=missing,
+        )
 
     def close(self) -> None:
         """Close the files."""

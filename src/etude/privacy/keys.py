@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import hmac
 import os
 import secrets
 import time
@@ -51,6 +52,10 @@ class KeyStore:
     def fingerprint(self) -> str:
         """A digest of the secret, 32 hex characters."""
         return hashlib.sha256(b"etude.privacy.secret\0" + self._secret).hexdigest()[:32]
+
+    def derive(self, purpose: str) -> bytes:
+        """Return a secret of 32 bytes for another purpose, computed from that of the store."""
+        return hmac.digest(self._secret, purpose.encode(), "sha256")
 
     def names(self, subject: Subject) -> SubjectDigests:
         """Return the digests that name a subject."""

@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE INDEX IF NOT EXISTS records_by_subject ON records (subject);
 CREATE INDEX IF NOT EXISTS records_by_organisation ON records (organisation);
 CREATE INDEX IF NOT EXISTS records_by_response ON records (response_id);
+CREATE INDEX IF NOT EXISTS records_by_time ON records (at, record_id);
 CREATE INDEX IF NOT EXISTS records_by_expiry ON records (expires);
 CREATE TABLE IF NOT EXISTS uses (
     rollout_id TEXT NOT NULL, record_id TEXT NOT NULL, organisation TEXT NOT NULL, subject TEXT NOT NULL,
@@ -40,6 +41,7 @@ CREATE INDEX IF NOT EXISTS uses_by_organisation ON uses (organisation);
 CREATE TABLE IF NOT EXISTS erasures (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, organisation TEXT NOT NULL, subject TEXT NOT NULL,
     num_records INTEGER NOT NULL, num_keys INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS attached (path TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (path, name));
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, number INTEGER NOT NULL);
 """
 _COLUMNS = "record_id, response_id, answer, organisation, subject, level, at, expires, model, version, key_id"
@@ -161,6 +163,18 @@ class RecordStore:
         """Return the records of a response, one for each answer."""
         return self._select("response_id = ?", response_id)
 
+    def served(self, *, after: tuple[float, str] = (0.0, ""), until: float, limit: int) -> list[Captured]:
+        """Return at most `limit` records that were served by the Unix time `until`, the oldest first.
+
+        `after`: only those that come after this time and record id."""
+        sql = (
+            f"SELECT {_COLUMNS} FROM records WHERE (at, record_id) > (?, ?) AND at <= ? AND expires > ?"
+            " ORDER BY at, record_id LIMIT ?"
+        )
+        with reported(self._path):
+            rows = self._db.execute(sql, (*after, until, time.time(), limit)).fetchall()
+        return list(_captured(rows))
+
     def find(self, record_ids: Collection[str]) -> list[Captured]:
         """Return those of these records that exist."""
         return [one for record_id in record_ids for one in self._select("record_id = ?", record_id)]
@@ -216,6 +230,18 @@ class RecordStore:
             )
         with reported(self._path):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def attach(self, path: Path, table: str) -> None:
+        """Note a table of another SQLite file, with the columns `organisation` and `subject`, of which an erasure
+        deletes the subject's rows. Idempotent."""
+        with transaction(self._db, self._path):
+            self._db.execute("INSERT OR IGNORE INTO attached VALUES (?, ?)", (str(path.resolve()), table))
+
+    def attached(self) -> list[tuple[Path, str]]:
+        """Return the files and tables that were attached, sorted."""
+        with reported(self._path):
+            rows = self._db.execute("SELECT path, name FROM attached ORDER BY path, name").fetchall()
+        return [(Path(path), name) for path, name in rows]
 
     def expire(self, now: float | None = None) -> int:
         """Delete what has expired, and return how many records that were."""

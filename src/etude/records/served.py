@@ -13,7 +13,8 @@ from etude.records.wire import I32
 class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One complete answer to a request.
 
-    - `response_id`: the id of the response, 32 hex characters; `index`: the number of the answer within the response.
+    - `response_id`: the id of the response without its prefix, hexadecimal; `index`: the number of the answer within
+      the response.
     - `organisation`: the name of the API key; "local" for a gateway without keys. `user`: whom the client named, or "".
     - `model`, `dialect`: the names of the model and of the API.
     - `at`: when the answer was complete, Unix time in s.

@@ -14,6 +14,8 @@ from etude.errors import InputError
 
 SALT_BYTES = 16
 """The size of a release's salt in bytes."""
+MAX_AGE_S = 0.2
+"""How old the share may be by which a request is routed, in seconds. A rollback reaches all requests after that."""
 MAX_SUBJECT_BYTES = 1024
 """The longest name of a subject, in bytes of UTF-8."""
 

@@ -19,7 +19,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One outcome of one subject.
 
     - `id`: of the outcome; it counts once, however often it is sent. `metric`: of the release. `value`: in [0, 1].
-    - `arm`, `share`: which version served the subject, and at which share. None: as it is assigned now."""
+    - `arm`, `share`: which version served the subject, and at which share. None: as it is assigned now.
+    - `version`: of the weights that answered, as in `system_fingerprint`. It then says which version served the
+      subject, in the place of the assignment.
+    - `answered`: when the answer was begun, Unix time in s. Outcomes of before the present share do not count."""
 
     id: str
     subject: str
@@ -27,6 +30,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     value: float
     arm: Arm | None = None
     share: int | None = None
+    version: str | None = None
+    answered: float | None = None
 
     def check(self, metrics: Collection[str]) -> None:
         """Raise `InputError` if the metric is none of `metrics`, the value is outside [0, 1], or a name is invalid."""

@@ -16,7 +16,7 @@ import msgspec
 
 from etude.errors import InputError
 from etude.records.completion import Version
-from etude.releases.assignment import SALT_BYTES, Arm, arm_of, pseudonym
+from etude.releases.assignment import MAX_AGE_S, SALT_BYTES, Arm, arm_of, pseudonym
 from etude.releases.database import ReleaseDatabase, SecondRelease
 from etude.releases.decision import Action, Decision, Traffic, decide
 from etude.releases.gate import GateResult
@@ -174,20 +174,35 @@ class Releases:
     def observe(self, outcomes: Iterable[Outcome], *, now: float) -> int:
         """Store outcomes of the newest release, and return how many are new and count at the present share.
 
-        Left out are: those whose id is known, those from an earlier share, those of a subject with `cap` outcomes, and
-        those of a subject that the version in question no longer serves. Raises `InputError` for an unknown metric."""
+        Left out are: those whose id is known, those from an earlier share, those of a subject with `cap` outcomes,
+        those of a subject that the version in question no longer serves, and those of answers of a third version.
+        Raises `InputError` for an unknown metric."""
         release = self.newest()
         if release.state not in (State.CANARY, State.HELD):
             return 0
         known = {metric.name for metric in release.settings.metrics}
-        rows = []
+        rows, share_since = [], self.share_since(release)
+        by_version = {str(release.stable): Arm.STABLE, str(release.candidate): Arm.CANARY}
         for one in outcomes:
             one.check(known)
-            arm = arm_of(release.salt, one.subject, release.share)
-            if one.share in (None, release.share) and one.arm in (None, arm):
+            if one.version is None:
+                arm: Arm | None = arm_of(release.salt, one.subject, release.share)
+            else:
+                arm = by_version.get(one.version)
+            is_new = one.answered is None or one.answered >= share_since + MAX_AGE_S
+            if arm is not None and is_new and one.share in (None, release.share) and one.arm in (None, arm):
                 subject = pseudonym(release.salt, one.subject)
                 rows.append((one.id, one.metric, release.share, arm.value, subject, now, one.value))
         return self._database.add_outcomes(release.number, rows, release.settings.cap)
+
+    def share_since(self, release: Release) -> float:
+        """Return when the present share of a canary began."""
+        since = release.since
+        for one in reversed(self.why(release.number)):
+            if one.share != release.share:
+                break
+            since = one.at
+        return since
 
     def promote(self, store: BlobStore, *, reason: str, now: float) -> Release:
         """Make the candidate of the newest release the stable version, by an operator's decision, or complete this.

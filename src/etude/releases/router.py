@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude.errors import EtudeError, InputError
-from etude.releases.assignment import Arm, arm_of
+from etude.releases.assignment import MAX_AGE_S, Arm, arm_of
 from etude.releases.releases import Releases
 from etude.releases.states import Release
-
-MAX_AGE_S = 0.2
-"""How old the share may be by which a request is routed, in seconds. A rollback reaches all requests after that."""
 
 
 class ReleaseRouter:

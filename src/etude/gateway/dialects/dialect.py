@@ -100,9 +100,9 @@ class Dialect:
     error: Callable[[RequestRefused], dict[str, Any]]
 
 
-def new_head(request: ChatRequest) -> ResponseHead:
-    """Return the head of a new response, with a random id."""
-    return ResponseHead(uuid.uuid4().hex, request.model, int(time.time()))
+def new_head(request: ChatRequest, response_id: str = "") -> ResponseHead:
+    """Return the head of a new response. `response_id` is hexadecimal; "": a random one."""
+    return ResponseHead(response_id or uuid.uuid4().hex, request.model, int(time.time()))
 
 
 def data_event(body: dict[str, Any]) -> bytes:
