@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from tests.played_run import PlayedRun
 from tests.served_answers import served_answer
 
-from etude.errors import ConfigError, RunRefused
+from etude.errors import ConfigError, Exit, RunRefused
 from etude.experience import Ledger
 from etude.experience.transitions import State
 from etude.loop.production import NO_CONSENT, ProductionTrainer
@@ -241,3 +243,63 @@ def test_a_run_whose_rl_has_not_ended_and_steps_larger_than_its_ledger_are_refus
     done = finished(tmp_path / "done")
     with pytest.raises(ConfigError, match="slots"):
         asyncio.run(refused(done, LearnSettings(outcomes={"kept": 1.0}, episodes=4096)))
+
+
+LEARN = """
+episodes = 8
+settle_s = 0.0
+user_share = 1.0
+
+[outcomes]
+kept = 1.0
+"""
+
+
+def test_the_commands_of_the_guide_serve_a_run_take_feedback_and_learn_from_it(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    import openai
+
+    from etude.signals import send_feedback
+
+    command = cli_in(tmp_path)
+    few = ["rl.steps=1", "evals.every=50", "evals.heldout_tasks=2", "evals.baseline_tasks=1"]
+    done = command("run", game.config, "--name", "game", *(word for one in few for word in ("--set", one)))
+    assert (tmp_path / "runs" / "game" / "checkpoints" / "step-000001").is_dir(), done.stderr
+    assert command("privacy", "set", "local", "train").returncode == 0
+    (tmp_path / "learn.toml").write_text(LEARN)
+    server = command.start("serve", "runs/game", "--port", "0", "--capture", "privacy", "--feedback", "feedback.sqlite")
+    try:
+        url = server.stdout.readline().split(" at ")[1].split()[0]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+            for number in range(8):
+                user = f"user-{number}"
+                answer = client.chat.completions.create(
+                    model="game",
+                    messages=[{"role": "user", "content": f"m{number} 3"}],
+                    max_tokens=8,
+                    extra_headers={"x-etude-user": user},
+                )
+                send_feedback(url, "none", answer.id, user=user, kept=number % 2 == 0)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(300) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    where = ["runs/game", "--privacy", "privacy", "--feedback", "feedback.sqlite", "--settings", "learn.toml"]
+    learnt = command("learn", *where, "--steps", "1", "--poll-s", "0.1")
+    assert learnt.returncode == 0, learnt.stderr
+    assert "step 2: 8 episodes, mean reward 0.500, v000002" in learnt.stdout
+    assert command("ledger", "audit", "runs/game").returncode == 0
+    assert command("fsck", "runs/game").returncode == 0
+    events = (tmp_path / "runs" / "game" / "events" / "conductor.jsonl").read_text().splitlines()
+    steps = [one for one in map(json.loads, events) if one["kind"] == "rl.step"]
+    assert steps[-1]["origin"] == "production"
+    assert steps[-1]["fresh_ratio_max"] == 0.0, "the log-probabilities are those of the served engine"
+    erased = command("privacy", "erase", "local/user-0", "--run", "runs/game")
+    assert "in the batch of step 2, trained into v000002" in erased.stdout, erased.stderr
+    waiting = command.start("learn", *where, "--poll-s", "0.1")
+    assert waiting.stdout.readline() == "waiting: 0 of 8 episodes: 0 settled, 0 in all\n"
+    waiting.send_signal(signal.SIGINT)
+    waiting.communicate(timeout=300)
+    assert waiting.returncode == Exit.INTERRUPTED

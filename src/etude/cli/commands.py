@@ -23,6 +23,7 @@ from etude.cli.arguments import (
     within,
 )
 from etude.cli.commands_feedback import add_feedback, add_feedback_commands
+from etude.cli.commands_learn import add_learn_command
 from etude.cli.commands_machines import add_machine_commands
 from etude.cli.commands_privacy import add_capture, add_privacy_commands
 from etude.cli.commands_releases import add_release_commands
@@ -53,6 +54,7 @@ def build_parser() -> Parser:
     _add_fleet_commands(commands)
     add_privacy_commands(commands)
     add_feedback_commands(commands)
+    add_learn_command(commands)
     _add_plugin_commands(commands)
     _add_harness_commands(commands)
     return parser

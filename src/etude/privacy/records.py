@@ -179,7 +179,7 @@ class RecordStore:
         """Return those of these records that exist."""
         return [one for record_id in record_ids for one in self._select("record_id = ?", record_id)]
 
-    def served(self, level: Level, *, since: float, limit: int) -> list[Captured]:
+    def captured_at(self, level: Level, *, since: float, limit: int) -> list[Captured]:
         """Return the records that were captured under at least this level and served from `since` on (Unix time in s).
 
         They are in order of time, the oldest first; at most `limit` of them."""

@@ -68,7 +68,7 @@ def find_episodes(folder: PrivacyFolder, *, since: float, limit: int = MAX_RECOR
 
     Answers are left out whose subject does not allow training now, that were captured under a lower level, or that
     cannot be read. At most `limit` answers are read, the oldest ones."""
-    found = folder.records.served(Level.TRAIN, since=since, limit=limit)
+    found = folder.records.captured_at(Level.TRAIN, since=since, limit=limit)
     usable = folder.usable([one.record_id for one in found], Level.TRAIN)
     served = list[tuple[Captured, Content]]()
     for captured in found:

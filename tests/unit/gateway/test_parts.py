@@ -23,7 +23,7 @@ from etude.gateway.dialects.shared import HARMLESS
 from etude.gateway.dialects.text import NEUTRAL_OF_TEXT
 from etude.gateway.dialects.text import read as read_text_request
 from etude.harness import standard_tools
-from etude.records import Completion
+from etude.records import Completion, Sampling
 from etude.records.completion import StopReason, VersionSpan
 from etude.testing import make_version
 
