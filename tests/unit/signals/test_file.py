@@ -256,3 +256,16 @@ def test_no_name_is_on_the_disk(tmp_path: Path) -> None:
                     data = one.read_bytes() if one.is_file() else b""
                     assert b"bob" not in data, one
                     assert b"organisation-acme" not in data, one
+
+
+def test_another_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    with PrivacyFolder(tmp_path / "privacy"):
+        pass
+    path = tmp_path / "privacy" / "consent.sqlite"
+    before = path.read_bytes()
+    with pytest.raises(PrivacyError, match="is not a file of signals"):
+        FeedbackFile.privacy_of(path)
+    assert path.read_bytes() == before
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(PrivacyError, match="cannot be used"):
+        FeedbackFile.privacy_of(path)
