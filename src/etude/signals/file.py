@@ -80,6 +80,8 @@ class FeedbackFile:
         self._privacy, self._keys = privacy, own if privacy is None else privacy.keys
         self._keep_s, self._cap, self._clock = keep_days * DAY_S, cap, clock
         self._id_secret = own.derive("ids of signals")
+        if not path.exists():
+            path.touch(mode=0o600)
         self.ids = ResponseIds(own.derive("ids of responses"), clock=clock)
         self.store = SignalStore(path)
         try:
