@@ -40,6 +40,7 @@ ALONE: dict[str, set[str]] = {
     "gateway": {"capture"},
     "corpus": {"capture", "harness"},
     "privacy": {"corpus", "capture", "harness"},
+    "signals": {"privacy", "corpus", "capture", "harness"},
 }
 TORCH_FREE = {
     "records",

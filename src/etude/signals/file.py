@@ -7,7 +7,6 @@ import enum
 import hashlib
 import hmac
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -81,6 +80,8 @@ class FeedbackFile:
         self._privacy, self._keys = privacy, own if privacy is None else privacy.keys
         self._keep_s, self._cap, self._clock = keep_days * DAY_S, cap, clock
         self._id_secret = own.derive("ids of signals")
+        if not path.exists():
+            path.touch(mode=0o600)
         self.ids = ResponseIds(own.derive("ids of responses"), clock=clock)
         self.store = SignalStore(path)
         try:
@@ -195,12 +196,11 @@ class FeedbackFile:
     def _decided(self, one: _Verified, now: float) -> list[Receipt] | SignalRefused:
         """Return the receipts of verified signals, and add those that count; add none if one is refused."""
         names, receipts, new = one.names, list[Receipt](), dict[str, tuple[Signal, bytes]]()
-        num_new = Counter[tuple[str, int]]()
+        num_of_day = dict[tuple[str, int], int]()
         for index, (given, response) in enumerate(one.signals):
             signal_id = self._signal_id(names, given.id)
             content = given.content(response.text)
             known = new[signal_id][1] if signal_id in new else self.store.content(names.subject, signal_id)
-            day = int(response.began // DAY_S)
             level = self._level(names, response.began)
             if known is not None and known != content:
                 conflict = _conflict(given)
@@ -209,11 +209,13 @@ class FeedbackFile:
                 status = Status.DUPLICATE
             elif level is Level.OFF:
                 status = Status.NO_CONSENT
-            elif num_new[given.name, day] + self.store.num_of_day(names.subject, given.name, day) >= self._cap:
-                status = Status.OVER_CAP
             else:
-                status = Status.STORED
-                num_new[given.name, day] += 1
+                key = given.name, int(response.began // DAY_S)
+                if key not in num_of_day:
+                    num_of_day[key] = self.store.num_of_day(names.subject, *key)
+                num_of_day[key] += 1
+                status = Status.STORED if num_of_day[key] <= self._cap else Status.OVER_CAP
+            if status is Status.STORED:
                 new[signal_id] = (_signal(names, signal_id, given, response, level, now), content)
             receipts.append(Receipt(given.id, status))
         self.store.add(new.values())

@@ -4,6 +4,7 @@ Every change is one transaction, on the disk when its method returns."""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,7 @@ import msgspec
 
 from etude.errors import PrivacyError
 from etude.privacy import Level
-from etude.privacy.database import connect, delete_subject, reported, transaction
+from etude.privacy.database import BUSY_S, connect, delete_subject, reported, transaction
 from etude.privacy.subjects import SubjectDigests
 from etude.signals.versions import KEPT, Observation
 
@@ -22,12 +23,12 @@ TABLE = "signals"
 DAY_S = 86_400.0
 _PAGE = 1000
 _TABLES = f"""
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS {TABLE} (
     number INTEGER PRIMARY KEY AUTOINCREMENT, subject TEXT NOT NULL, id TEXT NOT NULL, organisation TEXT NOT NULL,
     response_id TEXT NOT NULL, answer INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, at REAL NOT NULL,
     clamped INTEGER NOT NULL, received REAL NOT NULL, began REAL NOT NULL, model TEXT NOT NULL, level INTEGER,
     content BLOB NOT NULL, UNIQUE (subject, id)) STRICT;
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS signals_by_response ON {TABLE} (response_id);
 CREATE INDEX IF NOT EXISTS signals_by_day ON {TABLE} (subject, name, began);
 CREATE INDEX IF NOT EXISTS signals_by_time ON {TABLE} (began);
@@ -85,10 +86,11 @@ class Summary(NamedTuple):
 
 class SignalStore:
     """The SQLite file at `path`, created if it does not exist. All methods raise `PrivacyError` for a file that cannot
-    be used."""
+    be used, or that is another one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _refuse_other(path)
         self._db = connect(path, _TABLES)
         try:
             found = self.set_once("format", str(FORMAT))
@@ -223,3 +225,18 @@ class SignalStore:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def _refuse_other(path: Path) -> None:
+    """Raise `PrivacyError` if a file is a database of something else. Changes nothing in it."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with reported(path):
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)
+        try:
+            found = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        finally:
+            db.close()
+    if found and TABLE not in found:
+        facts = f"it has the tables {', '.join(sorted(found)[:8])}"
+        raise PrivacyError(f"{path} is not a file of signals", facts, hint="give another file")

@@ -128,7 +128,8 @@ class FeedbackWriter:
             while self._wait():
                 requests, observed = self._take()
                 try:
-                    self._store(requests, observed)
+                    if requests or observed:
+                        self._store(requests, observed)
                     if time.monotonic() - expired_at > _EXPIRE_S:
                         self._file.expire()
                         expired_at = time.monotonic()
@@ -139,9 +140,9 @@ class FeedbackWriter:
             self._close_privacy()
 
     def _wait(self) -> bool:
-        """Wait for something to store. Returns False at the end."""
+        """Wait for something to store, or to expire. Returns False at the end."""
         with self._news:
-            self._news.wait_for(lambda: self._queue or self._due or self._closing)
+            self._news.wait_for(lambda: self._queue or self._due or self._closing, timeout=_EXPIRE_S)
             return bool(self._queue) or self._due or not self._closing
 
     def _take(self) -> tuple[list[_Request], list[Observation]]:

@@ -244,6 +244,14 @@ def test_a_file_with_another_secret_or_privacy_folder_is_refused(tmp_path: Path)
         opened(path)
 
 
+def test_only_the_owner_can_read_the_file_and_its_secret(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "f.sqlite"
+    with opened(path) as file:
+        add(file, given(file.ids.new("acme", "bob", "m")))
+        for one in (*path.parent.glob("f.sqlite*"), *path.parent.glob("f.sqlite.keys/*")):
+            assert not one.stat().st_mode & 0o077, one
+
+
 def test_no_name_is_on_the_disk(tmp_path: Path) -> None:
     with PrivacyFolder(tmp_path / "privacy") as folder:
         for path, privacy in ((tmp_path / "f.sqlite", None), (tmp_path / "g.sqlite", folder)):
@@ -256,3 +264,16 @@ def test_no_name_is_on_the_disk(tmp_path: Path) -> None:
                     data = one.read_bytes() if one.is_file() else b""
                     assert b"bob" not in data, one
                     assert b"organisation-acme" not in data, one
+
+
+def test_another_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    with PrivacyFolder(tmp_path / "privacy"):
+        pass
+    path = tmp_path / "privacy" / "consent.sqlite"
+    before = path.read_bytes()
+    with pytest.raises(PrivacyError, match="is not a file of signals"):
+        FeedbackFile.privacy_of(path)
+    assert path.read_bytes() == before
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(PrivacyError, match="cannot be used"):
+        FeedbackFile.privacy_of(path)
