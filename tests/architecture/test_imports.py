@@ -52,6 +52,7 @@ TORCH_FREE = {
     "dashboard",
     "training",
     "plan",
+    "production",
     "releases",
     "cli",
     *ALONE,
