@@ -157,6 +157,10 @@ class PrivacyError(EtudeError):
     """Captured conversations, their keys or the record of consent are damaged, missing, or cannot be written."""
 
 
+class BackupError(EtudeError):
+    """A backup is incomplete or damaged, cannot be written, or cannot be restored."""
+
+
 class ParityError(EtudeError):
     """The log-probabilities of engine and learner for the same tokens differ by more than the config allows."""
 

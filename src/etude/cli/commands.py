@@ -22,6 +22,7 @@ from etude.cli.arguments import (
     public_key,
     within,
 )
+from etude.cli.commands_backups import add_backup_commands
 from etude.cli.commands_machines import add_machine_commands
 from etude.cli.commands_privacy import add_capture, add_privacy_commands
 from etude.cli.commands_releases import add_release_commands
@@ -51,6 +52,7 @@ def build_parser() -> Parser:
     _add_model_commands(commands)
     _add_fleet_commands(commands)
     add_privacy_commands(commands)
+    add_backup_commands(commands)
     _add_plugin_commands(commands)
     _add_harness_commands(commands)
     return parser
