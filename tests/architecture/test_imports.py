@@ -52,6 +52,7 @@ TORCH_FREE = {
     "training",
     "plan",
     "releases",
+    "backups",
     "cli",
     *ALONE,
 }

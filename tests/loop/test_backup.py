@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 from contextlib import closing
@@ -98,6 +99,8 @@ def test_a_backup_of_a_live_run_is_sound_and_resumes_to_the_same_bytes(
         restored = PlayedRun(RunFolder.open(again / "r"), run.config)
         heads.add(max(digests(restored.folder)))
         assert cli.main(["fsck", str(again / "r")]) == 0, capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert re.search("^formats: (ledger 3; rollouts 2; )?run 1; (traces 5; )?weights 2$", out, re.M), out
         if (again / "r" / "ledger.sqlite").exists():
             capsys.readouterr()
             assert cli.main(["ledger", "audit", str(again / "r")]) == 0, capsys.readouterr().out
