@@ -20,6 +20,7 @@ from etude.backups import check_backup, read_manifest
 from etude.backups.writer import BackupWriter, backups_in
 from etude.errors import Exit
 from etude.experience import Ledger
+from etude.file_checksums import write_sums
 from etude.loop import backup as backing
 from etude.loop.backup import back_up
 from etude.loop.conductor import Conductor
@@ -205,3 +206,21 @@ def test_a_run_whose_ledger_is_on_a_server_is_dumped_and_loaded_again(
             rows.append([(row.rollout_id, row.state, row.step, row.version) for row in ledger.rows()])
     assert rows[0] == rows[1]
     assert len(rows[0]) >= 8
+
+
+def test_checkpoints_of_a_mid_training_that_goes_on_are_copied_and_hidden_ones_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.create(tmp_path / "r", config_toml="", seed=0)
+    for name in ("mid.partial/step-000010", "mid.partial/.step-000020.ab", "mid"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "state").write_text(name)
+    write_sums(run / "checkpoints" / "mid.partial" / "step-000010")
+    copied(run, tmp_path / "backups")
+    assert cli.main(["restore", str(tmp_path / "backups"), str(tmp_path / "again")]) == 0
+    again = tmp_path / "again" / "r"
+    found = sorted(path.relative_to(again).as_posix() for path in (again / "checkpoints").rglob("*") if path.is_file())
+    assert found == [f"checkpoints/mid.partial/step-000010/{name}" for name in ("SHA256SUMS", "state")]
+    capsys.readouterr()
+    assert cli.main(["fsck", str(again)]) == 0
+    assert "0 problems, 0 notices" in capsys.readouterr().out

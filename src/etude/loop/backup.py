@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -34,6 +35,7 @@ from etude.experience.ledger import Ledger
 from etude.file_checksums import SUMS, ChecksumMismatch, files_in, read_sums, verify_parquet
 from etude.loop.locations import ledger_location, read_ledger, rollout_files, weights_location
 from etude.run import RunFolder
+from etude.training.mid_training_progress import progress_folder
 from etude.weights.chain.manifest import read_pointer
 
 PASSES, PAUSE_S = 12, 0.25
@@ -145,12 +147,9 @@ class _RunCopy:
     def _checkpoints(self) -> None:
         """Copy every complete checkpoint, the corpus and the tokeniser; those that the run has deleted are left out."""
         folders = [*_SEALED]
-        if (self.run / _CHECKPOINTS).is_dir():
-            folders += [
-                f"{_CHECKPOINTS}/{path.name}"
-                for path in sorted((self.run / _CHECKPOINTS).iterdir())
-                if path.is_dir() and not path.name.startswith(".")
-            ]
+        for path in _folders_in(self.run / _CHECKPOINTS):
+            inner = _folders_in(path) if path == progress_folder(path.with_suffix("")) else [path]
+            folders += [one.relative_to(self.run.path).as_posix() for one in inner]
         for path in self.writer.below(f"{self.name}/{_CHECKPOINTS}"):
             if not self._original(path).exists():
                 self.writer.drop(path)
@@ -312,10 +311,11 @@ class _RunCopy:
 
     def _require_consistent(self, ledger: Ledger) -> None:
         """Compare the ledger that was copied with what was copied before and after it."""
+        checkpoint = re.compile(f"{re.escape(self.name)}/{_CHECKPOINTS}/step-([0-9]+)/{SUMS}")
         steps = [
-            int(path.split("/")[-2].removeprefix("step-"))
+            int(found[1])
             for path in self.writer.below(f"{self.name}/{_CHECKPOINTS}")
-            if path.endswith(f"/{SUMS}") and path.split("/")[-2].startswith("step-")
+            if (found := checkpoint.fullmatch(path))
         ]
         pruned = int(ledger.recall("pruned") or 0)
         if pruned > max(steps, default=0):
@@ -338,3 +338,10 @@ class _RunCopy:
                 ledger.verify()
         except EtudeError as error:
             self.damaged.append(f"{self.name}/{LEDGER}: {error.facts}")
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """The folders in a folder, sorted, without hidden ones; none where it does not exist or was just deleted."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return []

@@ -58,6 +58,7 @@ _WRITTEN_IN_PLACE = {
     "checkpoints/mid": "mid-training",
 }
 """Directories whose checksums are written last, and the phase after which they are complete."""
+_PROGRESS = "checkpoints/mid.partial"
 _HINTS = (
     ("checkpoints/final", "copy it back, or write it again: etude export RUN@STEP"),
     ("checkpoints/step-", "copy it back, or delete the checkpoint: a resumed run uses the one before it"),
@@ -159,6 +160,9 @@ class _RunChecker:
         name = path.relative_to(self.path).as_posix()
         if name in _PLAIN:
             yield lambda report: report.plain.append(name)
+        elif name == _PROGRESS and path.is_dir():  # a resumed run continues mid-training from there
+            for one in sorted(path.iterdir()):
+                yield from self._checks_below(one)
         elif _is_temporary(path):
             yield partial(self._temporary, name)
         elif path.is_file():
