@@ -154,7 +154,7 @@ class BackupWriter:
             except sqlite3.Error as error:
                 if "full" in str(error) or "disk I/O" in str(error):
                     raise OSError(errno.ENOSPC, str(error), str(temporary)) from None
-                hint = "etude fsck RUN checks a run's ledger; restore a damaged file from an earlier backup"
+                hint = "run this as the user that writes the file; if it is damaged, restore it from an earlier backup"
                 raise BackupError(f"the database {original} cannot be copied", str(error), hint=hint) from None
             with temporary.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -147,8 +147,8 @@ class _RunCopy:
     def _checkpoints(self) -> None:
         """Copy every complete checkpoint, the corpus and the tokeniser; those that the run has deleted are left out."""
         folders = [*_SEALED]
-        for path in _folders_in(self.run / _CHECKPOINTS):
-            inner = _folders_in(path) if path == progress_folder(path.with_suffix("")) else [path]
+        for place in _folders_in(self.run / _CHECKPOINTS):
+            inner = _folders_in(place) if place == progress_folder(place.with_suffix("")) else [place]
             folders += [one.relative_to(self.run.path).as_posix() for one in inner]
         for path in self.writer.below(f"{self.name}/{_CHECKPOINTS}"):
             if not self._original(path).exists():

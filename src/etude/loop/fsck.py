@@ -278,7 +278,8 @@ class _RunChecker:
         return None
 
     def _trace_format(self, path: Path, report: FsckReport) -> None:
-        from etude.experience.trace_reader import FORMAT, read_format  # needs pyarrow
+        from etude.experience.trace_reader import read_format  # needs pyarrow
+        from etude.experience.traces import FORMAT
 
         found = read_format(path)
         report.found_format("traces", found)
