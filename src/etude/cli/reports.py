@@ -94,8 +94,8 @@ def fsck(args: argparse.Namespace) -> int:
     for found in proof.notices:
         print(f"notice: {found}")
     if proof.formats:
-        found = (f"{kind} {', '.join(sorted(numbers))}" for kind, numbers in sorted(proof.formats.items()))
-        print(f"formats: {'; '.join(found)}")
+        told = (f"{kind} {', '.join(sorted(numbers))}" for kind, numbers in sorted(proof.formats.items()))
+        print(f"formats: {'; '.join(told)}")
     print(
         f"{path}: {number(proof.num_files, 'file')}, {size(proof.num_bytes)} read:"
         f" {number(len(proof.problems), 'problem')}, {number(len(proof.notices), 'notice')}"
