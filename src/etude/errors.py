@@ -18,6 +18,7 @@ class Exit(enum.IntEnum):
     FAILED = 1  # an `EtudeError` of no other kind
     BAD_INPUT = 2  # an invalid argument or config
     OTHER_RUN = 3  # the run is in use, or was made with other settings
+    HELD = 4  # the run stopped itself, and a person must decide before it goes on
     INTERRUPTED = 130  # the run can be resumed
 
 
@@ -26,6 +27,7 @@ EXITS = {
     Exit.FAILED: "the command failed (see its error)",
     Exit.BAD_INPUT: "invalid input (an argument names something that does not exist, or a setting is invalid)",
     Exit.OTHER_RUN: "the run is in use, or was made with other settings or another version of etude",
+    Exit.HELD: "the run stopped itself, and a person must decide (drift, parity, a number that is not finite)",
     Exit.INTERRUPTED: "interrupted (a run can be resumed)",
 }
 """The meaning of each exit code, as `etude --help` prints it."""
@@ -168,12 +170,20 @@ class SignalRefused(InputError):
         self.reason, self.param = reason, param
 
 
+class BackupError(EtudeError):
+    """A backup is incomplete or damaged, cannot be written, or cannot be restored."""
+
+
 class ParityError(EtudeError):
     """The log-probabilities of engine and learner for the same tokens differ by more than the config allows."""
+
+    exit_code = Exit.HELD
 
 
 class NotFinite(EtudeError):
     """NaN or infinity in weights, logits, loss or gradients; `what` names the tensor and the step."""
+
+    exit_code = Exit.HELD
 
 
 class SuiteRefused(InputError):
@@ -190,6 +200,8 @@ class NothingLearnt(EtudeError):
 
 class RewardDrift(EtudeError):
     """A reward term no longer agrees with its auditor or with the grade, so the run stopped. It can be resumed."""
+
+    exit_code = Exit.HELD
 
 
 class PluginError(EtudeError):

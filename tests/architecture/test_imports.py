@@ -54,6 +54,7 @@ TORCH_FREE = {
     "plan",
     "production",
     "releases",
+    "backups",
     "cli",
     *ALONE,
 }

@@ -22,6 +22,7 @@ from etude.cli.arguments import (
     public_key,
     within,
 )
+from etude.cli.commands_backups import add_backup_commands
 from etude.cli.commands_feedback import add_feedback, add_feedback_commands
 from etude.cli.commands_learn import add_learn_command
 from etude.cli.commands_machines import add_machine_commands
@@ -55,6 +56,7 @@ def build_parser() -> Parser:
     add_privacy_commands(commands)
     add_feedback_commands(commands)
     add_learn_command(commands)
+    add_backup_commands(commands)
     _add_plugin_commands(commands)
     _add_harness_commands(commands)
     return parser

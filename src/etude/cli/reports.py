@@ -93,6 +93,9 @@ def fsck(args: argparse.Namespace) -> int:
         print(found)
     for found in proof.notices:
         print(f"notice: {found}")
+    if proof.formats:
+        told = (f"{kind} {', '.join(sorted(numbers))}" for kind, numbers in sorted(proof.formats.items()))
+        print(f"formats: {'; '.join(told)}")
     print(
         f"{path}: {number(proof.num_files, 'file')}, {size(proof.num_bytes)} read:"
         f" {number(len(proof.problems), 'problem')}, {number(len(proof.notices), 'notice')}"

@@ -23,7 +23,8 @@ from etude.records.summary import RolloutSummary, StoredFile
 from etude.records.wire import pack, unpack
 
 SUFFIX = ".rollout"
-HEAD = b"etude-rollout 2\n"
+FORMAT = 2
+HEAD = b"etude-rollout %d\n" % FORMAT
 """The first line of a file: its format. Files of format 1 do not have it."""
 T = TypeVar("T")
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from etude.errors import PrivacyError
 from etude.privacy.subjects import SubjectDigests
 
+FORMAT = 1
+"""`PRAGMA user_version` of the databases. 0: written by a version of etude before the number was stored; the same."""
 BUSY_S = 10.0
 """Longest wait for another writer, in seconds."""
 
@@ -17,13 +19,17 @@ BUSY_S = 10.0
 def connect(path: Path, tables: str) -> sqlite3.Connection:
     """Open or create a database (WAL, synchronous=FULL, secure_delete) with the tables of an SQL script.
 
-    Raises `PrivacyError`."""
+    Raises `PrivacyError`, also for a database of another format."""
     with reported(path):
         db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
                 db.execute(f"PRAGMA {pragma}")
-            db.executescript(tables)
+            [found] = db.execute("PRAGMA user_version").fetchone()
+            if found not in (0, FORMAT):
+                facts = f"this version of etude supports format {FORMAT}"
+                raise PrivacyError(f"{path} has format {found}", facts, hint="use the etude version that wrote it")
+            db.executescript(f"{tables}; PRAGMA user_version = {FORMAT}")
         except BaseException:
             db.close()
             raise

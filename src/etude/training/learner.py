@@ -491,7 +491,13 @@ def _read_metadata(path: Path, config: LearnerConfig) -> tuple[int, Version | No
     metadata = read_json(path)
     step, version = metadata.get("step"), metadata.get("version")
     is_version = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
-    if metadata.get("format") != METADATA_FORMAT or not isinstance(step, int) or not (version is None or is_version):
+    if metadata.get("format") != METADATA_FORMAT:
+        raise CheckpointError(
+            f"{path} has format {str(metadata.get('format'))[:20]}",
+            f"this version of etude reads format {METADATA_FORMAT}",
+            hint="use the etude version that wrote it, or start a run from its weights: --set start=CHECKPOINT",
+        )
+    if not isinstance(step, int) or not (version is None or is_version):
         raise CheckpointError(
             f"{path} is damaged",
             f"it contains {metadata}",
