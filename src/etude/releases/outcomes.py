@@ -18,8 +18,10 @@ MAX_LINE_BYTES = 65_536
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One outcome of one subject.
 
-    - `id`: of the outcome; it counts once, however often it is sent. `metric`: of the release. `value`: in [0, 1].
-    - `arm`, `share`: which version served the subject, and at which share. None: as it is assigned now."""
+    - `id`: names the outcome: several outcomes with the same id count once. `metric`: the name of a metric of the
+      release. `value`: in [0, 1].
+    - `arm`, `share`: the version that served the subject, and the canary's share in percent at that time. None: the
+      version and the share that hold now."""
 
     id: str
     subject: str
@@ -33,9 +35,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.metric not in metrics:
             raise InputError(f"no metric {self.metric!r} in this release", hint=nearest(self.metric, metrics))
         if not 0.0 <= self.value <= 1.0:
-            raise InputError(f"the value {self.value} of outcome {self.id!r} is outside [0, 1]", hint="scale it")
+            raise InputError(
+                f"the value {self.value} of outcome {self.id!r} is outside [0, 1]", hint="scale its metric to [0, 1]"
+            )
         if not 0 < len(self.id) <= 256:
-            raise InputError("an outcome has an empty or long id", hint="give an id of 1 to 256 characters")
+            raise InputError(
+                f"an outcome has an id of {len(self.id)} characters", hint="give an id of 1 to 256 characters"
+            )
         place_of(b"", self.subject)
 
 
@@ -43,7 +49,7 @@ _DECODER = msgspec.json.Decoder(Outcome)
 
 
 def parse_outcome(line: bytes) -> Outcome:
-    """Return the outcome in a line of JSON. Raises `InputError` for anything else."""
+    """Parse an outcome from a line of JSON. Raises `InputError` if the line is not an outcome."""
     try:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -54,7 +60,8 @@ def parse_outcome(line: bytes) -> Outcome:
 def read_outcomes(path: Path) -> Iterator[Outcome]:
     """Yield the outcomes of a file, one a line; empty lines are left out.
 
-    Raises `InputError` for a file that cannot be read, and with its number for a line that is no outcome."""
+    Raises `InputError` for a file that cannot be read, and for a line that is not an outcome; the error has the line's
+    number."""
     try:
         with path.open("rb") as file:
             number = 0
@@ -62,7 +69,9 @@ def read_outcomes(path: Path) -> Iterator[Outcome]:
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
                     raise InputError(
-                        f"line {number} of {path} is too long", f"over {MAX_LINE_BYTES} bytes", hint="check the file"
+                        f"line {number} of {path} is too long",
+                        f"over {MAX_LINE_BYTES} bytes",
+                        hint="give a file with one outcome, a JSON object, in each line",
                     )
                 if not line.strip():
                     continue
