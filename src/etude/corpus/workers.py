@@ -190,7 +190,7 @@ class _Worker:
         facts = f"{self._seen.doing or 'it works'}: no progress for {self._limit_s:,.0f} s; it "
         facts += "was killed" if self.ended() else "does not end: the kernel waits for a disk"
         hint = "check the disk or the plug-in; then run the same command again: what is finished is kept"
-        return CorpusError(f"process {self.process.pid} of the build makes no progress", facts, hint=hint)
+        return CorpusError(f"process {self.process.pid} of the build hangs", facts, hint=hint)
 
     def killed(self) -> CorpusError:
         """Return the error for a process that ended before its time."""

@@ -25,7 +25,7 @@ class SeedsResult(msgspec.Struct, frozen=True, kw_only=True):
     - `general_rise`: (value, low, high) of the loss on the general text minus the loss of the untrained models, in bits
       per byte, with Student's t interval over seeds. None: not measured.
     - `num_tasks`: tasks with a valid rollout of every model; only these count. `num_problems`: distinct problems of
-      these tasks. `num_left_out`: the other tasks."""
+      these tasks. `num_left_out`: the number of other tasks."""
 
     rate: float
     low: float

@@ -72,9 +72,11 @@ def create_app(
 ) -> Starlette:
     """Return the ASGI app that serves models over OpenAI's and Anthropic's APIs. Run it with `serving`.
 
-    Clients must send one of `keys`. With None, only requests to a loopback host name (such as localhost) are
-    answered. `recorder` receives every complete answer. `router` decides for each request of a named user which model
-    answers it; None: the one that the client names. A request that has begun stays with its model."""
+    - `keys`: clients must send one of them. None: only requests to a loopback host name (such as localhost) are
+      answered.
+    - `recorder`: receives every complete answer.
+    - `router`: chooses the model for each request that names a user; the choice does not change during the request.
+      None: the model that the client names answers."""
     gateway = Gateway(models, config=config, keys=keys, recorder=recorder, router=router)
     routes = [
         Route("/health", gateway.health),
@@ -166,7 +168,7 @@ class Gateway:
 
     async def complete(self, request: Request, name: str) -> Response:
         """Answer a request in the dialect `name` ("chat", "text", "responses" or "messages"): sample the answers and
-        send them."""
+        return the response."""
         return await self._recorded(request, name, partial(self._complete, dialect=DIALECTS[name]))
 
     async def count_tokens(self, request: Request) -> Response:

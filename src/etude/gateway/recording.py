@@ -29,7 +29,7 @@ def offer_answers(
     head: ResponseHead,
     answers: Iterable[tuple[int, Answer]],
 ) -> None:
-    """Offer the answers to a request, each with its number."""
+    """Pass the answers to a request to the recorder. `answers`: pairs (number of the answer, answer)."""
     for index, answer in answers:
         recorder.offer(
             ServedAnswer(
@@ -52,7 +52,8 @@ def offer_answers(
 async def offering(
     parts: AsyncGenerator[StreamPart], offer: Callable[[Iterable[tuple[int, Answer]]], None]
 ) -> AsyncGenerator[StreamPart]:
-    """Yield the parts of a stream (`ServedModel.stream`), and offer each answer when it is complete."""
+    """Yield the parts of a stream (`ServedModel.stream`) unchanged, and call `offer` with each answer when it is
+    complete."""
     async with aclosing(parts):
         async for part in parts:
             if isinstance(part, tuple) and isinstance(part[1], Answer):
