@@ -81,7 +81,7 @@ def copy_folder(
 def walk_at(
     root: int, at: str, skip: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[str, os.stat_result, int, str]]:
-    """Yield what `listing.walk` yields for the folder `at` below the folder with the descriptor `root`.
+    """Yield the folder `at` below the folder with the descriptor `root`, and everything in it, as `listing.walk` does.
 
     `skip` gets paths relative to `root`."""
     fd = open_in(root, at or ".", os.O_RDONLY | os.O_DIRECTORY)

@@ -55,7 +55,8 @@ class Monitor:
         return self._next
 
     async def answer(self, number: int, *, deadline_s: float = 10.0) -> Any:
-        """Wait for a command and return its result. `number`: what `begin` returned. Call it once for each command."""
+        """Wait for a command and return its result. `number`: the number that `begin` returned. Call it once for each
+        command."""
         command = self._in_progress[number]
         async with self._lock:
             try:

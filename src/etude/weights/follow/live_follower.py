@@ -103,7 +103,7 @@ class LiveFollower:
         return {entry.name: entry.spec for entry in manifest.tensors} if manifest else {}
 
     def head_version(self) -> Version | None:
-        """Read which version is the newest in the store; None before the first publish. Reads some hundred bytes."""
+        """Read which version is the newest in the store; None before the first publish. Reads a few hundred bytes."""
         return self._head.version()
 
     def prepare(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
