@@ -20,7 +20,8 @@ STATES = "audits"  # in the ledger: name of the audit → `AuditState`
 
 
 class DriftMonitor:
-    """The audits of a run. Create it before the run trains; call `observe` with the groups of each step."""
+    """Runs the audits of a run, which test whether reward terms drift. Create it before the run trains, and call
+    `observe` with the groups of each step."""
 
     def __init__(self, ledger: Ledger, telemetry: Telemetry) -> None:
         self.ledger, self.telemetry = ledger, telemetry
@@ -69,6 +70,6 @@ def _error(audit: AuditConfig, step: int, found: AuditStep) -> RewardDrift:
     return RewardDrift(
         f"reward term {audit.term!r} drifts from {audit.by!r}",
         f"before step {step}, e-value {found.e_value:.3g} (alarm at {1 / ALPHA:g}): {means}{far}",
-        hint=f"compare rollouts: etude rewards explain; then mend the rubric, or set {audit.term}.weight=0 with "
-        f"etude rewards set, and resume. Resuming accepts the alarm: the test begins anew",
+        hint=f"compare rollouts: etude rewards explain; then correct the rubric, or set {audit.term}.weight=0 with "
+        f"etude rewards set, and resume. Resuming accepts the alarm: the test starts again",
     )

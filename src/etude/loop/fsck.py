@@ -73,7 +73,7 @@ _HINTS = (
 class Finding:
     """A file of a run that is damaged or cannot be verified.
 
-    `place` is its path in the run folder, `what` what is wrong, and `hint` what to do."""
+    `place` is its path in the run folder, `what` describes the damage, and `hint` says how to repair it."""
 
     place: str
     what: str
@@ -88,7 +88,7 @@ class FsckReport:
     """The result of comparing the files of a run with their checksums. Each check adds to it.
 
     The run is undamaged if `problems` is empty. `notices` are files without a checksum and files of killed processes.
-    `plain` names files that no program reads. `num_files` and `num_bytes` count what was verified."""
+    `plain` names files that no program reads. `num_files` and `num_bytes` count the verified files."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -102,7 +102,8 @@ class FsckReport:
         self.num_bytes += path.stat().st_size
 
     def add(self, place: str, what: str, hint: str = "") -> None:
-        """Add a problem: the file at `place` is damaged; `what` says how. Default of `hint`: `hint_for(place)`."""
+        """Add a problem: the file at `place` is damaged. `what` describes the damage. `hint`: "" for
+        `hint_for(place)`."""
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:
@@ -114,12 +115,13 @@ Check = Callable[[FsckReport], None]
 
 
 def hint_for(place: str) -> str:
-    """Return what to do about a damaged file at this path in the run folder."""
+    """Return a text that says how to repair a damaged file at this path in the run folder."""
     return next((hint for start, hint in _HINTS if place.startswith(start)), HINT_COPY)
 
 
 def checks_of(path: Path) -> list[Check]:
-    """Return the checks of a run folder: functions to be called one by one with the same report.
+    """Return the checks of a run folder. Each is a function that takes the report; call all of them with the same
+    report.
 
     Raises `NoRun` when the path is not a run."""
     return list(_RunChecker(path).checks())

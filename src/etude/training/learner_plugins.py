@@ -28,7 +28,7 @@ class LearnerPlugins:
         self._loaded: list[tuple[Plugin, Any]] = []
 
     def get(self, kind: Kind, plugin: Plugin) -> Any:
-        """Return the plug-in's object, which the first call constructs.
+        """Return the object of the plug-in. The first call constructs it.
 
         Raises `PluginRefused`, `ConfigError` or `PluginError` when it cannot be loaded or constructed."""
         for known, made in self._loaded:
@@ -45,7 +45,7 @@ class LearnerPlugins:
     def loss(self, plugin: Plugin, tokens: SampledTokens) -> PolicyLoss:
         """Compute the policy loss of a plug-in for the sampled tokens of one forward pass.
 
-        If there are none, return a loss of 0 without calling the plug-in. Raises `PluginError` as `call_loss` does."""
+        If there are none, return a loss of 0 without calling the plug-in. Raises the errors of `call_loss`."""
         empty_R = tokens.logprobs_R.detach()
         if not len(empty_R):
             return PolicyLoss(tokens.logprobs_R.sum(), empty_R, empty_R.bool())
@@ -54,7 +54,7 @@ class LearnerPlugins:
     def corrected(self, plugin: Plugin, log_ratio_R: torch.Tensor, sequence_R: torch.Tensor) -> Corrected:
         """Compute the importance weights [R] of a plug-in for R sampled tokens, with the arguments of `Correction`.
 
-        If R is 0, return empty weights without calling the plug-in. Raises `PluginError` as `call_correction` does."""
+        If R is 0, return empty weights without calling the plug-in. Raises the errors of `call_correction`."""
         if not len(log_ratio_R):
             return Corrected(log_ratio_R, log_ratio_R)
         return call_correction(plugin, self.get(Kind.CORRECTION, plugin), log_ratio_R, sequence_R)

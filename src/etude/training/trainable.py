@@ -48,7 +48,7 @@ class Trainable(Protocol):
         """Make the model compute with the updated parameters."""
 
     def exported(self) -> dict[str, Tensor]:
-        """Return the tensors to publish. They may contain views of live memory."""
+        """Return the tensors to publish. The tensors may be views of live memory."""
 
     def base(self) -> dict[str, Tensor] | None:
         """Return the frozen weights that an engine needs beside the published tensors; None where it needs none."""

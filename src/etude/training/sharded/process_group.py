@@ -51,7 +51,7 @@ class RankMissing(RankLost):
 class ShardedProcessGroup:
     """One rank of a sharded learner: the `ProcessGroup` over the ranks of a `Mesh`.
 
-    It does not hold the model, only how the model is sharded."""
+    It has the layout of the shards, not the model itself."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size

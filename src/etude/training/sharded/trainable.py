@@ -47,7 +47,7 @@ class ShardedWeights:
         self.named = named
 
     def filled(self) -> None:
-        """Finish the construction. Call it when FSDP2 has sharded the model and the weights are loaded."""
+        """Finish the construction. Call it after FSDP2 has sharded the model and the weights are loaded."""
 
     @property
     def _others(self) -> dict[str, torch.Tensor]:

@@ -255,7 +255,7 @@ def try_plans(
     raise WeightsError(
         f"cannot build {target.version}" + (f" from {held}" if held else ""),
         "; ".join(failures) or "there is neither a full snapshot (anchor) nor a delta from the held version",
-        hint="list the damage: etude weights fsck STORE (of a run: etude weights verify RUN); publishing again repairs it",
+        hint="list the damage: etude weights fsck STORE, or etude weights verify RUN; publishing again repairs it",
     )
 
 
