@@ -126,8 +126,7 @@ class Observed:
     """One turn of the checked program.
 
     `lost`: the tools and messages of its request that are not in the tokens that the model read. `num_resampled`: as in
-    `ModelTurn`. `broken`: its request goes on with an earlier conversation, but the turn became a new root of the
-    tree."""
+    `ModelTurn`. `broken`: its request continues an earlier conversation, but the turn became a new root of the tree."""
 
     turn: ModelTurn
     lost: list[str]
@@ -239,7 +238,8 @@ def _view(source: str, task: Task, run: AgentRun, chat: ChatFormat) -> RolloutVi
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps a program from being trained well. Without `fatal` it can be trained nevertheless."""
+    """A problem of an agent program, which makes training worse or impossible. `fatal`: whether it makes training
+    impossible."""
 
     what: str
     hint: str

@@ -18,7 +18,7 @@ MAX_DEPTH = 32
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step trained of one turn, through one sample of the batch.
+    """The tokens of one turn that a step trained on, in one sample of the batch.
 
     `row`: the position of the sample in the batch, from 0. `num_tokens`: sampled tokens of the turn with loss in this
     sample. `low`, `high`: the smallest and the largest advantage of these tokens."""
@@ -183,7 +183,8 @@ def shorten(text: str, *, lines: int, chars: int) -> str:
 
 
 def turn_facts(turn: TurnView) -> str:
-    """Return the numbers of a turn in one line: its tokens, the weights that sampled it, and what was trained of it.
+    """Return the numbers of a turn in one line: its tokens, the weights that sampled it, and the tokens that were
+    trained on.
 
     For example, "trained 12 × +0.75 (row 3)" means that 12 tokens have the advantage 0.75 in sample 3 of the batch."""
     facts = [f"prompt {turn.num_prompt}" + ("" if turn.num_cached is None else f" ({turn.num_cached} cached)")]
