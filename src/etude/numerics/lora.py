@@ -70,8 +70,8 @@ def with_lora_gradient(
 ) -> torch.Tensor:
     """Return `y_NO` unchanged, with an autograd node that gives A and B their gradients.
 
-    `y_NO` is the product of `x_NI` with the merged matrix. `rows`: of each part of a fused matrix. For batched
-    products, all tensors have one more leading dimension."""
+    `y_NO` is the product of `x_NI` with the merged matrix. `rows`: the number of rows of each part of a fused matrix.
+    For batched products, all tensors have one more leading dimension."""
     y: torch.Tensor = _LoraGradient.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
     return y
 

@@ -90,8 +90,8 @@ for module, function, args in CASES:
 class FakeRunProcesses:
     """A fake of a run's workers and graders, in this process.
 
-    A rollout takes `takes_s(spec)` seconds and is `play(spec)`; a grade is `judge(rollout)`. `config` is the config of
-    a run, and `max_running` the `Limit` of concurrent rollouts."""
+    A rollout takes `takes_s(spec)` seconds, and its result is `play(spec)`. Its grade is `judge(rollout)`. `config` is
+    the config of a run, and `max_running` the `Limit` of concurrent rollouts."""
 
     def __init__(
         self,
