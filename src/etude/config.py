@@ -106,7 +106,7 @@ def read(
     except (ValueError, RecursionError) as error:  # a number with too many digits is a plain ValueError
         hint = "fix the line that the error names"
         if "at end of document" in str(error):
-            hint = "look at the last lines, and for a bracket or quotation mark that is not closed"
+            hint = "look at the last lines for a bracket or quotation mark that is not closed"
         raise ConfigUnreadable(f"{path} is not valid TOML", str(error), hint=hint) from None
     except OSError as error:
         hint = f"give the path of a readable {noun}; see {example}"

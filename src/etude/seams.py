@@ -549,7 +549,7 @@ class AnswerRecorder(Protocol):
     """Receives the answers that a gateway serves, for example to store them."""
 
     def offer(self, answer: ServedAnswer) -> None:
-        """Take an answer. Called in the gateway's event loop: it returns at once, and never raises."""
+        """Record an answer. Called in the gateway's event loop: it returns at once, and never raises."""
         ...
 
     def counts(self) -> Mapping[str, int]:

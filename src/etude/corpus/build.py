@@ -85,7 +85,7 @@ def build_corpus(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         facts = f"{folder} takes no more data; {shutil.disk_usage(folder).free:,} bytes are free"
-        hint = "free space and run the same command again: what is finished is kept"
+        hint = "free space and run the same command again: finished parts are kept"
         raise CorpusError("the disk is full", facts, hint=hint) from None
 
 

@@ -51,7 +51,7 @@ def sentinels(config: FimConfig, added: Mapping[str, int]) -> Sentinels | None:
         facts = f"it has no added token {missing!r}"
         hint = f"{nearest(missing, added) if added else 'it has no added tokens'}; or set fim.rate = 0"
     else:
-        hint = 'name its own ones: fim.tokens = ["PREFIX", "SUFFIX", "MIDDLE"]; or set fim.rate = 0'
+        hint = 'name the tokens of this tokenizer: fim.tokens = ["PREFIX", "SUFFIX", "MIDDLE"]; or set fim.rate = 0'
     raise ConfigError("the tokenizer lacks the sentinel tokens of FIM", facts, hint=hint)
 
 

@@ -61,7 +61,8 @@ class Counts(msgspec.Struct, kw_only=True):
     examples: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
     def drop(self, reason: str, example: str) -> None:
-        """Count a document that is dropped for a reason, and keep it as an example if there are few."""
+        """Count a document that is dropped for this reason. Keep it as an example if the reason has few examples so
+        far."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         kept = self.examples.setdefault(reason, [])
         if len(kept) < EXAMPLES:

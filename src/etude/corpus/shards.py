@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
         return parse_manifest(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         facts = "its build has not ended" if (folder / "work").is_dir() else "it has no manifest.json"
-        hint = "run the same `etude corpus build` again: it goes on where it stopped"
+        hint = "run the same `etude corpus build` again: it continues where it stopped"
         raise InputError(f"no corpus in {folder}", facts, hint=hint) from None
     except OSError as error:
         raise CorpusError(f"{path} cannot be read", str(error.strerror), hint="check the disk and its mount") from None

@@ -189,7 +189,7 @@ class _Worker:
         self.process.kill()  # SIGTERM could be ignored, and there is nothing to clean up
         facts = f"{self._seen.doing or 'it works'}: no progress for {self._limit_s:,.0f} s; it "
         facts += "was killed" if self.ended() else "does not end: the kernel waits for a disk"
-        hint = "check the disk or the plug-in; then run the same command again: what is finished is kept"
+        hint = "check the disk or the plug-in; then run the same command again: finished parts are kept"
         return CorpusError(f"process {self.process.pid} of the build hangs", facts, hint=hint)
 
     def killed(self) -> CorpusError:
@@ -197,7 +197,7 @@ class _Worker:
         self.ended()
         code = self.process.returncode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
-        hint = "it may have had too little memory: use fewer --jobs; run the same command again, it goes on"
+        hint = "it may have had too little memory: use fewer --jobs; run the same command again to continue"
         return CorpusError("a process of the build was killed", f"{how}, while {self._report.doing}", hint=hint)
 
     def ended(self) -> bool:

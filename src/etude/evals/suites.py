@@ -115,7 +115,7 @@ class Suite:
     def digest(self, tasks: Sequence[Task]) -> str:
         """Return 16 hex digits that identify what is measured: the settings, and the content of the tasks.
 
-        The result does not depend on gates and on the path of the general text."""
+        The result depends neither on gates nor on the path of the general text."""
         plain = config.to_plain(self)
         for key in ("gates", "general_text", "name"):
             plain.pop(key, None)

@@ -55,7 +55,7 @@ def over_training_seeds(
     Raises `InputError` for fewer than two models, for another number of untrained models, and if no task has a valid
     rollout of every model."""
     if len(trained) < 2 or len(untrained) not in (0, len(trained)):
-        what = "a result over training seeds needs at least two models, and no or as many untrained models"
+        what = "a result over training seeds needs two or more models, and no untrained model or one for each"
         facts = f"got {len(trained)} models and {len(untrained)} untrained models"
         raise InputError(what, facts, hint="give --checkpoint once for each seed")
     after, before = [*map(_rates, trained.values())], [*map(_rates, untrained)]

@@ -184,7 +184,7 @@ class Registry:
     def _holder(self, name: str, lease: str) -> Member:
         member = self.members.get(name)
         if member is None:
-            facts = "it was removed after a silence, or the registry was started again"
+            facts = "it did not renew its lease in time and was removed, or the registry was started again"
             raise NotRegistered(
                 f"the registry does not know {name}", facts, hint="send a new join request, then renew that lease"
             )

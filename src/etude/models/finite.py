@@ -44,9 +44,9 @@ def find_non_finite(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 class NonFiniteOrigin:
     """The first operator of a forward pass whose result is not finite.
 
-    `name`: the name of the operator, such as "layers.3.attention.qkv". `row`: the index of the first row with such a
-    number: a token of the forward pass; for the last norm and the logits, a row of logits. `facts`: the result of
-    `describe_non_finite`."""
+    `name`: the name of the operator, such as "layers.3.attention.qkv". `row`: the index of the first row with a
+    non-finite number: a token of the forward pass; for the last norm and the logits, a row of logits. `facts`: the
+    result of `describe_non_finite`."""
 
     name: str
     row: int

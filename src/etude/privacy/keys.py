@@ -125,7 +125,7 @@ class KeyStore:
                 except BlockingIOError:
                     if time.monotonic() >= end:
                         what = f"the lock of the keys in {self.folder} was not free within {deadline_s:g} s"
-                        hint = "another process captures or erases; try again"
+                        hint = "wait until the other process that captures or erases has ended, and try again"
                         raise DeadlineExceeded(what, hint=hint) from None
                     time.sleep(_POLL_S)
             yield

@@ -97,7 +97,7 @@ def read_parity(path: Path) -> str:
     try:
         verdict = json.loads(path.read_bytes())["verdict"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        hint = "write it by: etude parity CANDIDATE --json > FILE"
+        hint = "create it with: etude parity CANDIDATE --json > FILE"
         raise InputError(f"{path} is not a result of etude parity", str(error), hint=hint) from None
     return str(verdict)
 

@@ -53,7 +53,7 @@ def parse_outcome(line: bytes) -> Outcome:
     try:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        hint = "write one object a line with id, subject, metric and value; see docs/formats/releases.md"
+        hint = "write one object in each line, with id, subject, metric and value; see docs/formats/releases.md"
         raise InputError("a line is not an outcome", str(error), hint=hint) from None
 
 

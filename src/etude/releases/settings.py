@@ -60,8 +60,9 @@ class ReleaseSettings:
       many seconds.
     - `window_s`, `cap`: a subject's value is the mean of its outcomes in the first `window_s` seconds after its first
       one at a share, at most `cap` of them. It is compared when these seconds have passed.
-    - `silent_s`: the canary holds when one of the versions has had no outcome for this many seconds.
-    - `max_s`: the canary holds when it has been at one share for this many seconds without a decision."""
+    - `silent_s`: the release is held (its share stays as it is) when one of the versions has had no outcome for this
+      many seconds.
+    - `max_s`: the release is held when the canary has been at one share for this many seconds without a decision."""
 
     gate: tuple[SuiteGate, ...]
     metrics: tuple[Metric, ...]

@@ -113,7 +113,7 @@ class Attribution:
         self._summaries = Summaries(episode.tree, episode.chat, limits, trigger=trigger) if limits else None
 
     def ask(self, asking: Asking) -> Asked:
-        """Return the earlier request that this one repeats, or begin to sample its answers.
+        """Accept a request and begin to sample its answers. If it repeats an earlier request, return that one instead.
 
         Raises `EpisodeEnded` when the rollout has ended or has used `max_requests`, and `TooManyRequests`."""
         self.num_requests += 1

@@ -31,7 +31,9 @@ class ListSource:
 
     def task(self, split: Split, index: int) -> Task:
         if not 0 <= index < len(self._pairs[split]):
-            raise TaskError(f"no task {index} in {split}", hint=f"there are {len(self._pairs[split])}")
+            raise TaskError(
+                f"no task {index} in {split}", hint=f"give an index from 0 to {len(self._pairs[split]) - 1}"
+            )
         return self._pairs[split][index][0]
 
     def answer(self, task: Task) -> Answer:

@@ -209,5 +209,6 @@ class ShareAccumulator:
         self._gradient.zero_()
 
     def finish_row(self) -> None:
-        """Add the sum of the row's shares to the gradient before the row. Call it after the last share."""
+        """Restore the gradient from before the row, and add the sum of the row's shares to it. Call it after the
+        last share."""
         self._gradient.copy_(self._before + tree_sum(self._shares))

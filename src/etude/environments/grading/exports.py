@@ -178,7 +178,7 @@ async def simulate_exports(
             result = await machine.exec(argv, key="solve", deadline_s=deadline_s)
             if result.exit_code != 0:
                 facts = f"exit code {result.exit_code}: {result.output[-400:].decode(errors='replace')}"
-                hint = "run it in the task's machine by hand"
+                hint = "run the command by hand in the task's machine to see why it fails"
                 raise TaskError(f"the solution's command {argv[0]!r} failed", facts, hint=hint)
         return await take_exports(machine, task, runtime)
     finally:

@@ -107,7 +107,9 @@ class Monitor:
         except (OSError, ValueError, RecursionError) as error:
             raise MachineError("QEMU's monitor cannot be read", str(error)[:200], hint="fork another machine") from None
         if message is None:
-            raise MachineError("QEMU is gone", "its monitor is closed", hint="fork another machine")
+            raise MachineError(
+                "QEMU is gone", "the connection to its monitor (QMP) is closed", hint="fork another machine"
+            )
         if not isinstance(message, dict):
             raise MachineError("QEMU's monitor cannot be read", "it is not a JSON object", hint="fork another machine")
         return message

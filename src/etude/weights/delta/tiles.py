@@ -303,8 +303,8 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
 
 
 def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
-    """Decode what `pack` encoded: return its arguments `where`, `down` and `size`. `reader` has taken the first byte
-    already.
+    """Decode the result of `pack`, and return (`where`, `down`, `size`), the arguments that `pack` got. The caller
+    has read the first byte from `reader` already.
 
     `items` [classes]: number of items of each class. Raises `WeightsError` for bytes that no encoder wrote.
     """

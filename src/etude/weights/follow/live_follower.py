@@ -151,8 +151,8 @@ class LiveFollower:
     def start_from(self, version: Version) -> bool:
         """Verify that the live memory has the weights of a version, and hold that version.
 
-        For instance after they were loaded from disk. They are verified by SHA-256. Return False, and hold no version,
-        if the store does not have the version or the memory has other tensors. Raises `StoreError`.
+        Call it for instance after the weights were loaded from disk. They are verified by SHA-256. Return False, and
+        hold no version, if the store does not have the version or the memory has other tensors. Raises `StoreError`.
         """
         self.forget()
         manifest = history.find(self._store, self._name, version)
