@@ -37,7 +37,7 @@ class DriftMonitor:
     def observe(self, audits: Sequence[AuditConfig], step: int, groups: Sequence[Group]) -> None:
         """Update the statistical tests with the groups that `step` will train on, and store the states of the tests.
 
-        Raises `RewardDrift` at the alarm of an audit that holds the run. Call it in the ledger's thread."""
+        Raises `RewardDrift` when an audit that may stop the run raises an alarm. Call it in the ledger's thread."""
         graded: Mapping[str, Sequence[Graded]] = {one.group_id: [outcome for _, outcome in one.valid] for one in groups}
         found: dict[str, AuditStep] = {}
         for one in audits:

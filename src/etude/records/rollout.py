@@ -108,10 +108,11 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_steps(self) -> I32:
-        """The oldest version step that each token depends on, [T]: its own, or that of a key that it attended to.
+        """For each token, the oldest step of a version that it depends on, [T]: its own version, or that of a key that
+        it attended to.
 
-        A token of epoch 0 attends only to keys of its own version. A token of a later epoch also attends to the keys of
-        the tokens before it, back to the last token of epoch 0."""
+        A token with `kv_epochs` 0 attends only to keys of its own version. Any other token also attends to the keys of
+        earlier tokens, back to the last one with `kv_epochs` 0."""
         # A segment starts at each token of epoch 0. Each segment is shifted 2^33 below the one before, so that the
         # running minimum never takes a value of an earlier segment.
         offset = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
