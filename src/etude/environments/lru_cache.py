@@ -76,7 +76,7 @@ class LruCache(Generic[T]):
                 self._make_evictable(name)
 
     def clear(self) -> None:
-        """Remove all values, including those that are held."""
+        """Remove all values, including those that `hold` keeps in the cache."""
         self._entries.clear()
         self._evictable.clear()
         self._evictable_bytes = 0

@@ -77,7 +77,7 @@ class FullWeights:
         return export(self.model, self._weights, self._quantise)
 
     def base(self) -> None:
-        """Return None: all weights are published."""
+        """Return None: an engine needs no frozen weights, since all weights are trained and published."""
 
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)

@@ -79,7 +79,7 @@ class ShardedWeights:
         }
 
     def base(self) -> dict[str, Tensor] | None:
-        """Return None: all weights are published."""
+        """Return None: an engine needs no frozen weights, since all weights are trained and published."""
         return None
 
     def write(self, folder: Path) -> None:

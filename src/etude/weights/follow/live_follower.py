@@ -143,7 +143,9 @@ class LiveFollower:
         if self._before is None:
             raise WeightsError(
                 "there is nothing to undo",
-                f"{self.version} is held" if self._held else "no version is held",
+                f"no update was made since {self.version}"
+                if self._held
+                else "it is not known which version is in memory",
                 hint="one update can be undone; `prepare(exactly=...)` leads to any stored version",
             )
         self._held, self._before, self._prepared = self._before, None, None
