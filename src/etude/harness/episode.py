@@ -316,9 +316,9 @@ class Episode:
         stops: Sequence[str],
         in_reasoning: bool | None,
     ) -> Completion:
-        """Have the policy sample, up to the first of the texts `stops`. `messages` and `tools` are what the prompt was
-        made of, in OpenAI's form; `in_reasoning`: what `Chat.in_reasoning`
-        returns for the prompt; None without `stops`."""
+        """Have the policy sample, up to the first of the texts `stops`. The prompt was made of `messages` and
+        `tools`, in OpenAI's form. `in_reasoning`: the result of `Chat.in_reasoning` for the prompt; None without
+        `stops`."""
         try:
             completion = await complete_until_stop(self.policy, request, self.chat, stops, in_reasoning=in_reasoning)
             if completion.stop_reason is StopReason.CANCELLED:

@@ -336,8 +336,8 @@ class Guest:
     """A running guest: its QEMU process, and its `machine`. Closing the machine ends the guest.
 
     - `image`: name of the booted image
-    - `after`: the bytes after which the agent's output belongs to this guest and not to the guest of the snapshot
-      (`snapshots.restore`)
+    - `after`: the agent may first send the rest of the output of the guest that was saved in the snapshot; the output
+      of this guest begins after these bytes (`snapshots.restore`)
     - `env`, `users`: environment variables and users of commands
     - `keep`: a function that stores a snapshot and returns its id
     - `ended`: called when the machine is closed
