@@ -291,7 +291,7 @@ class Corpus:
         """Return what the manifest says about a phase. Raises `InputError` for an unknown one."""
         known = {one.name: one for one in self.manifest.phases}
         if name not in known:
-            raise InputError(f"the corpus has no phase {name!r}", hint=f"its phases are {', '.join(known)}")
+            raise InputError(f"the corpus has no phase {name!r}", hint=f"choose one of its phases: {', '.join(known)}")
         return known[name]
 
     def shards(self, phase: str) -> Iterator[Shard]:

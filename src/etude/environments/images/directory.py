@@ -113,5 +113,5 @@ def copy_one(found: os.stat_result, folder: int, name: str, tree: Tree, target: 
 
 
 def root_owned(found: os.stat_result) -> Owner:
-    """Return the owner root with the permissions of a stat result."""
+    """Return an `Owner` with the user root and the permissions in `found`."""
     return Owner(stat.S_IMODE(found.st_mode))

@@ -121,7 +121,7 @@ class FolderFollower:
                 raise
             there = self._folder.path / STATE
             raise MovedBack(
-                error.what, error.facts, hint=f"{error.hint}; if the store is meant to be another, remove {there}"
+                error.what, error.facts, hint=f"{error.hint}; if you changed the store on purpose, remove {there}"
             ) from None
 
     def _refuse_others(self) -> None:
