@@ -187,7 +187,7 @@ class NotFinite(EtudeError):
 
 
 class SuiteRefused(InputError):
-    """A suite cannot be played on a model, such as one that was trained on the suite's tasks."""
+    """A suite cannot be run on a model, for example because the model was trained on the suite's tasks."""
 
 
 class GateFailed(EtudeError):
@@ -213,7 +213,7 @@ class PluginRefused(PluginError, InputError):
 
 
 class DeadlineExceeded(EtudeError):
-    """A wait reached its deadline; `what` names what it waited for."""
+    """A wait reached its deadline. `what` names the event for which it waited."""
 
 
 def raise_all(errors: Sequence[EtudeError]) -> None:
@@ -223,13 +223,14 @@ def raise_all(errors: Sequence[EtudeError]) -> None:
         raise flat[0] from None
     if flat:
         facts = "".join(f"\n  {i}. " + str(error).replace("\n", "\n   ") for i, error in enumerate(flat, 1))
-        found = ConfigErrors(f"the config has {len(flat)} errors", facts, hint="correct all of them")
+        found = ConfigErrors(f"the config has {len(flat)} errors", facts, hint="correct each of these settings")
         found.errors = tuple(flat)
         raise found from None
 
 
 def nearest(word: str, known: Iterable[str], section: str = "") -> str:
-    """Return a hint for an unknown word: the most similar of the `known` words, or else all of them.
+    """Return a hint for an unknown word: the most similar one of the `known` words, or, if none is similar, all of
+    them.
 
     `section` is a dotted prefix that the hint puts before each word.
 

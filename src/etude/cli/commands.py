@@ -36,7 +36,8 @@ _SPLITS = ["train", "validation", "heldout", "transfer"]
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command line. The parsed arguments have `command`, the "module:function" to call."""
+    """Return the parser of the command line. The parsed arguments have the attribute `command`, the "module:function"
+    to call."""
     exits = "exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXITS.items())
     about = "Mid-train and RL-train an open MoE language model in your own agent harness, and serve it."
     parser = Parser(prog="etude", description=about, epilog=exits)

@@ -220,7 +220,7 @@ def _shown(one: Estimate | None) -> str:
 
 
 def accounts(args: argparse.Namespace) -> int:
-    """Print for each judge in a cache file its model, its number of calls, and their cost in dollars. Returns 0.
+    """Print the model, the number of calls and the cost in dollars of each judge in a cache file. Returns 0.
 
     Raises `InputError` if the file does not exist."""
     if not args.cache.is_file():

@@ -38,7 +38,8 @@ def show(args: argparse.Namespace) -> int:
 
 
 def set_level(args: argparse.Namespace) -> int:
-    """Set the consent level of a subject, and print the one that now holds. Creates the folder. Returns 0."""
+    """Set the consent level of a subject, and print the level that is now in force. Creates the folder if needed.
+    Returns 0."""
     subject, level = Subject.parse(args.subject), Level.parse(args.level)
     with PrivacyFolder(args.folder) as folder:
         now = folder.consent.set(subject, level)
@@ -90,7 +91,7 @@ def _print_uses(run: RunFolder, rollouts: Collection[str]) -> bool:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Print the records of a subject as JSON lines. Unreadable ones are told at the end.
+    """Print the records of a subject as JSON lines. Records that cannot be read are listed at the end.
 
     Returns 0, or 1 when a record could not be read."""
     unreadable = 0
@@ -107,7 +108,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def expire(args: argparse.Namespace) -> int:
-    """Delete expired records, and print how many. Returns 0."""
+    """Delete expired records, and print their number. Returns 0."""
     with _open(args.folder) as folder:
         print(f"{folder.records.expire()} records deleted")
     return 0

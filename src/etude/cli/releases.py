@@ -39,7 +39,7 @@ def begin(args: argparse.Namespace) -> int:
 def gate(args: argparse.Namespace) -> int:
     """Compare evaluations of candidate and stable version. Returns 0 if the candidate passes, 1 if it is refused.
 
-    With `--run`, the suites are refused if the run was trained on one of their tasks."""
+    With `--run`, a suite is refused if the run was trained on one of its tasks."""
     with _opened(args) as releases:
         release, played = releases.newest(), dict[str, tuple[Played, Played]]()
         for one in release.settings.gate:
@@ -70,7 +70,8 @@ def _refuse_trained(name: str, path: Path) -> None:
 
 
 def advance(args: argparse.Namespace) -> int:
-    """Complete what is pending, or do what the rules say now about the newest release. Returns 0."""
+    """Complete a transition that was interrupted, or let the rules decide the next step of the newest release. Returns
+    0."""
     with _opened(args) as releases:
         release, found = releases.advance(_store(releases), now=time.time())
     print(_line(release))
@@ -105,7 +106,7 @@ def list_releases(args: argparse.Namespace) -> int:
 
 
 def why(args: argparse.Namespace) -> int:
-    """Print every transition of a release with its reason, and what the rules say now. Returns 0."""
+    """Print every transition of a release with its reason, and the present decision of the rules. Returns 0."""
     with _opened(args) as releases:
         release = releases.newest() if args.number is None else _numbered(releases, args.number)
         print(_line(release))
@@ -135,14 +136,14 @@ def rollback(args: argparse.Namespace) -> int:
 
 
 def hold(args: argparse.Namespace) -> int:
-    """Keep the canary at its share. Returns 0."""
+    """Keep the canary of the newest release at its share until an operator decides. Returns 0."""
     with _opened(args) as releases:
         print(_line(releases.hold(reason=args.reason, now=time.time())))
     return Exit.DONE
 
 
 def resume(args: argparse.Namespace) -> int:
-    """Continue with a release that was held. Returns 0."""
+    """Continue the newest release, which was held. Returns 0."""
     with _opened(args) as releases:
         print(_line(releases.resume(reason=args.reason, now=time.time())))
     return Exit.DONE

@@ -105,9 +105,10 @@ def fsck(args: argparse.Namespace) -> int:
 
 
 def audit_ledger(args: argparse.Namespace) -> int:
-    """Check whether a rollout was lost or trained on twice, by the records of batches and weights.
+    """Compare a run's ledger with the records of batches and weights, to find rollouts that were lost or trained on
+    twice.
 
-    Returns exit code 1 if one was."""
+    Returns exit code 1 if it finds any."""
     run = open_run(args.run)
     ledger, weights, traces = open_ledger(run), weights_location(run), traces_folder(run)
     ledger.verify()

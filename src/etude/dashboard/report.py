@@ -32,7 +32,7 @@ Row = tuple[str, ...]
 
 
 def write_report(run_dir: Path | str, rollouts: Sequence[RolloutView] = ()) -> Path:
-    """Write report.html into a run folder and return its path. The run may still be going on.
+    """Write report.html into a run folder and return its path. The run may still be running.
 
     `rollouts`: rollouts of training to show. Raises `NoRun` when the folder does not exist, and `StoreError` when the
     file cannot be written.

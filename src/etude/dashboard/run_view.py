@@ -137,7 +137,7 @@ class RunView:
     def now(self) -> float | None:
         """Unix seconds of the newest event; None if there is no event.
 
-        The view uses it as its clock, so time stops when the run is dead."""
+        It is used as the present time, so that times no longer change when the run has died."""
         return max((float(events[-1]["t"]) for events in self._events.values()), default=None)
 
     @property

@@ -104,7 +104,7 @@ class LedgerQueries:
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_repeatedly(self, rollout_ids: Collection[str]) -> set[str]:
-        """Return the ids of those rollouts that were in more than one batch, counting batches that a restart undid."""
+        """Return the ids of those rollouts that were in more than one batch. Batches that a restart undid count too."""
         sql = "SELECT rollout_id FROM transitions WHERE rollout_id IN (*) AND state = ? GROUP BY rollout_id"
         return self._among(rollout_ids, f"{sql} HAVING count(*) > 1", State.BATCHED)
 
@@ -174,7 +174,7 @@ class LedgerQueries:
         return self._among(group_ids, sql, *ENDED)
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Return the ids of those groups that were ever in a batch, counting batches that a restart undid."""
+        """Return the ids of those groups that were ever in a batch. Batches that a restart undid count too."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id IN (*)"
         return self._among(group_ids, f"{sql} AND transitions.state = ?", State.BATCHED)
 
@@ -208,7 +208,7 @@ class LedgerQueries:
         return [Version(*facts) for facts in self.recall("versions") or []]
 
     def wanted_files(self) -> set[tuple[str, int]]:
-        """Return (rollout id, attempt) of every rollout whose file may still be graded or read for a batch."""
+        """Return (rollout id, attempt) of every rollout whose file is still needed, for grading or for a batch."""
         stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}

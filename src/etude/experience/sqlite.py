@@ -158,7 +158,7 @@ class SqliteDatabase:
             raise _map_error(self.path, error) from error
 
     def verify(self) -> None:
-        """Read the whole file once; takes a second for some hundred MB.
+        """Read the whole file once; takes about a second for a few hundred MB.
 
         Raises `LedgerError` for a damaged page, index, constraint or value, or a damaged part of the write-ahead log.
         """

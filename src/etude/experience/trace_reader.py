@@ -103,7 +103,7 @@ class RecordedTree:
 class RecordedStep:
     """A recorded step with all turns of its rollouts, from which its rewards and its batch can be computed again.
 
-    `rewards`: the settings by which they were composed and credited (`BatchPlan.rewards`); empty in old files.
+    `rewards`: the settings from which rewards and advantages were computed (`BatchPlan.rewards`); empty in old files.
     `temperature`: the sampling temperature of the run. `digest`: the `batch_digest` of the batch."""
 
     batch_id: str

@@ -18,8 +18,8 @@ _LATENCY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-    """The metrics of a gateway, for Prometheus. If the package prometheus_client is not installed, nothing is
-    counted."""
+    """The metrics of a gateway, for Prometheus. Nothing is counted if the package prometheus_client is not
+    installed."""
 
     def __init__(self) -> None:
         try:
@@ -85,7 +85,7 @@ class Record:
     - `began`: when the request arrived, by `time.perf_counter`.
     - `key`: the API key that was used; None without one.
     - `first_s`: seconds until the first event of a stream; None for other requests.
-    - `spent`: the tokens that it has taken so far.
+    - `spent`: the tokens that the request has taken so far.
     - `ended`: whether `end` was called."""
 
     method: str
@@ -100,7 +100,7 @@ class Record:
     def end(self, status: int, metrics: Metrics) -> None:
         """Log and count the request, and add its tokens to those of its key. Later calls have no effect.
 
-        `status` is the HTTP status of the response, or 499 if the client left before its end."""
+        `status` is the HTTP status of the response, or 499 if the client disconnected before its end."""
         if self.ended:
             return
         self.ended = True

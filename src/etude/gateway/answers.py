@@ -44,7 +44,7 @@ class SummaryUse:
 
 @dataclass(slots=True)
 class Spent:
-    """The tokens that a request has taken so far, also when it ends without a whole answer.
+    """The tokens that a request has taken so far. They count even if the request ends without a complete answer.
 
     - `prompt`: tokens of the prompt.
     - `cached`: tokens of the prompt whose KV was reused.
@@ -98,14 +98,15 @@ class Answer:
 
     @property
     def fingerprint(self) -> str | None:
-        """The version of the weights that sampled the last token, as text; None if no token was sampled."""
+        """The version of the weights that sampled the last token, as text (`system_fingerprint` in OpenAI's API); None
+        if no token was sampled."""
         spans = self.completion.spans
         return str(spans[-1].version) if spans else None
 
     def message(self) -> Message:
         """Return the message as a later request will repeat it, in the form of `ChatRequest.messages`.
 
-        The gateway records the turn under this message and so finds it again."""
+        The gateway records the turn under this message, to find the turn when a later request repeats it."""
         calls = [{"type": "function", "function": call} for call in self.calls]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 

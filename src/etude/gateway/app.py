@@ -174,7 +174,7 @@ class Gateway:
 
     async def complete(self, request: Request, name: str) -> Response:
         """Answer a request in the dialect `name` ("chat", "text", "responses" or "messages"): sample the answers and
-        send them."""
+        return the response."""
         return await self._recorded(request, name, partial(self._complete, dialect=DIALECTS[name]))
 
     async def count_tokens(self, request: Request) -> Response:

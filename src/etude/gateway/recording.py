@@ -59,7 +59,8 @@ def sender(request: Request, record: Record) -> tuple[str, str]:
 async def offering(
     parts: AsyncGenerator[StreamPart], offer: Callable[[Iterable[tuple[int, Answer]]], None]
 ) -> AsyncGenerator[StreamPart]:
-    """Yield the parts of a stream (`ServedModel.stream`), and offer each answer when it is complete."""
+    """Yield the parts of a stream (`ServedModel.stream`) unchanged, and call `offer` with each answer when it is
+    complete."""
     async with aclosing(parts):
         async for part in parts:
             if isinstance(part, tuple) and isinstance(part[1], Answer):

@@ -77,8 +77,8 @@ class SafeTokenizer:
         return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
     def encode_rendering(self, rendering: str, *, max_tokens: int | None = None) -> I32:
-        """Encode the rendering of a template, whose texts were escaped, as token ids, [T] int32. Raises as
-        `check_length` does."""
+        """Encode the rendering of a template, whose texts were escaped, as token ids, [T] int32. Raises `ContextFull`
+        for a text that certainly has more than `max_tokens` tokens."""
         self.check_length(rendering, max_tokens)
         ids: list[int] = []
         for i, piece in enumerate(self.spellings.split(rendering)):
@@ -111,7 +111,9 @@ class SafeTokenizer:
         least = math.ceil(num_chars / self._chars_per_token)
         if least > max_tokens:
             facts = f"{len(text):,} characters are at least {least:,} tokens"
-            raise ContextFull(f"the text does not fit a context of {max_tokens} tokens", facts, hint="send less text")
+            raise ContextFull(
+                f"the text does not fit a context of {max_tokens} tokens", facts, hint="send a shorter text"
+            )
 
 
 def match_any(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -126,7 +128,8 @@ _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Spl
 
 
 def chars_per_token(tokenizer: Tokenizer) -> float:
-    """Return an upper bound of the characters per token. It bounds the tokens of a text without tokenising the text.
+    """Return an upper bound of the characters per token. So the number of a text's characters gives a lower bound of
+    its tokens, without tokenising it.
 
     The bound is infinite for a tokeniser that may drop characters, or that is not known well enough. In byte-level BPE,
     and in BPE with byte fallback, a token covers at most as many characters as its spelling has."""

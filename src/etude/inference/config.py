@@ -97,8 +97,9 @@ _PARALLEL = (
 def devices_of(arguments: Sequence[str]) -> int:
     """Return the number of devices of one vLLM or SGLang server, from its command-line arguments.
 
-    It is the product of the parallel sizes. With ``--enable-dp-attention`` SGLang's data-parallel ranks are among its
-    tensor-parallel ranks and are not counted again. With ``--nnodes`` the devices are divided by the number of nodes.
+    The number is the product of the sizes of tensor, pipeline and data parallelism. With ``--enable-dp-attention``
+    SGLang's data-parallel ranks are among its tensor-parallel ranks and are not counted again. With ``--nnodes`` the
+    devices are divided by the number of nodes.
 
     >>> devices_of(["--tp", "8", "--dp=4", "--enable-dp-attention"]), devices_of(["--tensor_parallel_size=4", "-pp=2"])
     (8, 8)

@@ -100,7 +100,8 @@ class DeviceRunner:
             torch.cuda.synchronize(self.device)
 
     def routes(self, sequence: Sequence) -> Routes:
-        """Return the routes that the request of a sequence wants, as `Runner.routes` does. Waits for the device."""
+        """Return a copy of the routes (chosen experts) that a request wants, as `Runner.routes` does. Waits for the
+        device."""
         start, stop = sequence.request.routes_from, sequence.num_computed
         rows = self._routes[sequence.row, stop if start is None else start : stop]
         return rows.cpu().numpy().view(self.model.config.route_dtype)

@@ -52,8 +52,8 @@ GRACE_S = 0.5  # after a request's deadline, so that a thread that does not hang
 class SwapResult:
     """The result of replacing an engine's weights (`ReferenceEngine.swap`).
 
-    `version` is the new version. `pause_s` is the time in which no step could run because of the swap, in seconds.
-    `num_running` is the number of requests that were running."""
+    `version` is the new version. `pause_s` is how long the engine could not run a step because of the swap, in seconds.
+    `num_running` is the number of requests that were running at that time."""
 
     version: Version
     pause_s: float
@@ -65,10 +65,10 @@ class ReferenceEngine:
     and `seams.Ending`.
 
     Use it as an async context manager, or call `start` and `close`. From `start` on, nothing else may use the model.
-    Its weights may be replaced by `swap` only. `version` identifies the weights that the model has now. `tokenizer` is
-    the tokenizer.json of the checkpoint, which grammars need. With `share_prefixes` False every prompt is computed
-    whole, for comparisons. `drafter` replaces the drafter that `config` names. Raises `EngineError` when the context of
-    `config` is longer than the model's."""
+    Its weights may be replaced by `swap` only. The attribute `version` identifies the weights that the model has now.
+    `tokenizer` is the tokenizer.json of the checkpoint, which grammars need. With `share_prefixes` False no KV is
+    reused and every prompt is computed completely, for comparisons. `drafter` replaces the drafter that `config` names.
+    Raises `EngineError` when the context of `config` is longer than the model's."""
 
     def __init__(
         self,
@@ -242,7 +242,8 @@ class ReferenceEngine:
         return exposition(self.counters, await self.info())
 
     async def hold(self, seconds: float) -> Version:
-        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the last one; 0 ends it."""
+        """Keep the loaded version for the next `seconds`, and return it. Each call replaces the time of the last one; 0
+        allows new versions at once."""
 
         def work() -> Version:
             self._pins.hold(until=time.monotonic() + seconds)
@@ -251,7 +252,7 @@ class ReferenceEngine:
         return await self._thread.call(work, "hold")
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """Return the version, and its log-probability of each token of a text but the first.
+        """Return the loaded version, and the log-probability of each token of a text except the first.
 
         Raises `MalformedRequest` for invalid token ids."""
         ids = self._checks.text(token_ids)
@@ -275,7 +276,8 @@ class ReferenceEngine:
         )
 
     def swap(self, swap: Swap) -> Future[SwapResult]:
-        """Replace the weights between two steps, once no session pins the current version.
+        """Replace the weights by a prepared version, between two steps. Waits until no session pins the current
+        version.
 
         May be called from any thread.
 

@@ -163,10 +163,11 @@ def append_verified(
     non_finite: NonFiniteReporter,
 ) -> None:
     """Append to each drafted sequence the tokens that its rows sampled, up to the first one that differs from its
-    draft. The sequence is then as after as many steps of one token.
+    draft. The result is the same as if each of these tokens had been sampled in a step of its own.
 
-    `tokens` and `logprobs` are those of all rows, sampled plainly. `finish` samples some of the rows again, for
-    sequences that are not sampled plainly: it is called for a row once the sequence has all tokens before it."""
+    `tokens` and `logprobs`: the results for all rows, sampled without penalties, truncation and grammars. `finish`
+    samples the rows of sequences with such settings again; it is called for a row when the sequence has all tokens
+    before it."""
     firsts = accumulate((len(draft.token_ids) for draft in drafts), initial=0)
     going = list(zip(drafts, firsts, strict=False))  # with the row that computes its latest token
     for depth in count():

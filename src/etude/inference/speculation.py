@@ -73,16 +73,18 @@ class _SlotState:
 
 
 class StepCosts:
-    """The time of a step as a sum: of a constant, per sequence, for drafts at all, and per draft.
+    """Estimates the duration of a step as a sum of four parts: a constant, a time per sequence, a constant if there are
+    drafts, and a time per draft.
 
-    A least squares fit that forgets older steps."""
+    It is a least squares fit in which older steps have less weight."""
 
     def __init__(self) -> None:
         self._xx, self._xt = np.zeros((4, 4)), np.zeros(4)
         self._costs: np.ndarray[tuple[int], np.dtype[np.float64]] | None = np.zeros(4)
 
     def add(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Add a step that computed a token for each sequence, and drafts of some."""
+        """Add a measured step: it computed a token for each of `num_sequences`, and `num_drafts` drafts, and took
+        `seconds`."""
         x = np.array([1.0, num_sequences / MOST, float(num_drafts > 0), num_drafts / MOST])
         if (expected := float(x @ self.costs)) > 0.0:
             seconds = min(seconds, _OUTLIER * expected)
@@ -92,7 +94,7 @@ class StepCosts:
 
     @property
     def costs(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Of each summand in seconds, [4]; those of sequences and drafts for `MOST` of them."""
+        """The estimated parts of the sum in seconds, [4]; those of sequences and drafts are for `MOST` of them."""
         if self._costs is None:
             self._costs = np.linalg.solve(self._xx + _RIDGE * np.eye(4), self._xt).clip(min=0.0)
         return self._costs
@@ -102,12 +104,12 @@ class StepCosts:
         return float(self.costs[0] + self.costs[1] * num_sequences / MOST)
 
     def drafts_s(self, num_drafts: int) -> float:
-        """Return by how many seconds drafts lengthen a step."""
+        """Return by how many seconds `num_drafts` drafts lengthen a step."""
         return float(self.costs[2] + self.costs[3] * num_drafts / MOST) if num_drafts else 0.0
 
     @property
     def draft_s(self) -> float:
-        """The seconds of one further draft."""
+        """The expected seconds that one further draft takes."""
         return float(self.costs[3]) / MOST
 
 
@@ -116,7 +118,7 @@ class Speculator:
 
     - `drafter`: proposes tokens.
     - `num_slots`: the slots of the engine.
-    - `vocab_size`: other token ids than those below are no drafts.
+    - `vocab_size`: proposed ids that are not below it are ignored.
     - `costs`: estimates the times of steps."""
 
     def __init__(self, drafter: Drafter, *, num_slots: int, vocab_size: int, costs: StepCosts | None = None) -> None:
@@ -127,7 +129,7 @@ class Speculator:
         self._step = 0
 
     def with_drafts(self, plan: Plan) -> Plan:
-        """Return the plan with drafts for those of its decoding sequences for which they are expected to pay."""
+        """Return the plan with drafts for those decoding sequences for which drafts are expected to save time."""
         self._step += 1
         num = len(plan.decode)
         room, step_s = self._max_rows - num, self.costs.step_s(num)
@@ -184,8 +186,8 @@ class Speculator:
 
 
 class PluginDrafter:
-    """A drafter of a user's own package. Every method raises `PluginError` when the plug-in raises, or returns
-    something else than integers."""
+    """A drafter of a user's own package. Every method raises `PluginError` if the plug-in raises an error or does not
+    return integers."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
@@ -205,7 +207,8 @@ class PluginDrafter:
 
 
 def drafter_for(setting: Speculation | Plugin) -> Drafter | None:
-    """Return a new drafter of the kind that a config names; None for none. Raises as `plugins.make` does."""
+    """Return a new drafter of the kind that a config names; None for none. Raises `PluginRefused` for a plug-in that
+    cannot be used."""
     if isinstance(setting, Plugin):
         return PluginDrafter(setting)
     return LookUp() if setting is Speculation.LOOK_UP else None

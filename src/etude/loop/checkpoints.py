@@ -29,8 +29,8 @@ def copy_start_checkpoint(
 ) -> None:
     """Copy a Hugging Face directory into a run as its starting checkpoint and tokeniser. Raises `CheckpointError`.
 
-    `name`: of the copy in the run's folder `checkpoints`: "mid", from which RL starts, or "start", from which
-    mid-training does.
+    `name`: the name of the copy in the run's folder `checkpoints`: "mid", from which RL starts, or "start", from which
+    mid-training starts.
 
     Optimiser state from another run is not copied, since this run begins at step 0. If the checkpoint has layers that
     etude does not compute, an event names them."""

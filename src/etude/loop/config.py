@@ -308,7 +308,7 @@ class RunConfig:
 
     @property
     def mid_trains(self) -> bool:
-        """Whether the run has the phase mid-training: from `start` it has it with `mid_training.corpus` only."""
+        """Whether the run has mid-training. A run with `start` has it only if `mid_training.corpus` is set."""
         return self.start is None or self.mid_training.uses_corpus
 
     def with_parity_budget(self) -> RunConfig:
@@ -330,7 +330,7 @@ class RunConfig:
 
     @property
     def composition(self) -> Composition:
-        """How rewards are composed, without the terms of `[rewards]`, which may change in a run.
+        """The settings by which rewards are composed, without the terms of `[rewards]`, which may change in a run.
 
         `RewardSettings.composition` adds the terms of a step."""
         experience = self.experience
@@ -391,7 +391,7 @@ def read_config(run: RunFolder) -> RunConfig:
     """
     path = run / "config.toml"
     if not path.is_file():
-        raise RunError(f"{path} is missing", "it has the settings of the run", hint=HINT_COPY)
+        raise RunError(f"{path} is missing", "it contains the settings of the run", hint=HINT_COPY)
     try:
         return with_digests(load(path, RunConfig), {one["path"]: one["digest"] for one in run.plugins()})
     except ConfigUnreadable as error:
@@ -468,7 +468,8 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
     """Open the run's task source, with the images that `preflight` has built. Raises `TaskError` if it is damaged.
 
-    With `canaries` the source also has the config's canary tasks, which show whether the agent cheats."""
+    With `canaries` some training tasks are canaries as configured: they cannot be solved honestly, so a reward shows
+    cheating."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
     if isinstance(source, HarborSource) and config.machines.images:

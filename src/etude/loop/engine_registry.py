@@ -49,7 +49,7 @@ async def open_registry(
 ) -> AsyncIterator[RegistryServer]:
     """Run a registry of remote engines while the block runs. Yields its server.
 
-    `beat` is awaited with the list of engines at every heartbeat, and returns the number of sessions by engine.
+    `beat` is awaited with the list of engines at every heartbeat. It returns the number of sessions of each engine.
     `failed` gets an error when the run has had no engine for `NONE_S` seconds, or when the task that watches the
     engines ends."""
     check_listen(config)

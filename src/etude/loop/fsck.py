@@ -76,7 +76,7 @@ _HINTS = (
 class Finding:
     """A file of a run that is damaged or cannot be verified.
 
-    `place` is its path in the run folder, `what` what is wrong, and `hint` what to do."""
+    `place` is its path in the run folder, `what` describes the damage, and `hint` says how to repair it."""
 
     place: str
     what: str
@@ -111,7 +111,8 @@ class FsckReport:
         self.formats.setdefault(kind, set()).add(str(number))
 
     def add(self, place: str, what: str, hint: str = "") -> None:
-        """Add a problem: the file at `place` is damaged; `what` says how. Default of `hint`: `hint_for(place)`."""
+        """Add a problem: the file at `place` is damaged. `what` describes the damage. `hint`: "" for
+        `hint_for(place)`."""
         self.problems.append(Finding(place, what, hint or hint_for(place)))
 
     def note(self, place: str, what: str, hint: str) -> None:
@@ -123,12 +124,13 @@ Check = Callable[[FsckReport], None]
 
 
 def hint_for(place: str) -> str:
-    """Return what to do about a damaged file at this path in the run folder."""
+    """Return a text that says how to repair a damaged file at this path in the run folder."""
     return next((hint for start, hint in _HINTS if place.startswith(start)), HINT_COPY)
 
 
 def checks_of(path: Path) -> list[Check]:
-    """Return the checks of a run folder: functions to be called one by one with the same report.
+    """Return the checks of a run folder. Each is a function that takes the report; call all of them with the same
+    report.
 
     Raises `NoRun` when the path is not a run."""
     return list(_RunChecker(path).checks())

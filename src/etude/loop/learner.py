@@ -73,8 +73,8 @@ def make_learner(
     """Create the learner of a config, or one rank of it (`group`).
 
     `channel`: where it publishes weights; None: nowhere. `reference`: the reference policy of the KL term and of the
-    DPO loss; None: neither is used. `refuse_mismatch`: False ignores the setting that stops a run when the
-    probabilities of learner and engines differ beyond the parity budget."""
+    DPO loss; None: neither is used. `refuse_mismatch`: False: the learner does not stop if its probabilities differ
+    from those of the engines by more than the parity budget."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -152,7 +152,7 @@ class LearnerProcess:
 
     @functools.cached_property
     def hint_format(self) -> HintFormat:
-        """How this run writes hints as tokens."""
+        """The format in which this run writes hints as tokens."""
         return hint_format(self.run, self.config)
 
     def begin(self, checkpoint: str) -> int:

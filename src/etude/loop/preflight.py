@@ -59,11 +59,14 @@ def preflight(
 ) -> None:
     """Check a config, and raise the error with which the run would fail later.
 
-    It is a `ConfigError`, `CheckpointError`, `TaskError` or `MachineError`. With `adopted` the run has its own copy of
-    the starting checkpoint, so the original may be missing. With `remote` the run's processes are on other machines,
-    where tasks and devices were checked before. `given` are the dotted names of the settings that the user set. `log`
-    is called with a line on each image that was built, layers of the checkpoint that are left out, settings that are
-    not used, evaluations that ask for more tasks than exist, and steps that may be too large for this machine."""
+    The error is a `ConfigError`, `CheckpointError`, `TaskError` or `MachineError`.
+
+    - `adopted`: the run has its own copy of the starting checkpoint, so the original may be missing.
+    - `remote`: the run's processes are on other machines, where tasks and devices were checked before.
+    - `given`: the dotted names of the settings that the user set.
+    - `log`: called with a line on each image that was built, on layers of the checkpoint that are left out, on settings
+      that are not used, on evaluations with more tasks than exist, and on steps that may be too large for this machine.
+    """
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -133,7 +136,8 @@ def check_ranks_at(address: str) -> None:
 
 
 def validate_tasks(config: RunConfig) -> None:
-    """Validate the first tasks on machines created here: the reference solution must score 1, the untouched state 0.
+    """Validate the first tasks on machines created here: the reference solution must score 1, and the unchanged machine
+    0.
 
     Raises `TaskError` for a task that is not valid, and `MachineError` if machines cannot be created."""
     asyncio.run(_validate(check_tasks(config, used_splits(config)), config))
@@ -227,7 +231,7 @@ def check_ledger(run: RunFolder) -> None:
     except NoLedger as error:
         raise RunError(
             f"{run.path} has published weights and no {_name(run)}",
-            f"without it nothing says which rollouts these weights were trained on; {error.what}: {error.facts}",
+            f"without it, it is unknown which rollouts these weights were trained on; {error.what}: {error.facts}",
             hint=f"restore it; or start a new run from a checkpoint: --set start={run.path}/checkpoints/mid",
         ) from None
     try:

@@ -53,8 +53,9 @@ class RankProgress:
     store.
 
     A report has the rank's progress count (`etude.progress`), the number of its reports, and the call that it makes.
-    Rank 0 counts the progress of other ranks as its own. So the conductor, which sees only rank 0, does not treat it as
-    hung while it waits for the others. The ranks hang when none makes progress for `limit_s` seconds in a call."""
+    Rank 0 counts the progress of other ranks as its own. So the conductor, which sees only rank 0, does not consider
+    rank 0 hung while it waits for the others. The group hangs if no rank makes progress for `limit_s` seconds during a
+    call."""
 
     def __init__(self, store: TCPStore, rank: int, ranks: int, limit_s: float) -> None:
         self._store, self._rank, self._ranks, self._limit_s = store, rank, ranks, limit_s
@@ -210,7 +211,9 @@ class Leader:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         facts = describe_exit(process.wait())
-        self.lost(EtudeError(f"rank {rank} of the learner ended", facts, hint="its output is in this log"), rank)
+        self.lost(
+            EtudeError(f"rank {rank} of the learner ended", facts, hint="see the end of this log for its output"), rank
+        )
 
     def lost(self, error: EtudeError, rank: int | None = None) -> NoReturn:
         """Exit this process with an error, because the rest of the group cannot continue.
@@ -224,8 +227,8 @@ class Leader:
 def progress_limit_s(config: RunConfig) -> float:
     """Return the hang timeout of the learner's ranks, in seconds.
 
-    The group counts as hung when a rank is in a call of `LearnerProcess` (or starts) and no rank made progress for so
-    long."""
+    The group counts as hung if, during a call of `LearnerProcess` or the start, no rank makes progress for this time.
+    """
     return PATIENCE * config.fleet.hung_s
 
 

@@ -100,7 +100,8 @@ def evaluation_view(name: str, row: EvalRow) -> RolloutView:
 
 
 def reported_views(run: RunFolder, ledger: Ledger) -> list[RolloutView]:
-    """Return the rollouts of training that a report shows: the best and the worst one of a group of the last step.
+    """Return the rollouts of training that a report shows: the best and the worst rollout of one group of the last
+    step.
 
     The group is one with a sample; the list is empty if there is none. Traces in a bucket, and large ones, are not
     read, since a report should take seconds."""

@@ -177,7 +177,7 @@ class RunProcesses:
             await wait_for_first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
 
     def require_parity(self, learner_class: str) -> None:
-        """From now on, refuse remote engines that may compute other bits than the learner.
+        """From now on, refuse remote engines that may compute other bits than the learner does.
 
         `learner_class` is the learner's parity class: processes of one class compute the same bits from the same
         weights."""
@@ -230,7 +230,8 @@ class RunProcesses:
         return reply.with_task(spec.task)
 
     async def baseline(self, spec: RolloutSpec, kind: str) -> RolloutResult:
-        """Have a worker run a scripted agent on a task; `kind` is "oracle" (plays a known solution) or "random".
+        """Have a worker run a scripted agent on a task; `kind` is "oracle" (writes the reference solution) or "random"
+        (makes random edits).
 
         It uses no engine. The result has its turns as text, and the caller must delete its file (`files.drop`)."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s

@@ -136,7 +136,7 @@ async def model_of_fleet(source: ModelSource, *, registry: str, gateway: Gateway
     """Use the engines of a run while the block runs, besides its rollouts. Yields the model for `serve`.
 
     `registry` is the URL of the run's registry of engines. The chat format is that of the source's checkpoint. Raises
-    what `inference.registry_client.fetch_requirements` raises."""
+    the errors of `inference.registry_client.fetch_requirements`."""
     chat, token = ChatFormat.load(source.checkpoint), environment_token()
     requirements = await asyncio.to_thread(fetch_requirements, registry, token, wait_s=0.0)
     fleet = Fleet({})
@@ -171,7 +171,7 @@ def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
 
 
 def parts_of(model: Path, name: str) -> ModelSource:
-    """Return what to serve for a path, under a name.
+    """Return the model to serve for the path of a run or a checkpoint. `name`: the model's name for clients.
 
     For a run, the result has the store of its weights and the settings of its engines. For a checkpoint the store is
     None. Raises `WeightsError` when the newest version of a run cannot be determined: its first weights are not served

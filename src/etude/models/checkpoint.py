@@ -148,7 +148,8 @@ def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.
 
 
 def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
-    """Write the index of a directory with shards. `where`: tensor name → shard; `num_bytes`: of all weights."""
+    """Write the index of a directory with several weight files (shards). `where`: tensor name → file name. `num_bytes`:
+    the size of all weights."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -219,7 +220,7 @@ def _load_merged(
 def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, float32 tensor) of every weight of a checkpoint directory, sorted by name.
 
-    One tensor at a time is in memory. Raises `CheckpointError` for a missing or damaged file."""
+    Only one tensor at a time is in memory. Raises `CheckpointError` for a missing or damaged file."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
     verify_weights(path)
@@ -322,7 +323,7 @@ def open_tensors(path: Path, found: Container[str]) -> Iterator[Tensors]:
 class RowRange:
     """A request to read rows [start, stop) of a tensor, named as in Hugging Face checkpoints, into given memory.
 
-    `shape`: of the full tensor. `out`: [stop - start, *shape[1:]]."""
+    `shape`: the shape of the full tensor. `out`: the memory for the rows, [stop - start, *shape[1:]]."""
 
     name: str
     shape: tuple[int, ...]
@@ -333,10 +334,10 @@ class RowRange:
 
 @torch.no_grad()
 def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
-    """Read rows of a checkpoint directory into memory: what a rank needs of a sharded model.
+    """Read rows of tensors of a checkpoint directory into memory, for one rank of a sharded model.
 
-    Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises
-    `CheckpointError` as `load_model` does."""
+    Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises the
+    `CheckpointError` of `load_model`."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
     embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))

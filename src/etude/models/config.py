@@ -81,7 +81,8 @@ OPTIONS: dict[str, Any] = {
 class ModelConfig:
     """Sizes of a decoder model. The defaults are those of the laptop example, a Qwen3-MoE.
 
-    - `num_kv_heads`, `head_dim`: with latent attention they must be `num_heads` and nope_dim + rope_dim.
+    - `num_kv_heads`, `head_dim`: with latent attention, these must equal `num_heads`, and `latent.nope_dim +
+      latent.rope_dim`.
     - `expert_size`: the intermediate width of an expert. `num_experts`: 0 in a family without routers; then `top_k` is
       0.
     - `family`: one of `FAMILY_NAMES`, or the import path of a user's family.
@@ -173,7 +174,8 @@ class ModelConfig:
 
     @property
     def architecture(self) -> ModelFamily:
-        """The model's family. Raises `ConfigError` or `PluginRefused` for an unknown one."""
+        """The model's family. Raises `ConfigError` for an unknown family, and `PluginRefused` for a plug-in that cannot
+        be used."""
         return family_of(self.family)
 
     @property
@@ -232,7 +234,7 @@ class ModelConfig:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """What an engine's KV cache stores for each token and layer."""
+        """The layout of an engine's KV cache for each token and layer."""
         return self.attention.cache_layout(self)
 
     @property
@@ -305,7 +307,7 @@ class ModelConfig:
 
 
 class ModelFamily:
-    """A family of models: everything in which it differs from other families.
+    """A family of models, such as Qwen3-MoE: the properties in which it differs from other families.
 
     To add one, derive from this class, or from a similar family, and override what differs. The base class is a family
     with grouped-query attention and softmax routers. One object serves all models of the family, so it must not store

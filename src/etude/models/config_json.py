@@ -72,7 +72,8 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def partial_rotary(raw: Mapping[str, Any], *, default: float = 1.0) -> float:
-    """Read `partial_rotary_factor`: which part of a head RoPE rotates. `default`: where the key is missing."""
+    """Read `partial_rotary_factor`, the share of a head's numbers that RoPE rotates. `default`: the value if the key is
+    missing."""
     given = [one[_PARTIAL] for one in (_rope_section(raw), raw) if one.get(_PARTIAL) is not None]
     return positive_float(given[0] if given else default, _PARTIAL)
 
@@ -123,7 +124,7 @@ def _yarn(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Yarn:
 def write_rope(theta: float, scaling: Yarn | Llama3 | None, share: float | None = None) -> dict[str, Any]:
     """Return the keys of config.json that `read_rope` and `rotary_dim` read, for both major versions of transformers.
 
-    `share`: the part of a head that RoPE rotates; None: not written, it is 1."""
+    `share`: the share of a head's numbers that RoPE rotates; None: all, and no key is written."""
     partial = {} if share is None else {_PARTIAL: share}
     keys = _scaling_keys(scaling)
     new = {"rope_theta": theta, "rope_type": "default", **keys, **partial}
@@ -134,7 +135,7 @@ def write_rope(theta: float, scaling: Yarn | Llama3 | None, share: float | None 
 def rotary_share(width: int, head_width: int) -> float:
     """Return the `partial_rotary_factor` with which transformers rotates `width` of the `head_width` numbers of a head.
 
-    It rounds down: 98 · (2 / 98) is a little less than 2.
+    The result is never too small: transformers rounds the product down, and 98 · (2 / 98) is a little less than 2.
 
     >>> rotary_share(2, 4), int(98 * rotary_share(2, 98))
     (0.5, 2)

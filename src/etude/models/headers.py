@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def check_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Check that a checkpoint directory has exactly the tensors of a model, and return its tensors by name.
+    """Check that a checkpoint directory has exactly the tensors of a model. Returns these by name.
 
     Raises `CheckpointError`, which names file, tensor, and found and expected shape."""
     found = read_headers(folder)
@@ -207,9 +207,11 @@ def hf_weight_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def stored_shapes(found: Iterable[str], config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and shape of every tensor that a checkpoint of a model has, with experts stacked where they are.
+    """Yield the name and shape of every tensor that a checkpoint of a model must have. In some checkpoints, experts are
+    stacked in one tensor.
 
-    `found`: the names in the checkpoint. Several ranks of a learner write each expert by itself, in every family."""
+    `found`: the names in the checkpoint. They decide whether experts are stacked: a learner with several ranks writes
+    each expert as a tensor of its own, in every family."""
     if not config.architecture.stacks_experts or any(expert_part(name) for name in found):
         yield from hf_weight_shapes(config)
         return

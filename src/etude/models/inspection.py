@@ -20,14 +20,14 @@ MOST = 1000
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint directory contains.
+    """The content of a checkpoint directory, and the problems that were found in it.
 
     - `folder`: the directory; for an adapter, that of its base.
-    - `family`: of its config.json.
-    - `config`: the sizes; None where config.json does not have them. Unsupported settings are taken as the supported
+    - `family`: the model family of its config.json.
+    - `config`: the sizes; None where config.json does not have them. Unsupported settings are replaced by supported
       ones.
     - `tensors`: the stored tensors, by name.
-    - `problems`: everything that etude cannot use, at most `MOST` of tensors."""
+    - `problems`: an error for everything that etude cannot use; at most `MOST` of them are about tensors."""
 
     folder: Path
     family: ModelFamily

@@ -80,7 +80,8 @@ class PackedWeights:
 
     @property
     def decoders(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
-        """For each parameter, the names of its bytes, and a function that decodes them into it.
+        """For each parameter, the names of the tensors with its packed bytes, and a function that decodes them into the
+        parameter.
 
         Call the function after any of these tensors was written."""
         return [

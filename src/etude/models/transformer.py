@@ -307,7 +307,8 @@ class Transformer(nn.Module):
         return parity_class(self.operators, self.config.product_shapes, **sizes, device=self.embedding.device)
 
     def extend_context(self, config: ModelConfig) -> None:
-        """Use the RoPE scaling and the context of `config`, which is `ModelConfig.extended` of this model's."""
+        """Use the RoPE scaling and the context of `config`, which `ModelConfig.extended` made from this model's
+        config."""
         self.config = config
         self.local = replace(self.local, context_tokens=config.context_tokens, yarn=config.yarn)
         self.cos, self.sin = (table.to(self.cos) for table in tables(config))
@@ -345,7 +346,8 @@ class Transformer(nn.Module):
         - `cache`: which tokens attend to each other; None: they are one causal sequence.
         - `routes`: `config.route_dtype` [N, L, K], recorded experts to use in place of the routers' choice, where they
           are known and `plausible` (`replay.RecordedRoutes`). None: the routers choose.
-        - `rows`: int64 [R], the tokens with logits, in that order, also several times; None: all.
+        - `rows`: int64 [R], the tokens whose logits are computed, in this order; a token may occur several times. None:
+          all tokens.
         - `counts`: float32 [N], how often each token counts in the load-balancing loss; None: once.
         - `hook`: called with each operator's result."""
         cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache

@@ -38,7 +38,7 @@ def connect(path: Path, tables: str) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def reported(path: Path) -> Iterator[None]:
-    """Raise errors of SQLite and of the disk as `PrivacyError`."""
+    """Turn errors of SQLite and of the disk in a `with` block into `PrivacyError`. `path` is named in the error."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
@@ -48,7 +48,9 @@ def reported(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """Run a block in one write transaction: all of it is durable afterwards, or none. Raises `PrivacyError`."""
+    """Run a `with` block in one write transaction: afterwards, either all its changes are durable or none is.
+
+    Raises `PrivacyError` if the file cannot be written."""
     with reported(path):
         db.execute("BEGIN IMMEDIATE")
         try:

@@ -17,7 +17,7 @@ class ServedAnswer(msgspec.Struct, frozen=True, kw_only=True):
       the response.
     - `organisation`: the name of the API key; "local" for a gateway without keys. `user`: whom the client named, or "".
     - `model`, `dialect`: the names of the model and of the API.
-    - `at`: when the answer was complete, Unix time in s.
+    - `at`: the Unix time in seconds at which the answer was complete.
     - `messages`: the conversation, or the prompt of a text completion: a text or token ids.
     - `reply`: the answer as a message.
     - `finish`: "stop", "length" or "tool_calls".

@@ -32,11 +32,13 @@ _FIRST = "passed its gate"
 
 
 class Releases:
-    """The releases in a file, which is created if it does not exist. One object belongs to one thread.
+    """The releases that a file records, and the operations on them. Use an object in one thread only.
+
+    The file is created if it does not exist.
 
     `signer` signs the pointers that are moved; None leaves them unsigned. Every `now` is in seconds since 1970. All
-    methods raise `StoreError` for a file that cannot be used; those with a `store` also if that store is away, after
-    which the same call completes the change."""
+    methods raise `StoreError` if the file cannot be used. Methods with the argument `store` also raise it if that store
+    does not answer; the same call, made again, then completes the change."""
 
     def __init__(self, path: Path, *, signer: Signer | None = None) -> None:
         self._database, self._signer = ReleaseDatabase(path), signer
@@ -62,7 +64,7 @@ class Releases:
         return found[-1]
 
     def why(self, number: int) -> list[Transition]:
-        """Return the transitions of a release with their reasons and evidence, the oldest first."""
+        """Return the transitions of release number `number` with their reasons and evidence, the oldest first."""
         return [msgspec.json.decode(one, type=Transition) for one in self._database.transitions(number)]
 
     def assign(self, subject: str) -> Arm:
@@ -82,9 +84,10 @@ class Releases:
         location: str,
         now: float,
     ) -> Release:
-        """Begin a release of a version of a channel. It serves nobody before its gate is passed.
+        """Begin a release of the version `candidate`. It serves no requests before it has passed its gate.
 
-        Raises `ReleaseRefused` if another release is open, and `InputError` if there is no stable version."""
+        `location`: the name of the store, which is recorded. `now`: seconds since 1970. Raises `ReleaseRefused` if
+        another release is open, and `InputError` if there is no stable version."""
         others = self.all()
         if others and others[-1].pending is not None:  # such as the rollback of a promoted release
             raise _wrong_state(others[-1], "be followed by another")
@@ -114,7 +117,8 @@ class Releases:
     def gate(self, result: GateResult, *, now: float) -> Release:
         """Store the result of the gate: the newest release becomes GATED or REFUSED.
 
-        Raises `ReleaseRefused` if it is no candidate, or if the result is that of other versions."""
+        Raises `ReleaseRefused` if the release is not in the state CANDIDATE, or if the result compares other versions.
+        """
         release = self._newest(State.CANDIDATE, to="be gated")
         if (result.candidate, result.stable) != (str(release.candidate), str(release.stable)):
             raise ReleaseRefused(
@@ -127,10 +131,12 @@ class Releases:
         return self._step(release, state, 0, now=now, by=RULES, reason=reason, evidence=msgspec.to_builtins(result))
 
     def advance(self, store: BlobStore, *, now: float) -> tuple[Release, Decision | None]:
-        """Complete what is pending, or else do what the rules say now: begin the canary, let it grow, promote it, hold
-        it, or roll it back. Returns the newest release and the decision; None where there was nothing to decide.
+        """Take the next step of the newest release, and return the release with the decision that led to it.
 
-        Call it as often as wanted. Raises `ReleaseRefused` for a candidate without a gate."""
+        A transition that was begun and not completed is completed. Otherwise the rules decide: begin the canary, raise
+        its share, promote it, hold it, or roll it back. The decision is None if nothing was to be decided.
+
+        Call it as often as wanted. Raises `ReleaseRefused` for a candidate that has not passed its gate."""
         release = self.newest()
         if release.pending is not None:
             return self._finish(store, release), None
@@ -163,7 +169,7 @@ class Releases:
         return release, found
 
     def look(self, release: Release, *, now: float) -> Decision:
-        """Return what the rules say about a canary now. Changes nothing."""
+        """Return the decision of the rules about a canary at this time, without carrying it out."""
         settings, values = release.settings, dict[str, dict[Arm, list[float]]]()
         rows = self._database.values(release.number, release.share, now - settings.window_s, settings.window_s)
         for metric, arm, value in rows:
@@ -205,9 +211,10 @@ class Releases:
         return since
 
     def promote(self, store: BlobStore, *, reason: str, now: float) -> Release:
-        """Make the candidate of the newest release the stable version, by an operator's decision, or complete this.
+        """Make the candidate of the newest release the stable version, by an operator's decision.
 
-        Raises `ReleaseRefused` if the release serves nobody or has ended."""
+        If an earlier call was interrupted, it is completed. Raises `ReleaseRefused` if the release serves no requests
+        or has ended."""
         release = self.newest()
         if release.pending is not None and release.pending.state is State.PROMOTED:
             return self._finish(store, release)
@@ -217,20 +224,24 @@ class Releases:
         return self._move(store, release, State.PROMOTED, release.share, now=now, by=OPERATOR, reason=reason)
 
     def hold(self, *, reason: str, now: float) -> Release:
-        """Keep the canary of the newest release at its share until an operator decides. Raises `ReleaseRefused`."""
+        """Keep the canary of the newest release at its share until an operator decides. Raises `ReleaseRefused` if the
+        release has no canary."""
         release = self._newest(State.CANARY, to="be held")
         return self._step(release, State.HELD, release.share, now=now, by=OPERATOR, reason=reason)
 
     def resume(self, *, reason: str, now: float) -> Release:
-        """Continue with a release that was held, at its share. Its outcomes count on. Raises `ReleaseRefused`."""
+        """Continue a release that was held, with the same share and its earlier outcomes.
+
+        Raises `ReleaseRefused` if it was not held."""
         release = self._newest(State.HELD, to="be resumed")
         return self._step(release, State.CANARY, release.share, now=now, by=OPERATOR, reason=reason)
 
     def rollback(self, store: BlobStore, *, reason: str, now: float) -> Release:
-        """Give all subjects the version from before the newest release, in whatever state it is, or complete this.
+        """End the newest release, in any state: all subjects get the version from before it.
 
-        A promoted release can be rolled back while it is the newest. All subjects are assigned to the stable version
-        when this is stored, before the pointers move. Raises `ReleaseRefused` if it was refused or rolled back."""
+        If an earlier call was interrupted, it is completed. A promoted release can be rolled back as long as it is the
+        newest. The decision is stored first and takes effect then; the pointers of the channel move afterwards. Raises
+        `ReleaseRefused` if the release was refused or rolled back already."""
         release = self.newest()
         if release.pending is not None and release.pending.state is State.ROLLED_BACK:
             return self._finish(store, release)
@@ -292,7 +303,7 @@ class Releases:
             raise ReleaseRefused(
                 f"release {after.number} was changed by another process",
                 f"it is {_described(self.newest())} now",
-                hint="look at it (etude release why), then decide again",
+                hint="see its transitions (etude release why), then repeat the command if it still applies",
             )
         return after
 
@@ -324,7 +335,7 @@ def _is_open(release: Release) -> ReleaseRefused:
 def _no_gate(release: Release) -> ReleaseRefused:
     return ReleaseRefused(
         f"release {release.number} has not passed its gate",
-        f"{release.candidate} is a candidate",
+        f"{release.candidate} is in the state candidate",
         hint="evaluate both versions (etude eval), then: etude release gate",
     )
 

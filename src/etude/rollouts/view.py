@@ -27,7 +27,7 @@ class ReadableChat(Protocol):
 def view_turns(
     trace: Trace, chat: ReadableChat, samples: Sequence[tuple[int, Sample]] = (), *, first_row: int = 0
 ) -> tuple[TurnView, ...]:
-    """Return the turns of a trace as text, with what a step trained of them.
+    """Return the turns of a trace as text, with the tokens and advantages that a step trained on.
 
     `samples`: pairs (number of the last turn of the path, sample), in the order of the batch. `first_row`: the position
     of the first sample in the batch."""

@@ -13,9 +13,10 @@ from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
-    """The precision of the weights with which the learner computes. They are stored as float32 tensors in any case.
+    """The precision of the weights with which the learner computes. In both cases the tensors are float32.
 
-    BF16: the optimiser's float32 weights, rounded to bf16; the published weights are exactly these numbers."""
+    F32: the optimiser's float32 weights. BF16: these weights rounded to bf16; the published weights are exactly the
+    rounded numbers."""
 
     BF16 = "bf16"
     F32 = "f32"
@@ -95,8 +96,8 @@ class LearnerConfig:
     - `clip_low`, `clip_high`: the range of the ratio in PPO.
     - `budget_tokens`: the most tokens of one forward pass; it limits memory and does not change the results.
     - `replay_routes`: use the experts that engines recorded; None: in native mode only, since in exact mode both sides
-      choose the same experts. Routes more than `replay_max_lag` versions old are not replayed, nor experts whose score
-      is below `replay_plausible` times the score of the last expert that the router would choose.
+      choose the same experts. Not replayed are routes that are more than `replay_max_lag` versions old, and experts
+      whose score is below `replay_plausible` times the lowest score of the experts that the router itself would choose.
     - `balance`: the coefficient of the routers' load-balancing loss. `balance_bias`: the update step of the router
       bias, in model families that have one (their papers use 1e-3).
     - `kl`: the coefficient of the KL to the starting checkpoint (its k2 estimate) in the loss. `experience.kl` puts it
@@ -237,7 +238,8 @@ class LearnerConfig:
 
 
 class LossTokens(enum.StrEnum):
-    """Which tokens of a phase of mid-training have loss. SAID: those that the assistant says in chats."""
+    """Which tokens of a phase of mid-training have loss. ALL: all tokens. SAID: the tokens of the assistant's answers
+    in chats."""
 
     ALL = "all"
     SAID = "said"
@@ -247,16 +249,16 @@ class LossTokens(enum.StrEnum):
 class MidTrainingPhase:
     """A `[[mid_training.phases]]` table. A setting that is None has the value of `[mid_training]`.
 
-    - `name`: of the phase. A corpus with several phases must have one of this name, which is then read.
+    - `name`: the name of the phase. If the corpus has several phases, its phase with this name is read.
     - `corpus`: a folder of `etude corpus build`.
     - `num_tokens`: tokens to train on; None: every document once.
     - `batch_tokens`, `document_tokens`, `warmup_steps`: as in `[mid_training]`.
-    - `lr`: of this phase: warm-up, constant, then linear decay to the share `final_lr` from the share `decay_from` of
-      the phase's steps on; with `decay_from` = 1 it never decays.
-    - `rope_factor`: by how much the context becomes longer than the model's own, with YaRN (arXiv 2309.00071). It stays
-      so in later phases, and the result's config.json has it.
-    - `loss`: "all": all tokens have loss. "said": only what the assistant says in chats (supervised fine-tuning);
-      documents that are no chats are left out."""
+    - `lr`: the learning rate of this phase. After the warm-up it is constant until the share `decay_from` of the
+      phase's steps, and then decays linearly to `final_lr` times `lr`. With `decay_from` = 1 it never decays.
+    - `rope_factor`: the factor by which the context becomes longer than the model's own, with YaRN (arXiv 2309.00071).
+      It also applies to later phases, and is written to the config.json of the result.
+    - `loss`: "all": all tokens have loss. "said": only the assistant's answers in chats have loss (supervised
+      fine-tuning); documents that are not chats are left out."""
 
     name: str
     corpus: Path | None = None
@@ -273,8 +275,10 @@ class MidTrainingPhase:
 
 @dataclass(frozen=True)
 class PhaseSettings:
-    """The settings of one phase of mid-training, with the values of `[mid_training]` filled in. See
-    `MidTrainingPhase`; `rope_factor` includes that of earlier phases, and is 1 without any."""
+    """The settings of one phase of mid-training, with missing ones taken from `[mid_training]`.
+
+    The fields are those of `MidTrainingPhase`. `rope_factor` is the product with the factors of earlier phases; 1 if
+    there is none."""
 
     name: str
     corpus: Path | None
@@ -293,10 +297,10 @@ class PhaseSettings:
 class MidTrainingConfig:
     """The `[mid_training]` section of a run's config. Mid-training runs in float32 on the CPU, one rank per core.
 
-    - `corpus`: a folder of `etude corpus build`, for a run with a `start`; None: the run's own corpus (`[corpus]`).
-      With `start` and without a corpus, there is no mid-training.
-    - `heldout_documents`: how many different documents of such corpora are never trained on, and give the held-out
-      loss; at most a twentieth of all.
+    - `corpus`: a folder of `etude corpus build`, for a run with a starting checkpoint (`start`). None: a run without
+      `start` uses its own corpus (`[corpus]`), and a run with `start` has no mid-training.
+    - `heldout_documents`: how many documents of such corpora are never trained on, so that the held-out loss can be
+      measured on them; at most a twentieth of all.
     - `num_tokens`: tokens to train on; the corpus is repeated and reshuffled as needed.
     - `batch_tokens`: tokens of one optimiser step, over all ranks.
     - `document_tokens`: documents longer than this or than `batch_tokens` are split.
@@ -333,7 +337,7 @@ class MidTrainingConfig:
                 )
 
     def settings(self) -> tuple[PhaseSettings, ...]:
-        """Return the settings of each phase; of one without a name where `phases` is empty.
+        """Return the settings of each phase. If `phases` is empty, there is one phase without a name.
 
         >>> MidTrainingConfig(lr=0.1, phases=(MidTrainingPhase("main"),)).settings()[0].lr
         0.1
@@ -347,7 +351,9 @@ class MidTrainingConfig:
         return tuple(found)
 
     def models(self, model: ModelConfig) -> tuple[ModelConfig, ...]:
-        """Return the model's config in each phase, the last one also that of the result. Raises `ConfigError`."""
+        """Return the model's config in each phase; the last one is also the config of the result.
+
+        Raises `ConfigError` for settings that do not fit the model."""
         return tuple(model.extended(phase.rope_factor) for phase in self.settings())
 
     @property
@@ -356,7 +362,8 @@ class MidTrainingConfig:
         return any(phase.corpus is not None for phase in self.settings())
 
     def longest(self, context_tokens: int) -> int:
-        """Return the most tokens of a document that no phase splits, for a model with this context."""
+        """Return the largest number of tokens of a document that is not split in any phase, for a model with this
+        context."""
         return min(
             min(phase.document_tokens, phase.batch_tokens, int(context_tokens * phase.rope_factor))
             for phase in self.settings()

@@ -42,7 +42,7 @@ class RankGroup(Protocol):
         """Replace the tensor by its sum over all ranks, with the same bits on each. A collective call."""
 
     def heartbeat(self) -> None:
-        """Report progress. Called before each forward pass, since a step may have any number of them."""
+        """Report progress. Call it before each forward pass, since a step may take many of them."""
 
 
 class SingleProcess:
@@ -77,8 +77,8 @@ def run_ranks(
     """Run `work(group, job)` in `ranks` processes with one torch thread each. Returns their results, by rank.
 
     A single rank runs in the caller's process. For more, `work`, `job` and the results are pickled. An `EtudeError` of
-    a rank is raised here. Raises `RankDied` when a rank dies, and `DeadlineExceeded` when no rank has called
-    `heartbeat` for `stall_s` seconds after all have started, which may take `START_S`."""
+    a rank is raised here. Raises `RankDied` if a rank dies, and `DeadlineExceeded` if no rank has called `heartbeat`
+    for `stall_s` seconds. Starting may take `START_S` seconds in addition."""
     if ranks == 1:
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")
@@ -122,7 +122,9 @@ def _collect(answers: list[Connection], processes: list[SpawnProcess], beats: An
             last, since = list(beats), time.monotonic()
         elif time.monotonic() - since > (patience := stall_s if all(last) else max(stall_s, START_S)):
             raise DeadlineExceeded(
-                f"no rank made a step for {patience:g} s", f"steps by rank: {last}", hint="see the ranks' output"
+                f"no rank made a step for {patience:g} s",
+                f"steps by rank: {last}",
+                hint="see the output of the ranks for errors, then resume the run",
             )
     return [results[rank] for rank in range(len(answers))]
 

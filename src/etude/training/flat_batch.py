@@ -95,7 +95,7 @@ class FlatBatch:
     def places_in(self, whole: FlatBatch) -> torch.Tensor:
         """Return for each row of this batch its row index in `whole`, int64 [R].
 
-        This batch must be a part of `whole`, made by `select`."""
+        This batch must be a part of `whole` that `select` returned."""
         if self.kept_N is None:
             return torch.arange(len(self.rows_R))
         return torch.searchsorted(whole.rows_R, self.kept_N.cpu()[self.rows_R.cpu()])

@@ -36,7 +36,7 @@ UNREPLAYED_EVERY = 64
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """The samples of a batch, by forward pass.
+    """The samples of a batch, distributed over forward passes and ranks.
 
     `rows`: for each forward pass, and each data-parallel rank, the indices of its samples. `shared`: whether tokens
     that paths share are computed once. `num_tokens`: tokens of all paths. `num_unique`: the same number with shared
@@ -186,7 +186,7 @@ class ForwardPasses:
     def unreplayed_log_ratios(self, batch: Batch) -> list[torch.Tensor]:
         """Return log-ratios of a few tokens, without replay: one sample in `UNREPLAYED_EVERY`, others each step.
 
-        This costs about a third of their training: about 0.5 % of the step."""
+        It takes about a third of the time of training on these samples, about 0.5 % of a step."""
         few = batch.samples[batch.step % UNREPLAYED_EVERY :: UNREPLAYED_EVERY] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self._config.budget_tokens):

@@ -69,8 +69,8 @@ class TorchLearner:
       (`Sample.temperatures`).
     - `reference`: the reference policy of `config.kl` and of the DPO loss; used if `config.has_reference`.
     - `numerics`: the same as the engines'. In low precision, published weights are packed (`models.packed_weights`).
-    - `refuse_mismatch`: in exact mode, raise `ParityError` where a ratio on the live weights is not 1. Otherwise the
-      ratio is only reported.
+    - `refuse_mismatch`: whether to raise `ParityError`, in exact mode, if the importance ratio of a token that the live
+      weights sampled is not 1. False: the ratio is only reported.
     - `seed`: random seed of the initial LoRA adapters.
     - `group`: the ranks that share the work. Each has its own learner, and all make the same calls
       (`training.sharded`). Without a group, one process computes the parts of `config.shares` data-parallel ranks in
@@ -249,7 +249,7 @@ class TorchLearner:
             raise InputError(
                 "the DPO loss has no reference policy",
                 "dpo_reference = 'start', and the argument reference is None",
-                hint="give TorchLearner a Reference, or set dpo_reference = 'sampler'",
+                hint="pass a Reference to TorchLearner, or set dpo_reference = 'sampler'",
             )
         return self._reference.logprobs(rows)
 
@@ -316,9 +316,9 @@ class TorchLearner:
     def defend(self, *, truncate: bool) -> None:
         """Change the settings to continue with engines whose probabilities differ from the learner's.
 
-        From now on the learner replays the engines' routes (chosen experts), and a ratio other than 1 on the live
-        weights is reported, not refused. With `truncate` it also truncates importance weights, except with
-        DPO, which has none."""
+        From now on the learner replays the engines' routes (chosen experts), and an importance ratio other than 1 on
+        the live weights is reported and no longer an error. With `truncate` it also truncates importance weights,
+        except with DPO, which has none."""
         self._refuse_mismatch = False
         correction, weighted = self.config.correction, self.config.policy_loss is not PolicyLossKind.DPO
         if truncate and weighted and correction is CorrectionKind.NONE:
@@ -328,8 +328,8 @@ class TorchLearner:
     def optim_step(self) -> dict[str, float]:
         """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`.
 
-        `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but the
-        step counts, and they are published again.
+        `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but
+        `step` increases, and the same weights are published again.
 
         Raises `NotFinite` for a gradient that is not finite, before anything has changed, and for new weights that are
         not finite: then these can be neither saved nor published."""
@@ -366,7 +366,7 @@ class TorchLearner:
     def exported(self) -> dict[str, Tensor]:
         """Return the live weights by name, as they are published.
 
-        They may contain views of live memory: copy what you keep."""
+        The tensors may be views of live memory: copy those that you keep."""
         return self.trainable.exported()
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
@@ -384,7 +384,7 @@ class TorchLearner:
         before this call returns, so training can continue. One version is published at a time: this call first waits
         for the previous one. Raises the same errors as `published`."""
         if self._channel is None:
-            raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
+            raise WeightsError("the learner has no channel to publish to", hint="pass a channel to TorchLearner")
         if self._offered is not None:
             self.published()
         if self._publisher is None:
@@ -417,7 +417,8 @@ class TorchLearner:
         return self._offered is not None
 
     def close(self) -> None:
-        """Wait for the current publish, and stop publishing. Its error is raised by `published`, not here."""
+        """Wait for the current publish, and stop publishing. If it fails, `published` raises its error, and this method
+        does not."""
         if self._publisher is not None:
             try:
                 self._publisher.close()

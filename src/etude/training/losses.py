@@ -63,9 +63,9 @@ def ppo_loss(
     Sources: arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729, eq. 5. The sum over tokens is
     divided by the constant `normaliser`, without length normalisation (Dr. GRPO, arXiv 2503.20783). The importance
     ratio is learner probability over sampler probability, so stale tokens are corrected. A token whose ratio has left
-    [`clip_low`, `clip_high`] in the direction of its advantage has no gradient. Clipping alone does not bound tokens
-    with a negative advantage and a high ratio: above `cap` (at least `clip_high`) they have no gradient either. So no
-    token weighs more than `cap`, and no ratio overflows."""
+    [`clip_low`, `clip_high`] in the direction of its advantage has no gradient. This does not bound tokens with a
+    negative advantage and a high ratio, so above `cap` (at least `clip_high`) these have no gradient either. So no
+    token has a weight above `cap`, and no ratio overflows."""
     log_ratio = logprobs_R - sampler_logprobs_R
     ratio = log_ratio.clamp(max=math.log(cap)).exp()
     gain = torch.minimum(ratio * advantages_R, ratio.clamp(clip_low, clip_high) * advantages_R)

@@ -126,7 +126,7 @@ def mid_train(
     None where all have one. `out_dir` becomes a Hugging Face directory in float32. It returns at once when `out_dir`
     has the result of the same settings.
 
-    - `model`: its sizes, those of `start` if that is given.
+    - `model`: the sizes of the model; if `start` is given, they must be those of `start`.
     - `ranks`: the number of data-parallel processes.
     - `assets`: a directory whose tokeniser files are copied. It must be the tokeniser of the corpora.
     - `copy_probe`: measures copying from the context, for the event `mid.eval`.

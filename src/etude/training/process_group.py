@@ -38,7 +38,8 @@ file is not named *.safetensors, since vLLM loads every such file as weights."""
 
 
 class ProcessGroup(Protocol):
-    """The ranks of a learner, as seen by one of them. All calls but `device` and `own_shares` are collective.
+    """The ranks of a learner, as seen by one of them. All ranks must make the same calls together, except `device` and
+    `own_shares`.
 
     A share is the part of a batch that one data-parallel rank computes."""
 
@@ -46,7 +47,8 @@ class ProcessGroup(Protocol):
     size: int
 
     def device(self, name: str) -> torch.device:
-        """Return this rank's device: the one that the setting `name` asks for, or the rank's own GPU."""
+        """Return this rank's device: the device that the setting `name` names; for a setting without a number, the
+        rank's own GPU."""
 
     def own_shares(self, shares: int) -> range:
         """Return which of the `shares` parts of a batch this rank computes, as indices."""
@@ -207,5 +209,6 @@ class ShareAccumulator:
         self._gradient.zero_()
 
     def finish_row(self) -> None:
-        """Add the sum of the row's shares to the gradient before the row. Call it after the last share."""
+        """Restore the gradient from before the row, and add the sum of the row's shares to it. Call it after the
+        last share."""
         self._gradient.copy_(self._before + tree_sum(self._shares))

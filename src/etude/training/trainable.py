@@ -48,7 +48,7 @@ class Trainable(Protocol):
         """Make the model compute with the updated parameters."""
 
     def exported(self) -> dict[str, Tensor]:
-        """Return the tensors to publish. They may contain views of live memory."""
+        """Return the tensors to publish. The tensors may be views of live memory."""
 
     def base(self) -> dict[str, Tensor] | None:
         """Return the frozen weights that an engine needs beside the published tensors; None where it needs none."""
@@ -77,7 +77,7 @@ class FullWeights:
         return export(self.model, self._weights, self._quantise)
 
     def base(self) -> None:
-        """Return None: all weights are published."""
+        """Return None: an engine needs no frozen weights, since all weights are trained and published."""
 
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)

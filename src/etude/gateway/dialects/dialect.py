@@ -21,9 +21,9 @@ from etude.records.wire import I32
 class EventStream:
     """The server-sent events of one streamed response, as bytes. Each dialect has a subclass. It does no I/O itself.
 
-    Call `tokens` for each part that the policy samples, `finish` once with each complete answer, then `end`. Calls of
-    `start` and `tokens` may be left out: `finish` sends everything that was not sent before. `index` is the number of
-    the answer, for requests that ask for several."""
+    Call `start`, then `tokens` for each part that the policy samples, `finish` once with each complete answer, then
+    `end`. `start` and `tokens` are optional: `finish` sends everything that was not sent before. `index` is the number
+    of the answer, for requests that ask for several."""
 
     ping = b": keep-alive\n\n"
     """What is sent while nothing is sampled, so that no proxy closes the connection."""

@@ -57,8 +57,8 @@ class TreeReduceScatter:
 class ShardSpec:
     """This rank's rows [start, stop) of a parameter of the full model.
 
-    `shape`: of the full parameter. `mesh`: the ranks that share it. `expert`: whether it belongs to experts. `copied`:
-    all ranks of the FSDP mesh have the same rows."""
+    `shape`: the shape of the full parameter. `mesh`: the ranks that share it. `expert`: whether it belongs to experts.
+    `copied`: all ranks of the FSDP mesh have the same rows."""
 
     shape: tuple[int, ...]
     start: int
@@ -119,7 +119,7 @@ def shard_specs(model: Transformer, mesh: Mesh) -> dict[str, ShardSpec]:
 class TensorSlice:
     """A tensor of a Hugging Face checkpoint, as a slice of a flattened parameter of the model.
 
-    `start`: its first number in the flattened parameter. `shape`: of the tensor."""
+    `start`: the position of the tensor's first number in the flattened parameter. `shape`: the tensor's shape."""
 
     name: str
     start: int
@@ -168,7 +168,7 @@ def load_shards(
 ) -> None:
     """Allocate the memory of a sharded model and read this rank's rows into it.
 
-    `specs`, `named`: the results of `shard_specs` and `tensor_slices`. Raises `CheckpointError` as `load_model` does.
+    `specs`, `named`: the results of `shard_specs` and `tensor_slices`. Raises the errors of `load_model`.
     """
     tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
     model.to_empty(device=mesh.device)

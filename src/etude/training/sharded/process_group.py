@@ -51,7 +51,7 @@ class RankMissing(RankLost):
 class ShardedProcessGroup:
     """One rank of a sharded learner: the `ProcessGroup` over the ranks of a `Mesh`.
 
-    It does not hold the model, only how the model is sharded."""
+    It has the layout of the shards, not the model itself."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
@@ -125,7 +125,7 @@ class ShardedProcessGroup:
                 silent.append(rank)
         names = ", ".join(map(self.mesh.describe_rank, silent)) or "?"
         facts = f"rank {self.rank} of {self.size} waited; {_first_line(error)}"
-        hint = "see its output; the ranks restart from the last checkpoint"
+        hint = "see the output of that rank; the ranks restart from the last checkpoint"
         return RankMissing(f"rank {names} did not join the collective for {what}", facts, hint=hint)
 
     def all_reduce(self, counts: torch.Tensor) -> None:

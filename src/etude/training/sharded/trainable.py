@@ -47,7 +47,7 @@ class ShardedWeights:
         self.named = named
 
     def filled(self) -> None:
-        """Finish the construction. Call it when FSDP2 has sharded the model and the weights are loaded."""
+        """Finish the construction. Call it after FSDP2 has sharded the model and the weights are loaded."""
 
     @property
     def _others(self) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ class ShardedWeights:
         }
 
     def base(self) -> dict[str, Tensor] | None:
-        """Return None: all weights are published."""
+        """Return None: an engine needs no frozen weights, since all weights are trained and published."""
         return None
 
     def write(self, folder: Path) -> None:
