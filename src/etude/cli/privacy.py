@@ -53,7 +53,8 @@ def set_level(args: argparse.Namespace) -> int:
 def erase(args: argparse.Namespace) -> int:
     """Erase a subject, and print which records, rollouts, batches and versions hold its data.
 
-    Returns 0, or 1 when ledger and traces of a run do not agree on it, or a file of signals is missing."""
+    Returns 0, or 1 if the ledger and the traces of a run disagree about the rollouts with its data, or a file of
+    signals is missing."""
     subject = Subject.parse(args.subject)
     runs = [open_run(path) for path in args.run]
     with _open(args.folder) as folder:

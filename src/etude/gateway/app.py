@@ -74,10 +74,13 @@ def create_app(
 ) -> Starlette:
     """Return the ASGI app that serves models over OpenAI's and Anthropic's APIs. Run it with `serving`.
 
-    Clients must send one of `keys`. With None, only requests to a loopback host name (such as localhost) are
-    answered. `recorder` receives every complete answer. `router` decides for each request of a named user which model
-    answers it; None: the one that the client names. A request that has begun stays with its model. `feedback` names the
-    responses and takes signals about them (POST /v1/feedback)."""
+    - `keys`: clients must send one of them. None: only requests to a loopback host name (such as localhost) are
+      answered.
+    - `recorder`: receives every complete answer.
+    - `router`: chooses the model for each request that names a user; the choice does not change during the request.
+      None: the model that the client names answers.
+    - `feedback`: makes the ids of responses, and receives signals about them (POST /v1/feedback). None: there is no
+      such route."""
     gateway = Gateway(models, config=config, keys=keys, recorder=recorder, router=router, feedback=feedback)
     routes = [
         Route("/health", gateway.health),

@@ -29,7 +29,7 @@ def offer_answers(
     head: ResponseHead,
     answers: Iterable[tuple[int, Answer]],
 ) -> None:
-    """Offer the answers to a request, each with its number."""
+    """Pass the answers to a request to the recorders. `answers`: pairs (number of the answer, answer)."""
     organisation, user = sender(request, record)
     for index, answer in answers:
         served = ServedAnswer(

@@ -72,8 +72,8 @@ async def serve(
     """Serve models while the block runs. Yields the base URL for an OpenAI client.
 
     `models` are results of `model_of_checkpoint` and `model_of_fleet`; their engines end after the last request.
-    `recorder` receives every answer. `router` decides which of them answers a request of a user. `feedback` takes
-    signals about answers."""
+    `recorder` receives every answer. `router` decides which of the models answers a request of a user.
+    `feedback` receives signals about answers."""
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(model) for model in models]
         app = create_app(served, config=gateway, keys=keys, recorder=recorder, router=router, feedback=feedback)

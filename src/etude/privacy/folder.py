@@ -19,10 +19,11 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an erasure.
 
     - `num_keys`: the keys that were destroyed.
-    - `records`: the records that are gone.
-    - `rollouts`: the ids of all rollouts that were made of the subject's records, also of earlier ones.
-    - `attached`: how many rows were deleted from each attached file, such as one of feedback.
-    - `missing`: attached files that do not exist any more, whose rows were not deleted."""
+    - `records`: the records that were deleted.
+    - `rollouts`: the ids of all rollouts that were made from records of the subject, including records that were
+      deleted earlier.
+    - `attached`: the number of rows that were deleted from each attached file, such as a file of signals.
+    - `missing`: attached files that do not exist any more, so that their rows were not deleted."""
 
     num_keys: int
     records: list[Captured]
