@@ -126,7 +126,7 @@ def test_an_erasure_holds_against_backups_since_they_have_no_keys(tmp_path: Path
     [place] = backups_in(backups)
     assert not (place / "privacy" / "keys").exists()
     restore(place, tmp_path / "again")
-    with pytest.raises(PrivacyError, match="names the subjects of this folder"):
+    with pytest.raises(PrivacyError, match="the names of all keys are computed with it"):
         PrivacyFolder(tmp_path / "again" / "privacy")
     with PrivacyFolder(live) as folder:
         folder.erase(BOB)
