@@ -34,12 +34,13 @@ _FIRST = "passed its gate"
 class Releases:
     """The releases in a file, which is created if it does not exist. One object belongs to one thread.
 
-    `signer` signs the pointers that are moved; None leaves them unsigned. Every `now` is in seconds since 1970. All
+    With `readonly` the file must exist, and only the methods that read may be called. `signer` signs the pointers that
+    are moved; None leaves them unsigned. Every `now` is in seconds since 1970. All
     methods raise `StoreError` for a file that cannot be used; those with a `store` also if that store is away, after
     which the same call completes the change."""
 
-    def __init__(self, path: Path, *, signer: Signer | None = None) -> None:
-        self._database, self._signer = ReleaseDatabase(path), signer
+    def __init__(self, path: Path, *, signer: Signer | None = None, readonly: bool = False) -> None:
+        self._database, self._signer = ReleaseDatabase(path, readonly=readonly), signer
 
     def close(self) -> None:
         """Close the file."""
