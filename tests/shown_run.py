@@ -5,11 +5,10 @@ Rollouts, texts and tokens are made up; everything is written by the code that w
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 from tests.small_rollouts import TASK, graded
 from tests.unit.dashboard.conftest import RunWriter
@@ -26,7 +25,6 @@ from etude.records.summary import summary_of
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.weights import Channel, Tensor
-from etude.weights.chain.branches import point
 
 CHAT = laptop_chat()
 Says = Callable[[str], tuple[str, str]]
@@ -99,6 +97,7 @@ class ShownRunFolder:
         if events:
             for name in ("events", "phases.json"):
                 (aside / name).rename(path / name)
+            shutil.rmtree(aside)
         (path / "tokenizer").mkdir()
         laptop_tokenizer().save(str(path / "tokenizer" / "tokenizer.json"))
         (path / "tokenizer" / "chat_template.jinja").write_text(chat_template())
@@ -139,8 +138,3 @@ class ShownRunFolder:
 
     def close(self) -> None:
         self.ledger.close()
-
-
-def facts_of(one: Any) -> dict[str, Any]:
-    """The fields of a record."""
-    return {name: getattr(one, name) for name in msgspec.structs.asdict(one)}

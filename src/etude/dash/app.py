@@ -24,7 +24,7 @@ from etude.dash import overview as overviews
 from etude.dash.fleet import fleet
 from etude.dash.lineage import Lineage, version_page, versions_page
 from etude.dash.live import MAX_STREAMS, EventStream, LivePage
-from etude.dash.pages import STATIC, render, static
+from etude.dash.pages import STATIC, render, static, warm
 from etude.dash.rollouts import RolloutPage, turn_page
 from etude.dash.runs import Part, Runs, ShownRun, part
 from etude.dash.security import Guard
@@ -92,6 +92,9 @@ class Dash:
             return RedirectResponse(f"/run/{quote(names[0], safe='')}/", 302)
         return await self._page("index.jinja", None, names=names, folder=str(self.runs.path))
 
+    async def to_overview(self, request: Request) -> Response:
+        return RedirectResponse(f"/run/{quote(request.path_params['run'], safe='')}/", 302)
+
     async def overview(self, request: Request) -> Response:
         run = await self._run(request)
 
@@ -141,7 +144,7 @@ class Dash:
                 with run.ledger() as ledger:
                     return ledger.page(limit=PAGE_ROLLOUTS, before=before, state=state)
 
-            return part(read), run.counts.known() or {}
+            return part(read), run.counts.get(0.0).value or {}
 
         rows, counts = await self.in_thread(made)
         return await self._page(
@@ -321,6 +324,7 @@ def create_app(dash: Dash, *, keys: Keys | None = None) -> Starlette:
         Route("/releases", dash.release_list),
         Route("/releases/{number:int}", dash.release),
         Route("/consent", dash.consent),
+        Route(run, dash.to_overview),
         Route(f"{run}/", dash.overview),
         Route(f"{run}/live", dash.live),
         Route(f"{run}/find", dash.find),
@@ -334,6 +338,7 @@ def create_app(dash: Dash, *, keys: Keys | None = None) -> Starlette:
     ]
     handlers: Any = {PageRefused: dash.refused, EtudeError: dash.refused, HTTPException: dash.refused}
     app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # its redirects name the host of the request
     app.add_middleware(Guard, keys=keys)
     app.state.needs_key = keys is not None
     return app
@@ -348,6 +353,9 @@ async def serving(dash: Dash, *, host: str, port: int, keys: Keys | None = None)
         hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
         raise ConfigError(f"host {host!r} is open to the network", "there is no key", hint=hint)
     app = create_app(dash, keys=keys)
+    warm()
+    if dash.runs.is_single:
+        dash.runs.get(dash.runs.names()[0])
     async with run_http_server(app, bind(host, port), name="the dash", grace_s=1, max_connections=256) as url:
         try:
             yield url

@@ -53,7 +53,7 @@ NEWEST = {
 """Kinds of which the newest events are kept, and how many."""
 KINDS = THINNED | NEWEST
 
-_KIND = b'"kind": "'
+_T, _KIND = b'{"t": ', b'"kind": "'
 
 
 @dataclass
@@ -73,6 +73,7 @@ class LiveView(RunView):
     def __init__(self, path: Path) -> None:
         self._files: dict[Path, _File] = {}
         self._num_bytes = 0
+        self._oldest: dict[str, float] = {}  # of a kind of which older events were let go: the time of the oldest kept
         self.num_dropped = 0
         super().__init__(path)
 
@@ -82,7 +83,7 @@ class LiveView(RunView):
         behind = sum(one.low for one in self._files.values())
         return 1.0 if not self._num_bytes else 1.0 - behind / self._num_bytes
 
-    def refresh(self, budget_s: float = 0.2) -> None:
+    def refresh(self, budget_s: float = 0.0) -> None:
         """Read new lines, then older ones, until all is read or `budget_s` seconds have passed."""
         end, touched = time.monotonic() + budget_s, set[str]()
         for path in self._paths():
@@ -158,7 +159,7 @@ class LiveView(RunView):
                 self._unreadable[path.name] += bool(line)
                 continue
             kind = line[at + len(_KIND) : line.find(b'"', at + len(_KIND))].decode("ascii", "replace")
-            if kind not in KINDS:
+            if kind not in KINDS or (kind in self._oldest and _is_older(line, self._oldest[kind])):
                 continue
             event = parse_event(line)
             if event is None or text(event, "kind") != kind:
@@ -174,7 +175,9 @@ class LiveView(RunView):
         events.sort(key=_time)
         limit = KINDS[kind]
         if kind in NEWEST:
-            del events[:-limit]
+            if len(events) > limit:
+                del events[:-limit]
+                self._oldest[kind] = _time(events[0])
             return
         while len(events) > limit:
             recent = limit // 4
@@ -183,6 +186,14 @@ class LiveView(RunView):
 
 def _time(event: Event) -> float:
     return float(event["t"])
+
+
+def _is_older(line: bytes, than: float) -> bool:
+    """Whether the time of an event, with which its line begins, is before `than`; False if it does not begin so."""
+    try:
+        return line.startswith(_T) and float(line[len(_T) : line.find(b",")]) < than
+    except ValueError:
+        return False
 
 
 def _read(path: Path, start: int, num_bytes: int) -> bytes:

@@ -17,9 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from etude.dash.overview import Overview, overview
 from etude.dash.pages import render
-from etude.dash.runs import READ_ERRORS, ShownRun, part
+from etude.dash.runs import ShownRun
 
-EVERY_S = 1.0
+EVERY_S, READ_S = 1.0, 0.2
+"""Seconds between two renderings, and of these for reading events."""
+COUNT_S = 0.1
+"""Longest wait for the numbers of rollouts; later ones are sent when they are there."""
 PING_S = 15.0
 MAX_STREAMS = 32
 PARTS = ("status", "tiles", "warnings", "plots")
@@ -39,7 +42,7 @@ class LivePage:
         """Return the parts as HTML by name, at most `EVERY_S` seconds old."""
         with self._lock:
             if time.monotonic() - self._at >= EVERY_S:
-                self.run.refresh()
+                self.run.refresh(READ_S)
                 self._parts = self._rendered()
                 self._at = time.monotonic()
             return self._parts
@@ -65,15 +68,11 @@ def make_overview(run: ShownRun) -> tuple[Overview, float]:
             missing.append(f"{name} is missing")
     if (run.path / "run.json").exists() and not run.identity():
         missing.append("run.json is damaged")
-    states = part(run.counts.get)
+    states = run.counts.get(COUNT_S)
     if states.missing:
         missing.append(f"rollouts: {states.missing}")
-    try:
-        holder = run.holder.get()[0]
-    except READ_ERRORS:
-        holder = None
     with run.frozen() as view:
-        return overview(view, holder=holder, states=states.value, missing=missing), view.share_read
+        return overview(view, holder=run.holder(), states=states.value, missing=missing), view.share_read
 
 
 class EventStream(StreamingResponse):

@@ -35,6 +35,12 @@ def render(template: str, **values: object) -> str:
     return _environment().get_template(template).render(**values)
 
 
+def warm() -> None:
+    """Compile all templates, so that the first page does not wait for it."""
+    for name in _environment().list_templates():
+        _environment().get_template(name)
+
+
 @functools.cache
 def _environment() -> jinja2.Environment:
     found = jinja2.Environment(

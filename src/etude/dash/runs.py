@@ -86,27 +86,33 @@ def part(read: Callable[[], T]) -> Part[T]:
 class Aged(Generic[T]):
     """A value that is computed again when it is older than 5 seconds, and than 50 times what it cost.
 
-    So computing it takes at most a fiftieth of the time, whatever the length of the run. Safe for many threads."""
+    So computing it takes at most a fiftieth of the time, whatever the length of the run. It is computed in a thread of
+    its own, one at a time. Safe for many threads."""
 
     def __init__(self, compute: Callable[[], T]) -> None:
         self._compute, self._lock = compute, threading.Lock()
-        self._value: T | None = None
+        self._found: Part[T] = Part(None)
         self._until = 0.0
-        self.at = 0.0
+        self._thread: threading.Thread | None = None
 
-    def get(self) -> T:
-        """Return the value, computed now if it is too old. Raises what computing it raises."""
+    def get(self, wait_s: float) -> Part[T]:
+        """Return the newest value, or why it cannot be computed. If it is too old, begin to compute it, and wait for at
+        most `wait_s` seconds; its value is None, without a reason, if it was never computed before."""
         with self._lock:
-            began = time.monotonic()
-            if self._value is None or began >= self._until:
-                self._value = self._compute()
-                self.at = time.time()
-                self._until = time.monotonic() + max(_MIN_AGE_S, _COST_FACTOR * (time.monotonic() - began))
-            return self._value
+            if time.monotonic() < self._until:
+                return self._found
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="counting", daemon=True)
+                self._thread.start()
+            thread = self._thread
+        thread.join(wait_s)
+        return self._found
 
-    def known(self) -> T | None:
-        """Return the last value, whatever its age; None before the first."""
-        return self._value
+    def _work(self) -> None:
+        began = time.monotonic()
+        self._found = part(self._compute)
+        now = time.monotonic()
+        self._until = now + max(_MIN_AGE_S, _COST_FACTOR * (now - began))
 
 
 class ShownRun:
@@ -118,10 +124,9 @@ class ShownRun:
         self.view = LiveView(path)
         self._refreshing = threading.Lock()
         self.counts = Aged(self._counts)
-        self.holder = Aged(lambda: (lock_holder(path / "lock"),))
         self.versions = Versions(lambda: readers.weights(self.folder))
 
-    def refresh(self, budget_s: float = 0.2) -> None:
+    def refresh(self, budget_s: float = 0.05) -> None:
         """Read new events for about `budget_s` seconds. If another thread does it already, return at once."""
         if self._refreshing.acquire(blocking=False):
             try:
@@ -155,6 +160,13 @@ class ShownRun:
     def _counts(self) -> dict[str, int]:
         with self.ledger() as ledger:
             return ledger.states()
+
+    def holder(self) -> int | None:
+        """Return the pid of the process that runs it; None if nobody does, or the file cannot be read."""
+        try:
+            return lock_holder(self.path / "lock")
+        except (OSError, ValueError):
+            return None
 
     def identity(self) -> dict[str, Any]:
         """Return the content of run.json; {} if it cannot be read."""

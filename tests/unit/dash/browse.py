@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urldefrag, urljoin
 
 import httpx
 
@@ -34,3 +36,41 @@ class Browser:
                 return [await client.request(method, url, headers=given) for url in urls]
 
         return asyncio.run(work())
+
+
+class _Reader(HTMLParser):
+    """Collects tags with their attributes, and the text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_data(self, data: str) -> None:
+        self.words += data.split()
+
+
+def tags(html: str) -> list[tuple[str, dict[str, str]]]:
+    """All elements of a page: (name, attributes)."""
+    reader = _Reader()
+    reader.feed(html)
+    return reader.tags
+
+
+def texts(found: httpx.Response) -> str:
+    """The text of a page, with single spaces."""
+    reader = _Reader()
+    reader.feed(found.text)
+    return " ".join(reader.words)
+
+
+def links(found: httpx.Response, url: str, *, rel: str = "") -> list[str]:
+    """The targets of the links of the page `url`, without fragments; with `rel`, only of such links."""
+    return [
+        urldefrag(urljoin(url, attributes["href"]))[0]
+        for tag, attributes in tags(found.text)
+        if tag == "a" and (not rel or attributes.get("rel") == rel)
+    ]

@@ -40,7 +40,12 @@ def privacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of consent: two organisations, and two users of one of them."""
     path = tmp_path_factory.mktemp("privacy") / "privacy"
     with PrivacyFolder(path) as folder:
-        for name, level in (("acme", Level.TRAIN), ("other", Level.OFF), ("acme/bob", Level.OFF), ("acme/eve", Level.CAPTURE)):
+        for name, level in (
+            ("acme", Level.TRAIN),
+            ("other", Level.OFF),
+            ("acme/bob", Level.OFF),
+            ("acme/eve", Level.CAPTURE),
+        ):
             folder.consent.set(Subject.parse(name), level)
     return path
 
