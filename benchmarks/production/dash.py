@@ -4,19 +4,19 @@
 
 The run is made by `long_run` (minutes for a million rollouts); with `--folder` an existing one is used. The server is
 the command, in a process of its own. `first_page` is the first request after it listens; `later` is the median of ten.
-Then a writer changes states of rollouts in the ledger, alone and beside a browser that follows the live view
-and asks for pages: `run_beside`.
+Then a writer changes states of rollouts in the ledger, alone and beside a browser that asks for four pages
+each second: `run_beside`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ from etude.experience import Ledger
 from etude.records import RolloutSpec
 
 LIMIT_S, LIMIT_BYTES = 1.0, 150_000_000
-WRITES, ROUNDS = 300, 5
+WRITES, ROUNDS = 1000, 7
 
 
 @contextlib.contextmanager
@@ -107,26 +107,28 @@ def writes(ledger: Ledger, first: int) -> float:
     return 3 * WRITES / (time.perf_counter() - began)
 
 
+def browse(base: str, stopping: Any, active: Any, asked: Any) -> None:
+    """Ask for four pages each second while `active` is set; in a process of its own."""
+    with httpx.Client(timeout=60.0) as client:
+        while not stopping.is_set():
+            if active.wait(0.1):
+                for page in ("/", "/versions", "/rollouts", "/rollouts?state=no-signal"):
+                    timed(client, base + page)
+                    asked.value += 1
+                time.sleep(1.0)
+
+
 def beside(folder: Path) -> dict[str, Any]:
     """Transactions a second alone and beside the server, in turns."""
     ledger = Ledger(folder / "ledger.sqlite", capacity=64)
-    base, stopping, asked = f"/run/{folder.name}", threading.Event(), [0]
     found: dict[str, list[float]] = {"alone": [], "beside": []}
     at = int(time.time()) % 1_000_000 * 100_000
 
-    def browse(url: str, active: threading.Event) -> None:
-        with httpx.Client(base_url=url, timeout=60.0) as client:
-            while not stopping.is_set():
-                if active.wait(0.1):
-                    for page in ("/", "/versions", "/rollouts", "/rollouts?state=no-signal"):
-                        timed(client, base + page)
-                        asked[0] += 1
-                    time.sleep(1.0)
-
-    active = threading.Event()
+    context = multiprocessing.get_context("spawn")
+    stopping, active, asked = context.Event(), context.Event(), context.Value("i", 0)
     with server(folder) as (url, _, _):
-        thread = threading.Thread(target=browse, args=(url, active))
-        thread.start()
+        browser = context.Process(target=browse, args=(f"{url}/run/{folder.name}", stopping, active, asked))
+        browser.start()
         try:
             writes(ledger, at)
             for i in range(ROUNDS):
@@ -138,9 +140,10 @@ def beside(folder: Path) -> dict[str, Any]:
                 print(f"round {i + 1} of {ROUNDS}", file=sys.stderr)
         finally:
             stopping.set()
-            thread.join()
+            browser.join(60)
     ledger.close()
-    return {f"{name}_per_s": statistics.median(values) for name, values in found.items()} | {"pages_asked": asked[0]}
+    medians = {f"{name}_per_s": statistics.median(values) for name, values in found.items()}
+    return medians | {"pages_asked": asked.value, "rounds": found}
 
 
 def main() -> None:

@@ -119,9 +119,9 @@ def _tiles(view: LiveView, states: Mapping[str, int] | None) -> Iterator[Tile]:
             yield Tile("lag", f"{lags['mean']:.2f}", f"steps, mean of the last step; at most {lags['max']}")
     yield from _speed(view, steps)
     sent = [event for event in view.by_step("weights.publish") if is_delta(event)]
-    if sent and (size := number(sent[-1], "object_bytes")) is not None:
+    if sent and (num_bytes := number(sent[-1], "object_bytes")) is not None:
         share = number(sent[-1], "changed_share")
-        yield Tile("delta", formatting.size(size), f"{formatting.percent(share)} of values changed" if share else "")
+        yield Tile("delta", formatting.size(num_bytes), f"{formatting.percent(share)} of values changed" if share else "")
     engines = engine_states(view)
     if engines:
         others = {state: count for state, count in Counter(engines.values()).items() if state != "serving"}
@@ -135,8 +135,8 @@ def _tiles(view: LiveView, states: Mapping[str, int] | None) -> Iterator[Tile]:
         yield Tile("rollouts", f"{total_rollouts:,}", f"{trained:,} consumed, {open_now:,} open")
     if steps:
         invalid = counts(steps[-1], "invalid")
-        value = ", ".join(f"{n:.0f} {name}" for name, n in invalid.items()) or "none"
-        yield Tile("invalid", value, "of the last step", "warn" if invalid else "")
+        listed = ", ".join(f"{n:.0f} {name}" for name, n in invalid.items()) or "none"
+        yield Tile("invalid", listed, "of the last step", "warn" if invalid else "")
 
 
 def _solve_rate(view: LiveView) -> Iterator[Tile]:

@@ -61,9 +61,8 @@ class RolloutPage:
     @staticmethod
     def read(run: ShownRun, row: Row) -> RolloutPage:
         """Read all of a rollout."""
-        history, siblings = list[Mapping[str, Any]](), list[Row]()
         with run.ledger() as ledger:
-            history = part(lambda: ledger.history(row.rollout_id)[-MAX_ROWS:]).value or []
+            history: Sequence[Mapping[str, Any]] = part(lambda: ledger.history(row.rollout_id)[-MAX_ROWS:]).value or []
             siblings = part(lambda: ledger.group_rows(row.group_id)[:MAX_ROWS]).value or []
             size = part(lambda: None if row.step is None else run.trace_bytes(row.step)).value
             if size is not None and size > MAX_TRACE_BYTES:
