@@ -121,7 +121,8 @@ def _tiles(view: LiveView, states: Mapping[str, int] | None) -> Iterator[Tile]:
     sent = [event for event in view.by_step("weights.publish") if is_delta(event)]
     if sent and (num_bytes := number(sent[-1], "object_bytes")) is not None:
         share = number(sent[-1], "changed_share")
-        yield Tile("delta", formatting.size(num_bytes), f"{formatting.percent(share)} of values changed" if share else "")
+        changed = f"{formatting.percent(share)} of values changed" if share else ""
+        yield Tile("delta", formatting.size(num_bytes), changed)
     engines = engine_states(view)
     if engines:
         others = {state: count for state, count in Counter(engines.values()).items() if state != "serving"}
