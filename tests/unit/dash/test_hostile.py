@@ -205,6 +205,8 @@ def test_no_name_leads_out_of_the_run(shown: ShownRunFolder, tmp_path: Path) -> 
         "%00",
         ".",
     ]
+    for way in ["..", ".", "", "../runs/laptop", "laptop/..", "laptop/events", str(tmp_path), "/etc", "\0"]:
+        assert browser.dash.runs.get(way) is None
     for way in ways:
         for url in (
             f"/run/{way}/", f"/run/{way}/rollouts", f"/static/{way}", f"/run/laptop/rollouts/{way}",
