@@ -8,7 +8,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -52,13 +51,6 @@ class PageRefused(Exception):
     def __init__(self, status: int, what: str, hint: str) -> None:
         super().__init__(what)
         self.status, self.what, self.hint = status, what, hint
-
-
-@dataclass(frozen=True)
-class ReleaseList:
-    """The releases of a file, the newest first."""
-
-    releases: Sequence[Release]
 
 
 class Dash:
@@ -106,10 +98,10 @@ class Dash:
         return await self._page("overview.jinja", run, tab="overview", parts=parts, identity=identity)
 
     async def live(self, request: Request) -> Response:
-        run = await self._run(request)
+        page = self._live_page(await self._run(request))
         if not self._streams.acquire(blocking=False):
             raise PageRefused(503, "too many browsers are connected", "close some of them, or reload the page by hand")
-        return EventStream(self._live_page(run), self.stopping, self._streams)
+        return EventStream(page, self.stopping, self._streams)
 
     async def versions(self, request: Request) -> Response:
         run, query = await self._run(request), request.query_params

@@ -68,7 +68,8 @@ class LiveView(RunView):
     """A `RunView` of a run that is watched: it keeps a bounded number of events (`THINNED`, `NEWEST`).
 
     `refresh` reads for about `budget_s` seconds: new lines first, then the past. `share_read` is the share of the bytes
-    that was read. Safe for one thread at a time. The run folder may be incomplete: without events there are none."""
+    that was read, `num_dropped` the number of blocks that were skipped since no line ends in them. Safe for one thread
+    at a time. The run folder may be incomplete: without events there are none."""
 
     def __init__(self, path: Path) -> None:
         self._files: dict[Path, _File] = {}

@@ -204,6 +204,8 @@ def _warnings(view: LiveView, running: bool, finished: bool) -> Iterator[str]:
         yield f"nobody runs it: it was stopped or killed{where}; continue it with etude run --resume"
     if not running:
         yield from view.unreadable()
+    if view.num_dropped:
+        yield f"events: {view.num_dropped} blocks have no end of a line, and were skipped"
     for sentence, times in recovered_failures(view)[-12:]:
         yield sentence + (f" ({times} times)" if times > 1 else "")
     alarm = view.latest("rewards.drift")

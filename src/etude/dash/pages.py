@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -105,7 +106,7 @@ def strip(tokens: TurnTokens) -> list[dict[str, Any]]:
     found, before = list[dict[str, Any]](), None
     rows = zip(tokens.texts, tokens.logprobs, tokens.steps, tokens.trained, tokens.advantages, strict=True)
     for at, (word, logprob, step, trained, advantage) in enumerate(rows, tokens.start):
-        shade = sum(logprob >= _LOG[i] for i in range(len(_LOG)))
+        shade = sum(logprob >= math.log(least) for least in SHADES)
         look = f"p{shade}" + (" trained" if trained else "") + _tone(advantage)
         fate = f"trained, advantage {advantage:+.3g}" if advantage is not None else "not trained"
         weights = "weights unknown" if step is None else f"weights of step {step}"
@@ -114,9 +115,6 @@ def strip(tokens: TurnTokens) -> list[dict[str, Any]]:
         found.append({"text": _shown(word), "look": look, "facts": facts, "version": changed})
         before = step
     return found
-
-
-_LOG = (-4.605170, -2.302585, -0.693147, -0.105361)  # logarithms of SHADES
 
 
 def _tone(advantage: float | None) -> str:

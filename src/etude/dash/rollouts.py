@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class RolloutPage:
         """The rollout as text; None if it cannot be read."""
         return None if self.shown is None else self.shown.view
 
-    @property
+    @functools.cached_property
     def turns(self) -> Sequence[TurnView]:
         """The turns that the page shows, with texts of bounded length."""
         return () if self.view is None else _bounded(self.view.turns[:MAX_TURNS])

@@ -218,8 +218,3 @@ class Runs:
             while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
             return found
-
-    def opened(self) -> list[ShownRun]:
-        """Return the runs whose events are in memory."""
-        with self._lock:
-            return list(self._open.values())

@@ -319,4 +319,4 @@ def test_runs_beyond_a_few_are_let_go_of(tmp_path: Path) -> None:
         write_events(tmp_path / f"run-{i}", {"a": [line(i, "session")]})
     runs = Runs(tmp_path, readers())
     assert all(runs.get(f"run-{i}") is not None for i in range(7))
-    assert [run.name for run in runs.opened()] == ["run-3", "run-4", "run-5", "run-6"]
+    assert [*runs._open] == ["run-3", "run-4", "run-5", "run-6"]
