@@ -27,6 +27,7 @@ SHARED = {
     "file_checksums",
     "grammars",
     "prices",
+    "sqlite_reading",
 }
 ALONE: dict[str, set[str]] = {
     # usable alone, and the siblings that it imports all the same
@@ -50,6 +51,7 @@ TORCH_FREE = {
     "evals",
     "inference",
     "dashboard",
+    "dash",
     "training",
     "plan",
     "production",

@@ -230,6 +230,7 @@ def _add_corpus_commands(commands: Commands[Parser]) -> None:
 
 
 def _add_inspection_commands(commands: Commands[Parser]) -> None:
+    _add_dash_command(commands)
     compare = add(commands, "compare", "reports:compare", "compare the held-out results of two runs, with intervals")
     compare.add_argument("run_a", type=Path, metavar="RUN", help="a run folder")
     compare.add_argument("run_b", type=Path, metavar="RUN", help="another run folder")
@@ -312,6 +313,20 @@ def _add_inspection_commands(commands: Commands[Parser]) -> None:
     audit = add(ledger, "audit", "reports:audit_ledger", "check that no rollout was lost or trained on twice")
     add_run(audit)
     audit.add_argument("--new", action="store_true", help="only what came after the last successful audit")
+
+
+def _add_dash_command(commands: Commands[Parser]) -> None:
+    about = "serve web pages of a run: versions, batches, rollouts with tokens, evaluations, fleet, releases, consent"
+    dash = add(commands, "dash", "dash:dash", about)
+    dash.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN|FOLDER", help="a run, or a folder of runs (default: the newest run)"
+    )
+    dash.add_argument("--releases", type=Path, metavar="FILE", help="also show the releases in this file")
+    dash.add_argument("--privacy", type=Path, metavar="DIR", help="also show the counts of this folder of consent")
+    dash.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    dash.add_argument("--port", type=port, default=8080, help="port to listen on (default: %(default)s)")
+    dash.add_argument("--key", help="key that browsers must send as password (default: $ETUDE_API_KEY, else none)")
+    dash.add_argument("--keys", type=Path, metavar="FILE", help="TOML file of keys, as for etude serve")
 
 
 def _add_task_commands(commands: Commands[Parser]) -> None:

@@ -62,6 +62,25 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trained: tuple[Trained, ...] = ()
 
 
+class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens of one turn, from token `start` of its `num_tokens`; all tuples have one value for each token.
+
+    - `texts`: the token as text. A token that is a part of a character has a replacement character.
+    - `logprobs`: the log-probability with which the engine sampled it.
+    - `steps`: the version step of the weights that sampled it; None if unknown.
+    - `trained`: whether it has loss in a sample of its batch. `advantages`: its advantage there, of the last such
+      sample; None without loss."""
+
+    turn: int
+    start: int
+    num_tokens: int
+    texts: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    steps: tuple[int | None, ...]
+    trained: tuple[bool, ...]
+    advantages: tuple[float | None, ...]
+
+
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout as text.
 

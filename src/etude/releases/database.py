@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import EtudeError, StoreError
+from etude.sqlite_reading import open_readonly
 
 _BUSY_S = 30.0
 _FORMAT = 1
@@ -42,25 +43,30 @@ class ReleaseDatabase:
     """The SQLite file with the releases at `path`. It is created if it does not exist. Use an object in one thread
     only.
 
-    All methods raise `StoreError` for a file that cannot be read or written."""
+    With `readonly` the file must exist, and nothing is written or created. All methods raise `StoreError` for a file
+    that cannot be read or written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, readonly: bool = False) -> None:
         self._path = path
         with self._errors():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+            if readonly:
+                self._connection = open_readonly(path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         try:
             with self._errors():
-                self._prepare()
+                self._prepare(readonly)
         except BaseException:
             self._connection.close()
             raise
 
-    def _prepare(self) -> None:
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
+    def _prepare(self, readonly: bool) -> None:
+        if not readonly:
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
         [found] = self._connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, _FORMAT):
+        if found != _FORMAT and (found or readonly):
             raise sqlite3.DatabaseError(f"it has format {found}, and this version of etude supports {_FORMAT}")
         if not found:
             self._connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")

@@ -36,12 +36,13 @@ class Releases:
 
     The file is created if it does not exist.
 
-    `signer` signs the pointers that are moved; None leaves them unsigned. Every `now` is in seconds since 1970. All
-    methods raise `StoreError` if the file cannot be used. Methods with the argument `store` also raise it if that store
-    does not answer; the same call, made again, then completes the change."""
+    With `readonly` the file must exist, and only the methods that read may be called. `signer` signs the pointers that
+    are moved; None leaves them unsigned. Every `now` is in seconds since 1970. All methods raise `StoreError` if the
+    file cannot be used. Methods with the argument `store` also raise it if that store does not answer; the same call,
+    made again, then completes the change."""
 
-    def __init__(self, path: Path, *, signer: Signer | None = None) -> None:
-        self._database, self._signer = ReleaseDatabase(path), signer
+    def __init__(self, path: Path, *, signer: Signer | None = None, readonly: bool = False) -> None:
+        self._database, self._signer = ReleaseDatabase(path, readonly=readonly), signer
 
     def close(self) -> None:
         """Close the file."""
