@@ -19,10 +19,10 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -49,7 +49,7 @@ from etude.gateway.keys import Keys, KeyUse
 from etude.gateway.model import ServedModel
 from etude.gateway.pump import EventPump, EventResponse
 from etude.gateway.recording import USER, offer_answers, offering
-from etude.gateway.requests import ChatRequest, check_results
+from etude.gateway.requests import ChatRequest, check_names, check_results
 from etude.seams import AnswerRecorder
 
 SUMMARIES = "x-etude-summaries"
@@ -262,12 +262,13 @@ class Gateway:
             parsed, cpu_s = timed() if on_loop else await next(iter(self.models.values())).run_in_thread(timed)
             quick = min(_LONG_BYTES, 5 * len(body) // 4)
             self._short_bytes = max(self._short_bytes, quick) if cpu_s < _SHORT_S else _SHORT_BYTES
+        check_names(parsed.tools)
         check_results(parsed.messages, parsed.prompt_field)
         wish = request.headers.get(SUMMARIES, "on").lower()
         if wish not in ("on", "off"):
             raise invalid_request(f"the header {SUMMARIES} is {wish[:100]!r}\n  hint: send on or off")
         if wish == "off":
-            parsed = msgspec.structs.replace(parsed, summaries=False)
+            parsed = replace(parsed, summaries=False)
         model = self._model(parsed.model)
         subject = request.headers.get(USER, "") or (record.key.name if record.key is not None else "")
         if self._router is not None and subject:

@@ -300,7 +300,7 @@ class ServedModel:
             raise invalid_request(f"logit_bias has a token id outside of [0, {self.chat.vocab_size})", "logit_bias")
         grammar = self._grammar(parsed, prompt_ids)
         return CompletionRequest(
-            request_id=f"{session_id}/{secrets.token_hex(16)}",
+            request_id=f"{session_id}/{uuid.uuid4().hex}",
             session_id=session_id,
             prompt_ids=prompt_ids,
             sampling=Sampling(

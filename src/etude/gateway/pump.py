@@ -87,8 +87,6 @@ class EventPump:
 
     async def close(self) -> None:
         """Stop sampling, and wait until it has stopped. Idempotent."""
-        if self._task.done():
-            return
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(self._task, return_exceptions=True)

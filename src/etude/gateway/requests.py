@@ -11,7 +11,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -25,7 +25,8 @@ _MAX_SIMILAR = 64  # kept conversations with the same beginning
 NEUTRAL_SAMPLING = {"top_p": 1, "repetition_penalty": 1}  # of the others it is 0
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
     """A request for the next message of a conversation, checked and with defaults filled in. A dialect's `read` returns
     one.
 
@@ -51,9 +52,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     - `echo`: fields of the body that the dialect repeats in its response."""
 
     model: str
-    messages: list[Message] = []
+    messages: list[Message] = field(default_factory=list)
     prompt: str | list[int] | None = None
-    tools: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = field(default_factory=list)
     must_call: bool = False
     parallel: bool = True
     n: int = 1
@@ -65,13 +66,13 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
-    sampling: dict[str, Any] = {}
+    sampling: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | bool | None = None
     top_logprobs: int | None = None
     prompt_field: str = "messages"
     schema_field: str = "response_format"
     summaries: bool = True
-    echo: dict[str, Any] = {}
+    echo: dict[str, Any] = field(default_factory=dict)
 
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -371,16 +372,10 @@ class ToolsCache(Generic[P]):
 
     def __init__(self, kind: type[P], convert: Callable[[list[P]], list[dict[str, Any]]]) -> None:
         decoder: Any = msgspec.json.Decoder(list[kind] | None)  # type: ignore[valid-type]
-
-        def keep(tools: list[P] | None, _: str) -> KeptTools:
-            kept = KeptTools(convert(tools or []))
-            check_names(kept)
-            return kept
-
-        self._kept = ParseCache[Any, KeptTools](decoder, keep)
+        self._kept = ParseCache[Any, KeptTools](decoder, lambda tools, _: KeptTools(convert(tools or [])))
 
     def read(self, tools: msgspec.Raw) -> KeptTools:
-        """Parse the field `tools` of a body. Raises `RequestRefused`, also for two tools with one name."""
+        """Parse the field `tools` of a body."""
         return self._kept.read(bytes(tools) or b"null", "tools")
 
 

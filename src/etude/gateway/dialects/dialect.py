@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +102,7 @@ class Dialect:
 
 def new_head(request: ChatRequest) -> ResponseHead:
     """Return the head of a new response, with a random id."""
-    return ResponseHead(secrets.token_hex(16), request.model, int(time.time()))
+    return ResponseHead(uuid.uuid4().hex, request.model, int(time.time()))
 
 
 def data_event(body: dict[str, Any]) -> bytes:
