@@ -166,7 +166,7 @@ def fake_engine() -> tuple[Any, Any]:
 
 
 class Server:
-    """A server process: its URL, and the CPU time of its threads."""
+    """A server process: its URL, and the times of its threads. `direct_s`: seconds of a call of its engine alone."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, direct_s: float) -> None:
         self._process, self.url, self.direct_s = process, url, direct_s
@@ -265,10 +265,9 @@ def percentiles(times: list[float], direct_ms: float) -> dict[str, float]:
 
 
 async def talks(
-    server: Server, clients: int, num: int, direct_ms: float, dialect: str = "chat", turns: int = TURNS, **options: Any
+    server: Server, clients: int, num: int, dialect: str = "chat", turns: int = TURNS, **options: Any
 ) -> dict[str, Any]:
-    """Measure the requests of many clients with `num` conversations each. `direct_ms`: the time of a call of the
-    engine."""
+    """Measure the requests of many clients with `num` conversations each."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         await talk(session, server.url, f"warm {time.time_ns()}", turns, NEW_CHARS, dialect, **options)
 
@@ -281,38 +280,38 @@ async def talks(
         before = server.times_ms()
         found = [one for part in await asyncio.gather(*(client(i) for i in range(clients))) for one in part]
         cpu_ms, wait_ms = (server.times_ms() - before) / len(found)
-        added_ms = percentiles(found, direct_ms)
+        added_ms = percentiles(found, 1e3 * server.direct_s)
         return {"added_ms": added_ms, "cpu_ms": round(cpu_ms, 3), "core_wait_ms": round(wait_ms, 3)}
 
 
-async def alone(server: Server, clients: int, num: int) -> dict[str, Any]:
-    """Measure a gateway with the policy in its process."""
-    direct_ms = 1e3 * server.direct_s
-    dialects, one_client, first_turn = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+async def alone(servers: Mapping[str, Server], clients: int, num: int) -> dict[str, dict[str, Any]]:
+    """Measure gateways with the policy in their processes, in turns. Returns the results by the name of the server."""
+    found: dict[str, dict[str, Any]] = {
+        name: {"dialects": {}, "one_client": {}, "first_turn": {}, "long": {}} for name in servers
+    }
     for dialect in SHAPES:
         for stream in (False, True):
-            name = f"{dialect}, {'streamed' if stream else 'whole'}"
-            dialects[name] = await talks(server, clients, num, direct_ms, dialect, stream=stream)
-            one_client[name] = await talks(server, 1, num, direct_ms, dialect, stream=stream)
-        first_turn[dialect] = await talks(server, 1, TURNS, direct_ms, dialect, turns=1)
-    long: dict[str, Any] = {}
+            kind = f"{dialect}, {'streamed' if stream else 'whole'}"
+            for part, number in (("dialects", clients), ("one_client", 1)):
+                for name, server in servers.items():
+                    found[name][part][kind] = await talks(server, number, num, dialect, stream=stream)
+        for name, server in servers.items():
+            found[name]["first_turn"][dialect] = await talks(server, 1, TURNS, dialect, turns=1)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        for part in ("chat", "responses"):
-            times, cpus = [], []
-            messages = long_talk(session, server, part)
-            async for wall_ms, cpu_ms in messages:
-                times.append(wall_ms - direct_ms)
-                cpus.append(cpu_ms)
-            first, last = ([float(np.median(x[at])) for x in (times, cpus)] for at in (slice(0, 20), slice(-20, None)))
-            long[part] = {
-                "first_ms": round(first[0], 3),
-                "last_ms": round(last[0], 3),
-                "ratio": round(last[0] / first[0], 2),
-                "first_cpu_ms": round(first[1], 3),
-                "last_cpu_ms": round(last[1], 3),
-                "cpu_ratio": round(last[1] / first[1], 2),
-            }
-    return {"dialects": dialects, "one_client": one_client, "first_turn": first_turn, "long": long}
+        for dialect in ("chat", "responses"):
+            for name, server in servers.items():
+                turns = np.array([turn async for turn in long_talk(session, server, dialect)])
+                first, last = np.median(turns[:20], 0), np.median(turns[-20:], 0)
+                first[0], last[0] = first[0] - 1e3 * server.direct_s, last[0] - 1e3 * server.direct_s
+                found[name]["long"][dialect] = {
+                    "first_ms": round(float(first[0]), 3),
+                    "last_ms": round(float(last[0]), 3),
+                    "ratio": round(float(last[0] / first[0]), 2),
+                    "first_cpu_ms": round(float(first[1]), 3),
+                    "last_cpu_ms": round(float(last[1]), 3),
+                    "cpu_ratio": round(float(last[1] / first[1]), 2),
+                }
+    return found
 
 
 async def long_talk(session: aiohttp.ClientSession, server: Server, dialect: str) -> AsyncIterator[tuple[float, float]]:
@@ -337,37 +336,41 @@ async def over_http(clients: int, num: int, before: str | None, litellm: str | N
     """Measure the gateway before an engine in another process, and LiteLLM's proxy before the same."""
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(Server.of("--engine"))
-        direct = Server(engine._process, f"{engine.url}/v1", 0.0)
         servers = {"etude": await stack.enter_async_context(Server.of("--serve", engine.url))}
         if before is not None:
             servers["before"] = await stack.enter_async_context(Server.of("--serve", engine.url, before=before))
         if litellm is not None:
             servers["litellm"] = await stack.enter_async_context(Server.litellm(litellm, engine.url))
-        plain = (await talks(direct, clients, num, 0.0))["added_ms"]
+        plain = (await talks(plain_http(engine, 0.0), clients, num))["added_ms"]
         found: dict[str, Any] = {"direct_ms": plain, "litellm": "not measured"}
         for name, server in servers.items():
-            found[name] = await talks(server, clients, num, plain["p50"])
+            server.direct_s = plain["p50"] / 1e3
+            found[name] = await talks(server, clients, num)
     return found
 
 
 async def http_only(clients: int, num: int) -> dict[str, Any]:
     """Measure a server that only reads a request and answers it after the time of the engine."""
     async with Server.of("--engine") as engine:
-        server = Server(engine._process, f"{engine.url}/v1", 0.0)
-        direct_ms = 1e3 * engine.direct_s
-        one = await talks(server, 1, num, direct_ms)
-        return {"one_client": one, "all_clients": await talks(server, clients, num, direct_ms)}
+        server = plain_http(engine, engine.direct_s)
+        return {"one_client": await talks(server, 1, num), "dialects": await talks(server, clients, num)}
+
+
+def plain_http(engine: Server, direct_s: float) -> Server:
+    """Return the engine as the server that clients ask for chat completions."""
+    return Server(engine._process, f"{engine.url}/v1", direct_s)
 
 
 async def measure(clients: int, num: int, before: str | None, litellm: str | None) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"http_only": await http_only(clients, num)}
-    async with Server.of("--serve") as server:
-        found |= await alone(server, clients, num)
-    if before is not None:
-        async with Server.of("--serve", before=before) as server:
-            found["before"] = await alone(server, clients, num)
+    plain = await http_only(clients, num)
+    async with contextlib.AsyncExitStack() as stack:
+        servers = {"etude": await stack.enter_async_context(Server.of("--serve"))}
+        if before is not None:
+            servers["before"] = await stack.enter_async_context(Server.of("--serve", before=before))
+        found = await alone(servers, clients, num)
     http = await over_http(clients, num, before, litellm)
-    return {"clients": clients, "turns": TURNS, "cores": len(os.sched_getaffinity(0)), **found, "over_http": http}
+    now = {"http_only": plain, **found.pop("etude"), **found, "over_http": http}
+    return {"clients": clients, "turns": TURNS, "cores": len(os.sched_getaffinity(0)), **now}
 
 
 def main() -> None:
