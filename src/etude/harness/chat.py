@@ -203,7 +203,7 @@ class ChatFormat:
         `ChatError` for messages that the template cannot render."""
         escaped = self._escape_messages(messages, signatures or {})
         rendering = self._render(escaped, signatures or {}, generate=True)
-        return self.tokens.encode_rendering(rendering, max_tokens=max_tokens)
+        return self.tokens.encode_rendering(rendering, max_tokens=max_tokens, begins=True)
 
     def continuation(
         self,
