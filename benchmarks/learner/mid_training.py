@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150_000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--optimizer", type=OptimizerKind, default=OptimizerKind.ADAMW)
+    parser.add_argument("--sharded", action="store_true", help="FSDP2, where the model is held by each rank otherwise")
     args = parser.parse_args()
     model = build(RunConfig, read(LAPTOP)).model
     config = MidTrainingConfig(num_tokens=args.tokens, optimizer=args.optimizer)
@@ -45,14 +46,16 @@ def main() -> None:
         folder = Path(name)
         write_corpus(folder / "corpus", texts(args.tokens, model.vocab_size, config.document_tokens))
         telemetry = Telemetry(folder / "events" / "learner.jsonl", process="learner")
-        mid_train(config, folder / "corpus", folder / "mid", model=model, ranks=args.ranks, telemetry=telemetry)
+        settings = {"replicated": False} if args.sharded else {}
+        out = folder / "mid"
+        mid_train(config, folder / "corpus", out, model=model, ranks=args.ranks, telemetry=telemetry, **settings)
         telemetry.close()
         steps = [event for event in read_events(folder / "events") if event["kind"] == "mid.step"]
     first, last = steps[WARM if len(steps) > 2 * WARM else 0], steps[-1]
     used = resource.getrusage(resource.RUSAGE_CHILDREN if args.ranks > 1 else resource.RUSAGE_SELF)
     rate = (last["tokens"] - first["tokens"]) / (last["t"] - first["t"])
     numbers = {"tokens_per_s": round(rate), "cpu_s": round(used.ru_utime + used.ru_stime, 1), "loss": last["loss"]}
-    report("mid_training", {"ranks": args.ranks, "optimizer": str(args.optimizer), **numbers})
+    report("mid_training", {"ranks": args.ranks, "sharded": args.sharded, "optimizer": str(args.optimizer), **numbers})
 
 
 if __name__ == "__main__":

@@ -182,7 +182,12 @@ def mid_train(
         probe=copy_probe,
         telemetry=None if telemetry is None else (telemetry.path, telemetry.process),
     )
-    return begin(job) or end(job, run_ranks(_train_rank, job, ranks=1 if alone else ranks)[0])
+    return run_job(job, alone=alone)
+
+
+def run_job(job: Job, *, alone: bool = False) -> MidTrained:
+    """Train with ranks on this machine, or `alone`, as `mid_train` does. Returns the result, or that of before."""
+    return begin(job) or end(job, run_ranks(_train_rank, job, ranks=1 if alone else job.learner.ranks)[0])
 
 
 def make_job(

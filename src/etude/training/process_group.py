@@ -197,7 +197,7 @@ class ShareAccumulator:
 
     def __init__(self, gradient: torch.Tensor) -> None:
         """Begin a row. `gradient`: the buffer that every backward pass adds to, which is cleared."""
-        self._gradient, self._before = gradient, gradient.clone()
+        self._gradient, self._before = gradient, gradient.clone() if bool(gradient.any()) else None
         self._shares: list[torch.Tensor] = []
         gradient.zero_()
 
@@ -208,4 +208,6 @@ class ShareAccumulator:
 
     def finish_row(self) -> None:
         """Add the sum of the row's shares to the gradient before the row. Call it after the last share."""
-        self._gradient.copy_(self._before + tree_sum(self._shares))
+        self._gradient.copy_(tree_sum(self._shares))
+        if self._before is not None:
+            self._gradient.add_(self._before)
