@@ -100,7 +100,7 @@ class ReplicatedTensors:
         every = sent.new_empty(self._size * longest)
         distributed.all_gather_into_tensor(every, sent)
         found = {}
-        for names, flat in zip(by_rank, every.split(longest), strict=True):
+        for names, flat in zip(by_rank, torch.split(every, longest), strict=True):
             at = 0
             for name in names:
                 found[name] = flat[at : at + like[name].numel()].view(like[name].shape)
