@@ -31,7 +31,7 @@ from etude.tasks.scripts import WithCopyProbe
 from etude.telemetry import Telemetry
 from etude.training.batches import group_by_budget
 from etude.training.data_parallel import RankDied
-from etude.training.mid_training import Job, MidTrained, begin, default_ranks, end, make_job, run_job, train
+from etude.training.mid_training import Job, MidTrained, begin, default_ranks, end, run_job, train
 from etude.training.process_group import ProcessGroup
 
 FORWARD_TOKENS = 8192  # of one forward pass of the copy probe
@@ -96,19 +96,19 @@ def job_of(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> Job:
     """Return the job of a run: a new model, or its starting checkpoint."""
     start = None if config.start is None else run / "checkpoints" / "start"
     model = config.model if start is None else start_model_config(start)
-    return make_job(
+    return Job(
         config.mid_training,
         model,
-        config.learner,
-        ranks=default_ranks(config.learner),
+        run / "checkpoints" / "mid",
         corpus=run / "corpus" if start is None else None,
-        out=run / "checkpoints" / "mid",
+        ranks=default_ranks(config.learner),
+        seed=config.seed,
         start=start,
         assets=run / "tokenizer",
-        seed=config.seed,
-        numerics=config.numerics,
-        probe=copy_probe(run, config, context_tokens=model.context_tokens),
         telemetry=(telemetry.path, telemetry.process),
+        probe=copy_probe(run, config, context_tokens=model.context_tokens),
+        learner=config.learner,
+        numerics=config.numerics,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -18,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -80,22 +80,44 @@ class MidTrained:
 
 @dataclass(frozen=True)
 class Job:
-    """What `mid_train` is called with, for each rank.
-
-    `learner`: the settings of `MidTrainingConfig.learner`. `replicated`: whether each rank holds the full model."""
+    """What `mid_train` is called with, for each rank. `learner` are the settings of `[learner]`."""
 
     config: MidTrainingConfig
     model: ModelConfig
-    learner: LearnerConfig
-    corpus: Path | None
     out: Path
+    corpus: Path | None = None
+    ranks: int = 1
+    seed: int = 0
     start: Path | None = None
     assets: Path | None = None
-    seed: int = 0
-    numerics: NumericsConfig = NumericsConfig()  # noqa: RUF009  frozen
-    replicated: bool = True
-    probe: Probe | None = None
     telemetry: tuple[Path, str] | None = None
+    probe: Probe | None = None
+    learner: LearnerConfig = LearnerConfig()  # noqa: RUF009  frozen
+    numerics: NumericsConfig = NumericsConfig()  # noqa: RUF009  frozen
+    replicated: bool | None = None
+
+    @functools.cached_property
+    def settings(self) -> LearnerConfig:
+        """The settings with which this job trains. Raises `ConfigError` for settings that do not fit together."""
+        if self.config.lora_rank and self.start is None:
+            hint = "set mid_training.lora_rank = 0, or start from a checkpoint"
+            raise ConfigError(
+                f"mid_training.lora_rank = {self.config.lora_rank} trains adapters of a new model", hint=hint
+            )
+        try:
+            return self.config.learner(self.learner, ranks=self.ranks)
+        except ValueError as error:
+            raise ConfigError(
+                "mid-training cannot use these settings of [learner]", str(error), hint="change them"
+            ) from None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank holds the full model."""
+        if self.replicated is None:
+            small = BYTES_PER_PARAMETER * self.model.num_parameters <= REPLICATED_BYTES
+            return small and self.learner.expert_parallel == 1
+        return self.replicated
 
     @property
     def partial(self) -> Path:
@@ -117,8 +139,8 @@ class Job:
         start = str(self.start)
         if self.start is not None and (self.start / SUMS).is_file():
             start = file_digest(self.start / SUMS)
-        learner, mode = self.learner, self.numerics.mode
-        computed = [learner.dtype, learner.weights, learner.lora_alpha, learner.lora_on, mode]
+        used, mode = self.settings, self.numerics.mode
+        computed = [used.dtype, used.weights, used.lora_alpha, used.lora_on, mode]
         plain = [to_plain(self.config), to_plain(self.model), self.seed, start, list(corpora.values()), computed]
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
@@ -167,59 +189,35 @@ def mid_train(
     Raises `RunError` when a rank dies or a checkpoint was made with other settings, `ConfigError` for settings that do
     not fit together, `TaskError`, `InputError` or `CorpusError` for a missing or damaged corpus, `CheckpointError` for
     disk errors, and `DeadlineExceeded` when the ranks make no progress."""
-    job = make_job(
+    job = Job(
         config,
         model,
-        learner,
-        ranks=ranks,
-        replicated=replicated,
+        Path(out_dir),
         corpus=None if corpus_dir is None else Path(corpus_dir),
-        out=Path(out_dir),
+        ranks=ranks,
+        seed=seed,
         start=None if start is None else Path(start),
         assets=None if assets is None else Path(assets),
-        seed=seed,
-        numerics=numerics,
-        probe=copy_probe,
         telemetry=None if telemetry is None else (telemetry.path, telemetry.process),
+        probe=copy_probe,
+        learner=learner,
+        numerics=numerics,
+        replicated=replicated,
     )
     return run_job(job, alone=alone)
 
 
 def run_job(job: Job, *, alone: bool = False) -> MidTrained:
     """Train with ranks on this machine, or `alone`, as `mid_train` does. Returns the result, or that of before."""
-    return begin(job) or end(job, run_ranks(_train_rank, job, ranks=1 if alone else job.learner.ranks)[0])
-
-
-def make_job(
-    config: MidTrainingConfig,
-    model: ModelConfig,
-    learner: LearnerConfig,
-    *,
-    ranks: int,
-    replicated: bool | None = None,
-    **others: Any,
-) -> Job:
-    """Return the job of `ranks` ranks. The arguments are those of `mid_train` and `Job`.
-
-    Raises `ConfigError` for settings that do not fit together."""
-    if config.lora_rank and others.get("start") is None:
-        hint = "set mid_training.lora_rank = 0, or start from a checkpoint"
-        raise ConfigError(f"mid_training.lora_rank = {config.lora_rank} trains adapters of a new model", hint=hint)
-    try:
-        settings = config.learner(learner, ranks=ranks)
-    except ValueError as error:
-        raise ConfigError("mid-training cannot use the settings of [learner]", str(error), hint="change them") from None
-    if replicated is None:
-        small = BYTES_PER_PARAMETER * model.num_parameters <= REPLICATED_BYTES
-        replicated = small and learner.expert_parallel == 1
-    return Job(config, model, settings, replicated=replicated, **others)
+    return begin(job) or end(job, run_ranks(_train_rank, job, ranks=1 if alone else job.ranks)[0])
 
 
 def begin(job: Job) -> MidTrained | None:
     """Verify the corpora, and write the initial weights of a new model. Call it in one process, before `train`.
 
     Returns the result if there is one already."""
-    verify_corpora(job.plans, model=job.model)  # report errors of the corpora before ranks start
+    device_for(job.settings.device)  # reports errors of settings before ranks start, as the next line those of corpora
+    verify_corpora(job.plans, model=job.model)
     if (job.out / RESULT).is_file():
         shutil.rmtree(job.partial, ignore_errors=True)
         return _finished(job)
@@ -250,7 +248,7 @@ def _train_rank(ranks: RankGroup, job: Job) -> MidTrained:
         return train(job, SINGLE_PROCESS)
     from etude.training.sharded import ShardedProcessGroup, join  # which need torch.distributed
 
-    return train(job, ShardedProcessGroup(join(job.learner)))
+    return train(job, ShardedProcessGroup(join(job.settings)))
 
 
 def train(job: Job, group: ProcessGroup) -> MidTrained:
@@ -298,17 +296,17 @@ class TextTraining:
             if saved is not None:
                 self._read_progress(saved)
         path = saved or job.start or job.partial / NEW
-        device, numerics = group.device(job.learner.device), dataclasses.replace(job.numerics, quantise=Quantise.NONE)
+        device, numerics = group.device(job.settings.device), dataclasses.replace(job.numerics, quantise=Quantise.NONE)
         self.core = TrainingCore(
             LoadRequest(
                 path=path,
-                config=job.learner,
-                operators=operators_for(numerics, getattr(torch, job.learner.dtype), device=device),
+                config=job.settings,
+                operators=operators_for(numerics, getattr(torch, job.settings.dtype), device=device),
                 device=device,
                 quantise=Quantise.NONE,
                 seed=job.seed,
                 resumed=saved is not None,
-                replicated=job.replicated,
+                replicated=job.is_replicated,
             ),
             group=group,
             weight_decay=config.weight_decay,
@@ -331,19 +329,7 @@ class TextTraining:
         losses: list[tuple[float, float]] = []
 
         def backward(_: int, pieces: list[int]) -> None:
-            rows = self._rows(documents, spans[pieces])
-            done = self._forward(rows)
-            with self.group.propagate_errors("forward pass"):
-                loss = text_loss(done.logits, rows.targets_R, normaliser=num_targets)
-                balance = loss.new_zeros(()) if done.balance is None else done.balance
-                balance = balance * (rows.num_tokens / num_inputs)
-                total = loss + self.job.config.balance * balance
-                losses.append((float(loss.detach()), float(balance.detach())))
-            with self.group.collective("backward pass"):
-                total.backward()  # type: ignore[no-untyped-call]
-            if rows.num_tokens:
-                self.core.balance.count(done.live)
-            progress.tick()
+            losses.append(self._share(documents, spans[pieces], num_targets=num_targets, num_inputs=num_inputs))
 
         self.core.accumulate(self._packed(spans), backward)
         first, *ends = [*self._first_steps[self.phase :], len(self.batches)]
@@ -360,6 +346,24 @@ class TextTraining:
         self.step = number
         self._report(balance_loss=balance_loss, lr=lr, grad_norm=norm)
 
+    def _share(
+        self, documents: TokenizedDocuments, pieces: Spans, *, num_targets: int, num_inputs: int
+    ) -> tuple[float, float]:
+        """Run the forward and backward pass of one share of a batch. Returns its parts of (loss, balance loss).
+
+        `num_targets`, `num_inputs`: the numbers of tokens with a loss, and of tokens, in the full batch."""
+        rows = self._rows(documents, pieces)
+        done = self._forward(rows)
+        loss = text_loss(done.logits, rows.targets_R, normaliser=num_targets)
+        balance = loss.new_zeros(()) if done.balance is None else done.balance
+        balance = balance * (rows.num_tokens / num_inputs)
+        with self.group.collective("backward pass"):
+            (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
+        if rows.num_tokens:
+            self.core.balance.count(done.live)
+        progress.tick()
+        return float(loss.detach()), float(balance.detach())
+
     def _enter_phase(self) -> None:
         """Use the phase of this step, and its RoPE."""
         self.phase = bisect.bisect_right(self._first_steps, self.step) - 1
@@ -368,8 +372,8 @@ class TextTraining:
 
     def _packed(self, spans: Spans) -> list[Row]:
         """Distribute pieces of documents over forward passes and ranks. Returns their indices."""
-        learner, lengths = self.job.learner, (spans[:, 1] - spans[:, 0]).tolist()
-        return list(pack(lengths, shares=learner.shares, budget_tokens=learner.budget_tokens, cost=self._cost))
+        used, lengths = self.job.settings, (spans[:, 1] - spans[:, 0]).tolist()
+        return list(pack(lengths, shares=used.shares, budget_tokens=used.budget_tokens, cost=self._cost))
 
     def _rows(self, documents: TokenizedDocuments, pieces: Spans) -> TokenBatch:
         """Return this rank's part of the tokens of one forward pass, on its device."""

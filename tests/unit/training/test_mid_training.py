@@ -136,9 +136,7 @@ def test_progress_of_an_older_version_is_refused(tmp_path: Path, corpus: Path) -
 
 
 def test_each_forward_is_a_sign_of_life_however_many_a_step_has(tmp_path: Path, corpus: Path) -> None:
-    job = mid_training.make_job(
-        CONFIG, SIZES, LearnerConfig(budget_tokens=1), ranks=1, corpus=corpus, out=tmp_path / "mid"
-    )
+    job = mid_training.Job(CONFIG, SIZES, tmp_path / "mid", corpus=corpus, learner=LearnerConfig(budget_tokens=1))
     mid_training.begin(job)
     run = mid_training.TextTraining(job, SINGLE_PROCESS)
     before = progress.count()

@@ -17,7 +17,7 @@ from etude.config import build
 from etude.corpus import Corpus, build_corpus
 from etude.errors import ConfigError, CorpusError, InputError
 from etude.models import ModelConfig, load_model
-from etude.training import LearnerConfig, MidTrained, MidTrainingConfig, mid_train, write_corpus
+from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
 from etude.training.config import MidTrainingPhase
 from etude.training.mid_training_phases import open_documents, plan_phases, verify_corpora
 from etude.training.process_group import SINGLE_PROCESS
@@ -156,7 +156,7 @@ def test_phases_have_their_own_rates_lengths_and_rope_which_the_result_keeps(
             rates[self.plans[self.phase].settings.name].append(values["lr"])
 
     out = tmp_path / "mid"
-    job = mid_training.make_job(config, SIZES, LearnerConfig(), ranks=1, corpus=None, out=out, assets=tokenizer)
+    job = mid_training.Job(config, SIZES, out, assets=tokenizer)
     mid_training.begin(job)
     run = Reporting(job, SINGLE_PROCESS)
     for spans in run.batches:

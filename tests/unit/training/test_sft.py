@@ -20,7 +20,7 @@ from etude.corpus import Corpus
 from etude.errors import ConfigError, CorpusError
 from etude.models import ModelConfig, Transformer, hf_views, load_model
 from etude.models.attention import Packed
-from etude.training import LearnerConfig, MidTrained, MidTrainingConfig, mid_train
+from etude.training import MidTrained, MidTrainingConfig, mid_train
 from etude.training.batches import split_documents
 from etude.training.config import LossTokens, MidTrainingPhase
 from etude.training.corpus import Documents
@@ -85,9 +85,7 @@ def test_the_gradient_of_a_step_is_that_of_the_mean_over_said_tokens_by_hand(
     config: MidTrainingConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assets = corpus.folder.parent / "checkpoint"
-    job = mid_training.make_job(
-        config, SIZES, LearnerConfig(), ranks=1, corpus=None, out=tmp_path / "mid", assets=assets
-    )
+    job = mid_training.Job(config, SIZES, tmp_path / "mid", assets=assets)
     mid_training.begin(job)
     run, found = mid_training.TextTraining(job, SINGLE_PROCESS), dict[str, torch.Tensor]()
     optimizer = run.core.optimizer
