@@ -106,7 +106,8 @@ class TrainingCore:
                 self.optimizer, self.trainable.views, lr=lr, step=step, propagate_errors=group.propagate_errors
             )
         self.trainable.sync_model()
-        group.all_reduce(self.balance.load_LE)
+        if self.balance.load_LE.numel():
+            group.all_reduce(self.balance.load_LE)
         self.balance.update()
         return norm
 

@@ -129,6 +129,7 @@ def _main(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s + 60)
     )
     try:
+        distributed.all_reduce(torch.zeros(1))  # or one could end while another still connects to it
         beats[rank] = 1  # started
         threading.Thread(target=_report, args=(rank, beats), name="progress", daemon=True).start()
         answer.send((work(RankGroup(rank, size), job), None))
