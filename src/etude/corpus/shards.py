@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from etude import progress
 from etude.corpus.hashes import U64
 from etude.errors import CorpusError, InputError
 from etude.file_checksums import file_digest, sealed, verify_json
@@ -339,6 +340,7 @@ class PhaseTokens:
         for facts, shard in zip(corpus.phase(phase).shards, self._shards, strict=True):
             parts.append(np.stack([shard.starts_D[:-1], shard.starts_D[1:]], 1) + first)
             keys.append(corpus.keys(facts))
+            progress.tick()
             if len(keys[-1]) != len(shard):
                 facts_of = f"it names {len(keys[-1]):,} documents, and {facts.file} has {len(shard):,}"
                 raise CorpusError(f"{corpus.folder / facts.provenance} is damaged", facts_of, hint=_REMAKE)

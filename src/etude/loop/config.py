@@ -296,6 +296,9 @@ class RunConfig:
     def _check_mid_training(self) -> None:
         """Refuse corpora of mid-training that do not go with `start`. Raises `ConfigError`."""
         corpora = [phase.corpus for phase in self.mid_training.settings()]
+        if self.mid_training.lora_rank and self.start is None:
+            hint = "set mid_training.lora_rank = 0, or start from a checkpoint"
+            raise ConfigError("mid_training.lora_rank is set and `start` is not", "a new model has no base", hint=hint)
         if self.start is None and self.mid_training.uses_corpus:
             facts = "a run without `start` trains a tokeniser of its own, and this corpus has another one"
             hint = "set start to a checkpoint with the tokeniser of the corpus"

@@ -88,8 +88,6 @@ def preflight(
         check_rank(config.model, config.learner.lora_rank)
         config.model.per_rank(config.numerics.degree)
         check_step(config, config.model, log)
-        if config.learner.device.startswith("cuda"):
-            log(f"mid-training runs on the CPU; learner.device = {config.learner.device!r} is used by RL only")
     check_hints(config.rewards)
     for term in config.rewards.terms:
         if term.from_step > config.rl.steps:

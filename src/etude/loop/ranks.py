@@ -45,7 +45,8 @@ REPORT_S = 1.0
 NUM_KEPT_CALLS = 8
 """Keys of calls are deleted after so many further calls. By then every rank has read them: all calls except
 `finish_publish` and `defend` end with every rank, and at most two of these come in a row."""
-MET = "met"  # key that is set when all ranks have connected
+MET = "met"
+"""Key that is set when all ranks have connected, to what they are: "learner" or "mid-training"."""
 
 
 class RankProgress:
@@ -151,9 +152,20 @@ class Leader:
     """Rank 0's control of the other ranks: starts the local ones and sends all ranks their calls.
 
     Create it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` of the
-    ranks connect from other machines, to the address `at` of this one."""
+    ranks connect from other machines, to the address `at` of this one. The ranks make the calls of `program`: the
+    methods of `LearnerProcess` ("learner"), or of `loop.mid_training.MidTraining` ("mid-training")."""
 
-    def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        config: RunConfig,
+        telemetry: Telemetry,
+        *,
+        program: str = "learner",
+        at: str = "",
+        away: int = 0,
+    ) -> None:
+        self._program = program
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
         self._here, self._calls = config.learner.ranks - away, 0
         self._group: ShardedProcessGroup | None = None
@@ -174,7 +186,7 @@ class Leader:
         if self._group is None:
             if self._listener is not None:
                 self._wait_for_ranks(self._listener)
-            self._store.set(MET, "")
+            self._store.set(MET, self._program)
             ranks, limit_s = self._config.learner.ranks, progress_limit_s(self._config)
             self._progress = RankProgress(connect_store(self._store.host, self._store.port), 0, ranks, limit_s)
             self._progress.watch(self.lost)

@@ -113,9 +113,15 @@ def write_config_files(
         router = model.architecture.hf_name(".mlp.gate.").strip(".")
         config["quantization_config"] = quantization_config(quantise, router=router)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if assets is not None:
+        copy_assets(Path(assets), folder)
+
+
+def copy_assets(assets: Path, folder: Path) -> None:
+    """Copy the tokeniser files that `assets` has into `folder`."""
     for asset in ASSETS:
-        if assets is not None and (Path(assets) / asset).is_file():
-            shutil.copyfile(Path(assets) / asset, folder / asset)
+        if (assets / asset).is_file():
+            shutil.copyfile(assets / asset, folder / asset)
 
 
 def _carried(assets: Path | str | None) -> dict[str, object]:

@@ -295,7 +295,10 @@ class PhaseSettings:
 
 @dataclass(frozen=True)
 class MidTrainingConfig:
-    """The `[mid_training]` section of a run's config. Mid-training runs in float32 on the CPU, one rank per core.
+    """The `[mid_training]` section of a run's config.
+
+    Ranks, device, dtype of activations, `budget_tokens`, `recompute`, and the scale and matrices of adapters are those
+    of `[learner]` (`training.mid_training.default_ranks`).
 
     - `corpus`: a folder of `etude corpus build`, for a run with a starting checkpoint (`start`). None: a run without
       `start` uses its own corpus (`[corpus]`), and a run with `start` has no mid-training.
@@ -306,6 +309,8 @@ class MidTrainingConfig:
     - `document_tokens`: documents longer than this or than `batch_tokens` are split.
     - `lr`: warm-up, constant, then linear decay to 3 % from 60 % of the steps on.
     - `optimizer`: "muon" learns more from each token and takes more time for a step; the ranks share this extra work.
+    - `lora_rank`: the rank of LoRA adapters of a starting checkpoint, which are merged into the result; 0: train all
+      weights, in float32. Adapters leave the router biases as they are.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
       model families that have one.
     - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps.
@@ -319,6 +324,7 @@ class MidTrainingConfig:
     document_tokens: int = ranged(512, low=2)
     lr: float = ranged(3e-3, low=0.0)
     optimizer: OptimizerKind = OptimizerKind.ADAMW
+    lora_rank: int = ranged(0, low=0, high=4096)
     warmup_steps: int = ranged(20, low=0)
     weight_decay: float = ranged(0.01, low=0.0)
     grad_clip: float = ranged(1.0, low=0.0)
@@ -329,12 +335,36 @@ class MidTrainingConfig:
     phases: tuple[MidTrainingPhase, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.lora_rank and self.optimizer is OptimizerKind.MUON:
+            raise ValueError(f"mid_training.lora_rank = {self.lora_rank} needs mid_training.optimizer = 'adamw'")
         names = [phase.name for phase in self.phases]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(
                     f"{names.count(name)} of mid_training.phases are called {name!r}: names must be unique"
                 )
+
+    def learner(self, learner: LearnerConfig, *, ranks: int) -> LearnerConfig:
+        """Return the settings with which `ranks` ranks train, from those of `[learner]` that do not belong to RL.
+
+        Raises `ValueError` for a number of ranks that cannot share experts or texts."""
+        return LearnerConfig(
+            grad_clip=self.grad_clip,
+            budget_tokens=learner.budget_tokens,
+            balance=self.balance,
+            balance_bias=0.0 if self.lora_rank else self.balance_bias,
+            weights=learner.weights if self.lora_rank else LiveWeights.F32,
+            dtype=learner.dtype,
+            optimizer=self.optimizer,
+            ranks=ranks,
+            expert_parallel=learner.expert_parallel,
+            context_parallel=learner.context_parallel,
+            device=learner.device,
+            recompute=learner.recompute,
+            lora_rank=self.lora_rank,
+            lora_alpha=learner.lora_alpha,
+            lora_on=learner.lora_on,
+        )
 
     def settings(self) -> tuple[PhaseSettings, ...]:
         """Return the settings of each phase. If `phases` is empty, there is one phase without a name.

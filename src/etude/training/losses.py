@@ -1,4 +1,4 @@
-"""Policy losses, KL estimators and entropy: pure functions of tensors, each with its source.
+"""Losses of texts and policies, KL estimators and entropy: pure functions of tensors, each with its source.
 
 Shapes: R rows, one per sampled token; V vocabulary size. Log-probabilities are in nats."""
 
@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
+
+
+def text_loss(logits_RV: torch.Tensor, targets_R: torch.Tensor, *, normaliser: float) -> torch.Tensor:
+    """Compute the loss of mid-training: the negative log-likelihood of the next tokens, in nats. Returns a scalar.
+
+    `logits_RV`: float32, of the tokens whose next one has a loss. `normaliser`: the divisor of the sum, which is the
+    number of tokens with a loss in the full batch."""
+    return F.cross_entropy(logits_RV, targets_R, reduction="sum") / normaliser
 
 
 @dataclass(frozen=True)

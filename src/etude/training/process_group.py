@@ -27,8 +27,8 @@ from etude.numerics.device import device_for
 from etude.numerics.exact import tree_sum
 from etude.numerics.operators import Operators
 from etude.training.exact_sum import exact_norm
-from etude.training.flat_batch import FlatBatch
 from etude.training.optimizer import AdamW
+from etude.training.token_batch import TokenBatch, Tokens
 from etude.training.trainable import LoadRequest, Trainable, load_trainable
 
 T = TypeVar("T")
@@ -38,8 +38,7 @@ file is not named *.safetensors, since vLLM loads every such file as weights."""
 
 
 class ProcessGroup(Protocol):
-    """The ranks of a learner, as seen by one of them. All ranks must make the same calls together, except `device` and
-    `own_shares`.
+    """The ranks of a learner, as seen by one of them. All calls but `device` and `own_shares` are collective.
 
     A share is the part of a batch that one data-parallel rank computes."""
 
@@ -47,18 +46,17 @@ class ProcessGroup(Protocol):
     size: int
 
     def device(self, name: str) -> torch.device:
-        """Return this rank's device: the device that the setting `name` names; for a setting without a number, the
-        rank's own GPU."""
+        """Return this rank's device: the one that the setting `name` asks for, or the rank's own GPU."""
 
     def own_shares(self, shares: int) -> range:
         """Return which of the `shares` parts of a batch this rank computes, as indices."""
 
-    def local_tokens(self, rows: FlatBatch) -> FlatBatch:
+    def local_tokens(self, rows: Tokens) -> Tokens:
         """Return the tokens of a share that this rank computes.
 
         These are all tokens or, with context parallelism, a part of each text."""
 
-    def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
+    def cache(self, rows: TokenBatch, operators: Operators) -> Cache:
         """Return the `Cache` for one forward pass of `rows`, which `local_tokens` returned.
 
         With context parallelism, the cache lets this rank's tokens attend to those of other ranks."""
@@ -133,10 +131,10 @@ class SingleProcess:
     def own_shares(self, shares: int) -> range:
         return range(shares)
 
-    def local_tokens(self, rows: FlatBatch) -> FlatBatch:
+    def local_tokens(self, rows: Tokens) -> Tokens:
         return rows
 
-    def cache(self, rows: FlatBatch, operators: Operators) -> Cache:
+    def cache(self, rows: TokenBatch, operators: Operators) -> Cache:
         return rows.cache(operators)
 
     def propagate_errors(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -199,7 +197,7 @@ class ShareAccumulator:
 
     def __init__(self, gradient: torch.Tensor) -> None:
         """Begin a row. `gradient`: the buffer that every backward pass adds to, which is cleared."""
-        self._gradient, self._before = gradient, gradient.clone()
+        self._gradient, self._before = gradient, gradient.clone() if bool(gradient.any()) else None
         self._shares: list[torch.Tensor] = []
         gradient.zero_()
 
@@ -209,6 +207,7 @@ class ShareAccumulator:
         self._gradient.zero_()
 
     def finish_row(self) -> None:
-        """Restore the gradient from before the row, and add the sum of the row's shares to it. Call it after the
-        last share."""
-        self._gradient.copy_(self._before + tree_sum(self._shares))
+        """Add the sum of the row's shares to the gradient before the row. Call it after the last share."""
+        self._gradient.copy_(tree_sum(self._shares))
+        if self._before is not None:
+            self._gradient.add_(self._before)

@@ -56,6 +56,9 @@ class Trainable(Protocol):
     def write(self, folder: Path) -> None:
         """Write a checkpoint directory, without the learner's state."""
 
+    def write_model(self, folder: Path) -> None:
+        """Write a Hugging Face directory of the full model, into which adapters are merged."""
+
 
 class FullWeights:
     """A `Trainable` that trains all weights of a model."""
@@ -82,12 +85,15 @@ class FullWeights:
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)
 
+    write_model = write
+
 
 @dataclass(frozen=True)
 class LoadRequest:
     """A checkpoint to load, and the settings to load it with.
 
-    `seed`: for the initial adapters. `resumed`: whether a learner saved it; otherwise it is a starting checkpoint."""
+    `seed`: for the initial adapters. `resumed`: whether a learner saved it; otherwise it is a starting checkpoint.
+    `replicated`: whether each of several ranks holds the full model, instead of a part of it."""
 
     path: Path
     config: LearnerConfig
@@ -96,6 +102,7 @@ class LoadRequest:
     quantise: Quantise
     seed: int
     resumed: bool
+    replicated: bool = False
 
     @property
     def base(self) -> Path:
@@ -163,6 +170,9 @@ class LoraWeights:
     def write(self, folder: Path) -> None:
         kind = stored_dtype(self._weights)
         write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
+
+    def write_model(self, folder: Path) -> None:
+        write_model(self.model, folder, dtype=self._weights, assets=self._base)
 
 
 def load_trainable(request: LoadRequest) -> Trainable:

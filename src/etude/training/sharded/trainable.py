@@ -84,8 +84,13 @@ class ShardedWeights:
 
     def write(self, folder: Path) -> None:
         """Write a Hugging Face directory, with one weights file per rank. A collective call."""
+        self.write_model(folder)
+
+    def write_model(self, folder: Path) -> None:
         group = self._group
-        tensors = self._full_tensors(self.views()) | {name: one.clone() for name, one in self._others.items()}
+        self.model.reshard()  # type: ignore[operator]
+        rows = {name: local_part(p) for name, p in self.model.named_parameters()}
+        tensors = self._full_tensors(rows) | {name: one.clone() for name, one in self._others.items()}
         file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
         with group.propagate_errors("weights"):
             save_tensors(tensors, folder / file)
