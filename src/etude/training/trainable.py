@@ -198,7 +198,7 @@ def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
     """Return the modules of a model that get adapters, by the last parts of their names."""
     inside, names = (
         model.config.architecture.etude_name,
-        [name for matrix in quantisable_matrices(model) for name in matrix.rows],
+        [name for matrix in quantisable_matrices(model, mtp=False) for name in matrix.rows],
     )
     is_mlp = {module_name(name): module_name(inside(name)) in MLP for name in names}
     return tuple(sorted(name for name in is_mlp if on is LoraOn.ALL or is_mlp[name] == (on is LoraOn.MLP)))
