@@ -231,6 +231,17 @@ class ModelConfig:
         yarn = Yarn(factor=factor, original_tokens=self.context_tokens)
         return replace(self, context_tokens=context_tokens, yarn=yarn)
 
+    def with_mtp_heads(self, number: int) -> ModelConfig:
+        """Return this config with `number` MTP heads. Raises `ConfigError` in a family without such heads."""
+        if number and "mtp_heads" not in self.architecture.options:
+            families = ", ".join(name for name in FAMILY_NAMES if "mtp_heads" in family_of(name).options)
+            raise ConfigError(
+                f"a model of family {self.family} cannot have MTP heads",
+                f"families with such heads: {families}",
+                hint="set mtp_heads = 0",
+            )
+        return replace(self, mtp_heads=number)
+
     @property
     def rope_dim(self) -> int:
         """The width of the part of a head to which rotary positions apply."""

@@ -451,12 +451,34 @@ def initialise(model: Transformer, seed: int) -> None:
     def fill(parameter: torch.Tensor, std: float) -> None:
         parameter.normal_(0.0, std, generator=generator)
 
-    residual = 1 / math.sqrt(2 * c.num_layers)
     fill(model.embedding, c.hidden_size**-0.5 if model.head is None else 0.5)
     if model.head is not None:
         fill(model.head, 0.5 * c.hidden_size**-0.5)
     for layer in (*model.blocks, *model.mtp):  # heads last, so that the trunk does not depend on them
-        for name, parameter in layer.named_parameters():
-            if parameter.ndim > 1 and not name.endswith("_bias"):  # biases begin at 0
-                into_residual = name.endswith((".out", ".down"))
-                fill(parameter, parameter.shape[-1] ** -0.5 * (residual if into_residual else 1.0))
+        _initialise_layer(layer, c.num_layers, generator)
+
+
+def _initialise_layer(layer: nn.Module, num_layers: int, generator: torch.Generator) -> None:
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim > 1 and not name.endswith("_bias"):  # biases begin at 0
+            std = parameter.shape[-1] ** -0.5
+            if name.endswith((".out", ".down")):  # into the residual stream
+                std *= 1 / math.sqrt(2 * num_layers)
+            parameter.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def resize_heads(model: Transformer, number: int, *, seed: int) -> None:
+    """Give a model `number` MTP heads, in place: later ones are removed, new ones have random weights by `seed`.
+
+    Raises `ConfigError` in a family without such heads."""
+    dtype, device = model.embedding.dtype, model.embedding.device
+    config = model.config.with_mtp_heads(number)
+    for k in range(len(model.mtp), number):
+        head = MtpHead(model.local, k, model.operators, model.parallel)
+        _initialise_layer(head, config.num_layers, torch.Generator().manual_seed(seed + k))
+        for parameter in head.parameters():
+            parameter.data = parameter.data.to(dtype)
+        model.mtp.append(head.to(device))
+    del model.mtp[number:]
+    model.config, model.local = config, replace(model.local, mtp_heads=number)

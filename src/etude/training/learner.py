@@ -18,11 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from etude import progress
 from etude.config import Plugin
 from etude.errors import CheckpointError, DeadlineExceeded, InputError, ParityError, WeightsError
 from etude.file_checksums import verify_files
+from etude.models.checkpoint_files import load_tensors, save_tensors
 from etude.models.headers import read_json
 from etude.models.transformer import Forward, Transformer
 from etude.numerics.config import Mode, NumericsConfig
@@ -31,13 +33,21 @@ from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
 from etude.training.balance import ExpertBalancer
 from etude.training.batch_metrics import BatchMetrics, merge_metrics
-from etude.training.config import CorrectionKind, DpoReference, LearnerConfig, OptimizerKind, PolicyLossKind
+from etude.training.config import (
+    CorrectionKind,
+    DpoReference,
+    LearnerConfig,
+    MtpLoss,
+    OptimizerKind,
+    PolicyLossKind,
+)
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.flat_batch import FlatBatch
+from etude.training.flat_batch import FlatBatch, path_rows
 from etude.training.forward_passes import ForwardPasses, PackedSamples
 from etude.training.hints import with_hint_credit
 from etude.training.learner_plugins import LearnerPlugins
 from etude.training.losses import PolicyLoss, SampledTokens, cispo_loss, entropy, k2_loss, ppo_loss
+from etude.training.mtp import MtpTrainer
 from etude.training.muon import Muon
 from etude.training.nan_check import (
     check_loss,
@@ -55,6 +65,7 @@ from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
 METADATA_FORMAT = 1
+MTP_STATE = "learner.mtp"  # the optimiser state of MTP heads, beside that of the trunk
 METADATA = "learner.json"  # beside the weights of a learner's checkpoint
 
 
@@ -84,6 +95,7 @@ class TorchLearner:
     """Whether forward passes may compute tokens that several paths share once (`training.prefix_tree`). `load` sets it:
     True on CPUs without context parallelism. It changes the order of sums in the gradient."""
     _balance: ExpertBalancer
+    _mtp: MtpTrainer
 
     def __init__(
         self,
@@ -180,6 +192,7 @@ class TorchLearner:
             self._group.reset(self.model)
             self.optimizer.clear()
             self._balance.clear()
+            self._mtp.clear()
             raise
         cpu_s = sum(self._group.all_gather(time.process_time() - began))
         report = hints.added_to(total.report(cpu_s=cpu_s, num_unique=packed.num_unique))
@@ -235,6 +248,11 @@ class TorchLearner:
             check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
         with group.collective("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
+        if samples and self._mtp.optimizer is not None:
+            paths = rows.by_path(done.stream), rows.by_path(rows.tokens_N), rows.lengths
+            places_R = path_rows(samples).to(self._device)
+            share = rows.num_tokens / packed.num_tokens
+            self._mtp.add(*paths, places_R, done.logits, rows.targets_R, normaliser=normaliser, share=share)
         if rows.num_tokens:
             self._balance.count(rows.by_path(done.live))
         with torch.no_grad():
@@ -326,7 +344,8 @@ class TorchLearner:
         self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`.
+        """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`, and
+        `mtp_loss` where MTP heads are trained.
 
         `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but the
         step counts, and they are published again.
@@ -345,11 +364,13 @@ class TorchLearner:
                 step=self.step + 1,
                 propagate_errors=self._group.propagate_errors,
             )
+        mtp_loss = self._mtp.step(lr, step=self.step + 1)
         self.trainable.sync_model()
         self._group.all_reduce(self._balance.load_LE)
         self._balance.update()
         self.step += 1
-        return {"grad_norm": norm, "lr": lr}
+        heads = {} if self._mtp.optimizer is None else {"mtp_loss": mtp_loss}
+        return {"grad_norm": norm, "lr": lr, **heads}
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
@@ -437,6 +458,8 @@ class TorchLearner:
         with self._group.checkpoint_directory(Path(path)) as folder:
             self.trainable.write(folder)
             self._group.save_optimizer(folder, self.optimizer)
+            if self._mtp.optimizer is not None:
+                save_tensors(self._mtp.optimizer.state(), folder / MTP_STATE)
             if self._group.rank == 0:
                 (folder / METADATA).write_text(metadata)
 
@@ -454,22 +477,24 @@ class TorchLearner:
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
         request = LoadRequest(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
         trainable = self._group.load(request)
-        optimizer = self._optimizer_of(trainable)
+        optimizer = self._optimizer_of(trainable.module)
+        kind = MtpLoss.OFF if self.config.lora_rank else self.config.mtp
+        mtp = MtpTrainer(trainable.model, kind, self._optimizer_of, balance=self.config.balance)
         if resumed:
             self._group.restore_optimizer(path, optimizer)
+            if mtp.optimizer is not None and (path / MTP_STATE).is_file():
+                mtp.optimizer.restore(load_tensors(path / MTP_STATE))
         trainable.sync_model()
         self.close()
-        self._trainable, self._optimizer, self._device = trainable, optimizer, device
+        self._trainable, self._optimizer, self._device, self._mtp = trainable, optimizer, device, mtp
         self.share_prefixes = device.type == "cpu" and self.config.context_parallel == 1
         self._balance = ExpertBalancer(trainable.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 
-    def _optimizer_of(self, trainable: Trainable) -> AdamW:
+    def _optimizer_of(self, module: nn.Module) -> AdamW:
         make = functools.partial(Muon, exchange=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
         settings = self.config
-        return make(
-            trainable.module, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.global_norm
-        )
+        return make(module, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.global_norm)
 
 
 def _metadata_text(config: LearnerConfig, step: int, version: Version | None) -> str:

@@ -31,7 +31,8 @@ from etude.models.checkpoint_files import atomic_directory, load_tensors, save_t
 from etude.models.config import ModelConfig
 from etude.models.headers import read_json
 from etude.models.hooks import ForwardHook, no_hook
-from etude.models.transformer import Forward, Transformer
+from etude.models.mtp import trunk_of
+from etude.models.transformer import Forward, Transformer, resize_heads
 from etude.models.weight_views import hf_biases, hf_views
 from etude.telemetry import Telemetry
 from etude.training.balance import ExpertBalancer
@@ -41,6 +42,7 @@ from etude.training.corpus import Spans, TokenizedDocuments
 from etude.training.data_parallel import RankGroup, run_ranks
 from etude.training.mid_training_phases import PhasePlan, open_documents, plan_phases, verify_corpora
 from etude.training.mid_training_progress import checkpoint_path, newest_checkpoint, progress_folder
+from etude.training.mtp import MtpTrainer
 from etude.training.muon import Muon
 from etude.training.nan_check import check_logits, checked_step
 from etude.training.optimizer import AdamW
@@ -50,6 +52,7 @@ FORMAT = 1
 FORWARD_TOKENS = 4096  # of one forward pass; bounds memory, changes nothing else
 NOT_LEARNED = -100  # the target of a token without loss: cross_entropy's `ignore_index`
 RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.state"
+MTP_STATE = "heads.state"  # of the optimiser of MTP heads
 
 Probe = Callable[[Transformer], float]
 """Measures a skill of the model as one number, for the event `mid.eval`. It must be a module-level function or a
@@ -229,10 +232,16 @@ class _Run:
             )
         self.phase = 0
         self.model = (Transformer(job.model, seed=job.seed) if job.start is None else load_model(job.start)).train()
+        resize_heads(self.model, self.plans[0].model.mtp_heads, seed=job.seed)
         muon = functools.partial(Muon, exchange=_Shares(ranks))
-        self.optimizer = (muon if config.optimizer is OptimizerKind.MUON else AdamW)(
-            self.model, weights=LiveWeights.F32, weight_decay=config.weight_decay, grad_clip=config.grad_clip
+        make_optimizer = functools.partial(
+            muon if config.optimizer is OptimizerKind.MUON else AdamW,
+            weights=LiveWeights.F32,
+            weight_decay=config.weight_decay,
+            grad_clip=config.grad_clip,
         )
+        self.optimizer = make_optimizer(trunk_of(self.model))
+        self.mtp = MtpTrainer(self.model, config.mtp, make_optimizer, balance=config.balance)
         self.telemetry = None
         if job.telemetry is not None and ranks.rank == 0:
             self.telemetry = Telemetry(job.telemetry[0], process=job.telemetry[1])
@@ -259,11 +268,21 @@ class _Run:
             final=settings.final_lr,
         )
         norm = checked_step(self.optimizer, functools.partial(hf_views, self.model), lr=lr, step=step + 1)
+        mtp_loss = self._step_heads(lr, step + 1)
         self.ranks.all_reduce(self.balance.load_LE)
         self.balance.update()
         self.loss = float(sums[0])
         self.num_tokens += _num_tokens(spans)
-        self._report(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
+        self._report(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm, **mtp_loss)
+
+    def _step_heads(self, lr: float, step: int) -> dict[str, float]:
+        """Take an optimiser step of the MTP heads, if there are any. Returns their loss as `mtp_loss`."""
+        if self.mtp.optimizer is None:
+            return {}
+        self.ranks.all_reduce(self.mtp.optimizer.grad)
+        loss = torch.tensor([self.mtp.step(lr, step=step)])
+        self.ranks.all_reduce(loss)
+        return {"mtp_loss": float(loss)}
 
     def _enter_phase(self, step: int) -> None:
         """Use the phase of this step, and its RoPE."""
@@ -284,9 +303,13 @@ class _Run:
             check_logits(done.logits, again, step=self.optimizer.num_steps + 1, place=place)
             loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
             balance = torch.zeros(()) if done.balance is None else done.balance
-            balance = balance * ((len(inputs) + len(lengths)) / num_inputs)
+            share = (len(inputs) + len(lengths)) / num_inputs
+            balance = balance * share
             (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
             self.balance.count(done.live)
+            rows = (targets != NOT_LEARNED).nonzero()[:, 0]
+            of_rows = rows, done.logits[rows], targets[rows]
+            self.mtp.add(done.stream, inputs, lengths, *of_rows, normaliser=num_targets, share=share)
             sums += torch.stack([loss.detach(), balance.detach()])
         return sums
 
@@ -328,6 +351,8 @@ class _Run:
         path = checkpoint_path(self.job.out, self.optimizer.num_steps)
         with atomic_directory(path) as folder:
             save_tensors({**self.optimizer.state(), **hf_biases(self.model)}, folder / STATE)
+            if self.mtp.optimizer is not None:
+                save_tensors(self.mtp.optimizer.state(), folder / MTP_STATE)
             (folder / PROGRESS).write_text(json.dumps(metadata) + "\n")
         for other in self.job.partial.iterdir():
             if other != path:
@@ -354,13 +379,16 @@ class _Run:
                 hint=f"delete {self.job.partial} to start again",
             )
         self.optimizer.restore(state, live=False)
+        if self.mtp.optimizer is not None:
+            self.mtp.optimizer.restore(load_tensors(found / MTP_STATE), live=False)
         for name, bias in biases.items():
             bias.copy_(state[name])
         self.num_tokens = tokens
 
     def finish(self) -> MidTrained:
         """Write the result, on the first rank."""
-        digest = hashlib.sha256(self.optimizer.live.numpy().tobytes()).hexdigest()
+        trunk, heads = (None if o is None else o.live.numpy().tobytes() for o in (self.optimizer, self.mtp.optimizer))
+        digest = hashlib.sha256(trunk + (heads or b"")).hexdigest()
         result = MidTrained(
             num_steps=len(self.batches),
             num_tokens=self.num_tokens,

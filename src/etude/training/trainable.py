@@ -18,6 +18,7 @@ from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, write_model
 from etude.models.lora import Adapters, module_name, round_parameters
+from etude.models.mtp import trunk_of
 from etude.models.packed_weights import quantisable_matrices
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views
@@ -65,7 +66,7 @@ class FullWeights:
 
     @property
     def module(self) -> nn.Module:
-        return self.model
+        return trunk_of(self.model)
 
     def views(self) -> Mapping[str, torch.Tensor]:
         return hf_views(self.model)
@@ -189,7 +190,7 @@ def load_trainable(request: LoadRequest) -> Trainable:
 
 def set_recompute(model: Transformer, recompute: bool) -> Transformer:
     """Turn activation checkpointing on or off. Returns the model."""
-    for block in model.blocks:
+    for block in (*model.blocks, *(head.block for head in model.mtp)):
         block.recompute = recompute  # type: ignore[assignment]
     return model
 

@@ -157,6 +157,13 @@ def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
             hint="export the merged model, and start from that",
         )
     config = read_model_config(path)
+    if config.mtp_heads:
+        raise ConfigError(
+            f"{path} cannot be loaded on several ranks",
+            f"it has {config.mtp_heads} MTP heads, which one process trains",
+            hint="set learner.ranks = 1; or set num_nextn_predict_layers = 0 in a copy's config.json, which leaves the "
+            "heads out",
+        )
     check_weights(path, config)
     with torch.device("meta"):
         return Transformer(config, seed=None, operators=operators, parallel=mesh.expert)
