@@ -115,7 +115,7 @@ def test_a_head_without_one_of_its_tensors_or_with_a_nan_is_refused_by_name(tmp_
 def test_families_without_heads_refuse_them_by_name() -> None:
     with pytest.raises(ValueError, match="mtp_heads = 1, but in family 'mixtral' it is always 0"):
         replace(family_of("mixtral").tiny(), mtp_heads=1)
-    with pytest.raises(ConfigError, match="family mixtral cannot have MTP heads: .*deepseek_v3"):
+    with pytest.raises(ConfigError, match=r"family mixtral cannot have MTP heads: .*deepseek_v3"):
         family_of("mixtral").tiny().with_mtp_heads(1)
     raw = sizes("qwen3").to_hf()
     for wrong in (-1, 17, 1.5, "1", True):
