@@ -1,5 +1,6 @@
-"""Rows of drafts have the bits of one-token decoding, beside other sequences and across sizes of key windows; also where
-MTP heads draft, at three temperatures."""
+"""Rows of drafts have the bits of one-token decoding, beside other sequences and across sizes of key windows.
+
+Also where MTP heads draft, at three temperatures."""
 
 from __future__ import annotations
 
