@@ -118,7 +118,7 @@ def said(done: list[Completion]) -> list[Any]:
 def compared(mode: str, kind: str, batch: int, num_tokens: int, repeats: int) -> dict[str, Any]:
     model = Writing(SIZES, seed=1, operators=OPERATORS[mode]())
     prompt, model.following = text(kind, num_tokens)
-    found = ratios(model, [prompt] * batch, num_tokens, repeats, Speculation.LOOK_UP, must_be_same=mode == "exact")
+    found = measured(model, [prompt] * batch, num_tokens, repeats, Speculation.LOOK_UP, must_be_same=mode == "exact")
     return {"mode": mode, "text": kind, "goal": GOALS[kind].get(batch), **found}
 
 
@@ -143,11 +143,11 @@ def compared_heads(
     files = [list(one) for one in sources()[::10] if len(one) > 2 * PROMPT]
     prompts = [files[i % len(files)][: PROMPT + i // len(files)] for i in range(batch)]
     same = mode == "exact"
-    found = ratios(model, prompts, num_tokens, repeats, Speculation.HEADS, must_be_same=same, temperature=temperature)
+    found = measured(model, prompts, num_tokens, repeats, Speculation.HEADS, must_be_same=same, temperature=temperature)
     return {"mode": mode, "text": "code", "temperature": temperature, "goal": HEADS_GOALS.get(batch), **found}
 
 
-def ratios(
+def measured(
     model: Transformer,
     prompts: list[list[int]],
     num_tokens: int,
