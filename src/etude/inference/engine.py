@@ -26,11 +26,12 @@ import numpy as np
 from etude.errors import EngineError, MalformedRequest, WeightsError
 from etude.inference.admission import RequestChecks, VersionPins, behind
 from etude.inference.compiled_grammars import CompiledGrammars
-from etude.inference.config import EngineConfig
+from etude.inference.config import EngineConfig, Speculation
 from etude.inference.device_runner import runner_for
 from etude.inference.look_up import Drafter
 from etude.inference.metrics import Counters, exposition
 from etude.inference.operator_trace import as_wire, engine_results
+from etude.inference.runner import Runner
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.inference.shaping import Shaping
@@ -101,9 +102,11 @@ class ReferenceEngine:
             share=share_prefixes,
         )
         slots, length = self.config.max_sequences, self.config.context_tokens
-        self._runner = runner_for(model, num_slots=slots, context_tokens=length)
-        drafter = drafter or drafter_for(self.config.speculation)
-        self._speculator = Speculator(drafter, num_slots=slots, vocab_size=model.config.vocab_size) if drafter else None
+        drafts = drafter is None and self.config.speculation is Speculation.HEADS
+        self._runner = runner_for(model, num_slots=slots, context_tokens=length, drafts=drafts)
+        heads = self._runner.heads if isinstance(self._runner, Runner) else None
+        chosen = drafter or heads or drafter_for(self.config.speculation)
+        self._speculator = Speculator(chosen, num_slots=slots, vocab_size=model.config.vocab_size) if chosen else None
         self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self.parity = model.parity
         self._pins = VersionPins(lease_s=self.config.pin_lease_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from etude.capture import SummaryLimits
-from etude.errors import CheckpointError, NoCheckpoint
+from etude.errors import NoCheckpoint
 from etude.gateway import GatewayConfig, Keys, ServedModel, create_app, serving
 from etude.gateway.app import Router
 from etude.harness import ChatFormat
@@ -30,7 +29,7 @@ from etude.loop.locations import has_published, poll_arguments, weights_location
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.run_processes import read_url
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, report_unused_layers
+from etude.models.headers import check_weights, read_model_config, report_unused_layers
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.scratch import ScratchDirectory
@@ -161,10 +160,7 @@ def _served(
 def _read_model(checkpoint: Path, log: Callable[[str], None]) -> ModelConfig:
     """Read the model config of a directory, and check that all weights are in its files. `log` is called with a line on
     layers that are left out."""
-    try:
-        config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
+    config = read_model_config(checkpoint)
     check_weights(checkpoint, config)
     report_unused_layers(checkpoint, config, log)
     return config

@@ -25,7 +25,16 @@ from etude.models.adapter_files import merge_adapter, read_adapter
 from etude.models.checkpoint_files import ASSETS, atomic_directory, save_tensors
 from etude.models.config import ModelConfig
 from etude.models.finite import find_non_finite
-from etude.models.headers import EMBEDDING, HEAD, HINT_DAMAGED, check_weights, read_json, shard_names
+from etude.models.headers import (
+    EMBEDDING,
+    HEAD,
+    HINT_DAMAGED,
+    check_weights,
+    mtp_copies,
+    read_json,
+    read_model_config,
+    shard_names,
+)
 from etude.models.packed_weights import pack_weights, read_stored
 from etude.models.quantised_storage import FP8_SCALE, dequantise, quantization_config
 from etude.models.stacked_experts import BLOCKS, as_stored, expert_part, read_expert, stacked_views
@@ -95,6 +104,8 @@ def write_model(
         tensors = stacked_views(model)
     else:
         tensors = hf_views(model) if quantise is Quantise.NONE else pack_weights(model, FORMATS[quantise])
+        if model.config.architecture.copies_for_mtp:
+            tensors = tensors | {copy: tensors[name] for copy, name in mtp_copies(model.config).items()}
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
 
 
@@ -181,7 +192,7 @@ def load_model(
     path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
         return _load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    config = read_model_config(path)
     found = check_weights(path, config)  # before an invalid config makes us allocate memory
     verify_weights(path)
     operators = Exact(dtype) if operators is None else operators
@@ -227,7 +238,7 @@ def iter_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, float32 tensor) of every weight of a checkpoint directory, sorted by name.
 
     Only one tensor at a time is in memory. Raises `CheckpointError` for a missing or damaged file."""
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    config = read_model_config(path)
     found = check_weights(path, config)
     verify_weights(path)
     with torch.device("meta"):
@@ -344,7 +355,7 @@ def read_rows(path: Path, ranges: Iterable[RowRange]) -> None:
 
     Of plain tensors only these rows are read from disk; quantised tensors are read in full, one at a time. Raises the
     `CheckpointError` of `load_model`."""
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    config = read_model_config(path)
     found = check_weights(path, config)
     embedding, head = map(config.architecture.hf_name, (EMBEDDING, HEAD))
     tied = config.tie_embeddings and head in found

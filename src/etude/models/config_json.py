@@ -13,8 +13,10 @@ from etude.models.components import Llama3, Yarn
 MAX_CONTEXT_TOKENS = 1 << 20
 """Bounds the memory of the RoPE tables that a config can make etude allocate."""
 MAX_LAYERS = 4096
+MAX_MTP_HEADS = 16
 MAX_EXPERTS = 65_535
 """A route has at most two bytes, and one value marks a missing route."""
+MTP_KEY = "num_nextn_predict_layers"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _PARTIAL = "partial_rotary_factor"
 _SCALES = ("mscale", "mscale_all_dim", "attention_factor")  # of YaRN
@@ -37,6 +39,14 @@ def positive_int(raw: Mapping[str, Any], key: str, *, default: int | None = None
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {value!r}, expected a whole number of at least 1")
+    return value
+
+
+def mtp_heads(raw: Mapping[str, Any]) -> int:
+    """Read `num_nextn_predict_layers`, the number of MTP heads; 0 where it is missing or null."""
+    value = raw.get(MTP_KEY) or 0
+    if type(value) is not int or not 0 <= value <= MAX_MTP_HEADS:
+        raise ValueError(f"{MTP_KEY} = {value!r}, expected a whole number from 0 to {MAX_MTP_HEADS}")
     return value
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from etude.errors import CheckpointError
 from etude.models.adapter_config import base_of
 from etude.models.config import ModelConfig, ModelFamily, family_for
-from etude.models.headers import StoredTensor, read_headers, read_json, weight_errors
+from etude.models.headers import StoredTensor, read_headers, read_json, weight_errors, without_missing_heads
 from etude.models.quantised_storage import check_scheme
 
 MOST = 1000
@@ -54,6 +54,7 @@ def inspect(folder: Path) -> Inspection:
     try:
         config = family.from_hf({**raw, **supported})
         tensors = read_headers(folder)
+        config = without_missing_heads(config, tensors)
         problems += islice(weight_errors(folder, tensors, config), MOST)
     except CheckpointError as error:
         problems.append(error)

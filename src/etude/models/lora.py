@@ -201,7 +201,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
     """Return the parameters that are adapted. Of fused matrices all must be adapted, or none."""
     chosen = []
-    for matrix in quantisable_matrices(model):
+    for matrix in quantisable_matrices(model, mtp=False):
         adapted = {name for name in matrix.rows if module_name(name) in modules}
         if adapted and adapted != matrix.rows.keys():
             rest = sorted({module_name(name) for name in matrix.rows.keys() - adapted})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from etude.config import Plugin, ranged
 from etude.models.config import ModelConfig
+from etude.models.config_json import MAX_MTP_HEADS
 from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
@@ -71,6 +72,16 @@ class LoraOn(enum.StrEnum):
     MLP = "mlp"
 
 
+class MtpLoss(enum.StrEnum):
+    """What multi-token prediction heads learn (`training.mtp`). The trunk does not change by it.
+
+    DISTILL: the distribution of the model itself at the next position. TOKENS: the tokens of the text. OFF: nothing."""
+
+    DISTILL = "distill"
+    TOKENS = "tokens"
+    OFF = "off"
+
+
 _BOUNDS: dict[
     CorrectionKind | Plugin, tuple[float, float]
 ] = {  # (low, high) as published; of sequences: for 0.01 nats per token
@@ -108,6 +119,7 @@ class LearnerConfig:
     - `ranks`: processes that share the weights and the work. Of these, `expert_parallel` neighbours share the experts,
       and `context_parallel` neighbours share each text.
     - `recompute`: activation checkpointing, which takes less memory and a third more compute.
+    - `mtp`: what MTP heads learn, in models that have them: "distill", "tokens" or "off". With LoRA they do not learn.
     - `lora_rank`: the rank of LoRA adapters; 0: train all weights. `lora_alpha` / rank is the factor of an adapter's
       output. Adapters need 4 to 10 times the lr of all weights."""
 
@@ -138,6 +150,7 @@ class LearnerConfig:
     context_parallel: int = ranged(1, low=1)
     device: str = "auto"  # of weights and computation; each rank of several GPUs has one
     recompute: bool = False
+    mtp: MtpLoss = MtpLoss.DISTILL
     lora_rank: int = ranged(0, low=0, high=4096)
     lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)
     lora_on: LoraOn = LoraOn.ALL
@@ -313,6 +326,8 @@ class MidTrainingConfig:
       weights, in float32. Adapters leave the router biases as they are.
     - `balance`: the coefficient of the load-balancing loss. `balance_bias`: the update step of the router bias, in
       model families that have one.
+    - `mtp`: what MTP heads learn: "distill", "tokens" or "off".
+    - `mtp_heads`: how many MTP heads the result has; None: as many as the model. New heads begin with random weights.
     - `eval_every`, `checkpoint_every`: numbers of steps. A killed run loses at most `checkpoint_every` steps.
     - `phases`: parts of mid-training with settings of their own, in order; `num_tokens` is then set in each. Empty: one
       phase."""
@@ -330,6 +345,8 @@ class MidTrainingConfig:
     grad_clip: float = ranged(1.0, low=0.0)
     balance: float = ranged(0.03, low=0.0)
     balance_bias: float = ranged(1e-3, low=0.0)
+    mtp: MtpLoss = MtpLoss.DISTILL
+    mtp_heads: int | None = ranged(None, low=0, high=MAX_MTP_HEADS)
     eval_every: int = ranged(200, low=1)
     checkpoint_every: int = ranged(200, low=1)
     phases: tuple[MidTrainingPhase, ...] = ()
@@ -361,6 +378,7 @@ class MidTrainingConfig:
             context_parallel=learner.context_parallel,
             device=learner.device,
             recompute=learner.recompute,
+            mtp=self.mtp,
             lora_rank=self.lora_rank,
             lora_alpha=learner.lora_alpha,
             lora_on=learner.lora_on,
@@ -384,6 +402,8 @@ class MidTrainingConfig:
         """Return the model's config in each phase; the last one is also the config of the result.
 
         Raises `ConfigError` for settings that do not fit the model."""
+        if self.mtp_heads is not None:
+            model = model.with_mtp_heads(self.mtp_heads)
         return tuple(model.extended(phase.rope_factor) for phase in self.settings())
 
     @property

@@ -126,7 +126,6 @@ def flatten_samples(
     if not samples:
         return _empty_batch()
     ends = [num_forwarded(sample) for sample in samples]
-    starts = np.cumsum([0, *ends])
     paths = [sample.path for sample in samples]
     sampled = [np.flatnonzero(path.mask) for path in paths]
     if any(where[0] == 0 for where in sampled):
@@ -136,7 +135,7 @@ def flatten_samples(
         lengths=ends,
         tokens_N=_tensor([path.token_ids[:end] for path, end in zip(paths, ends, strict=True)], np.int64),
         routes_NLK=None if replay is None else replay.routes(samples, ends),
-        rows_R=_tensor([start + where - 1 for start, where in zip(starts, sampled, strict=False)], np.int64),
+        rows_R=path_rows(samples),
         targets_R=_tensor([path.token_ids[where] for path, where in zip(paths, sampled, strict=True)], np.int64),
         sampler_logprobs_R=_tensor(
             [path.logprobs[where] for path, where in zip(paths, sampled, strict=True)], np.float32
@@ -149,6 +148,13 @@ def flatten_samples(
         return flat
     found = prefix_order(samples, ends, replay)
     return _merged(flat, PrefixTree.of(found)) if any(found.shared) else flat
+
+
+def path_rows(samples: Sequence[Sample]) -> torch.Tensor:
+    """Return for each row with loss its place among the positions of all paths, path after path, int64 [R]."""
+    starts = np.cumsum([0, *(num_forwarded(sample) for sample in samples)])
+    places = [start + np.flatnonzero(s.path.mask) - 1 for start, s in zip(starts, samples, strict=False)]
+    return _tensor(places, np.int64)
 
 
 def _merged(flat: FlatBatch, tree: PrefixTree) -> FlatBatch:

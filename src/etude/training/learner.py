@@ -32,7 +32,7 @@ from etude.training.batch_metrics import BatchMetrics, merge_metrics
 from etude.training.config import CorrectionKind, DpoReference, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.core import TrainingCore
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.flat_batch import FlatBatch
+from etude.training.flat_batch import FlatBatch, path_rows
 from etude.training.forward_passes import ForwardPasses, PackedSamples
 from etude.training.hints import with_hint_credit
 from etude.training.learner_plugins import LearnerPlugins
@@ -212,6 +212,11 @@ class TorchLearner:
             check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
         with group.collective("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
+        if samples and self.core.mtp.optimizer is not None:
+            paths = rows.by_path(done.stream), rows.by_path(rows.tokens_N), rows.lengths
+            places_R = path_rows(samples).to(self.core.device)
+            share = rows.num_tokens / packed.num_tokens
+            self.core.mtp.add(*paths, places_R, done.logits, rows.targets_R, normaliser=normaliser, share=share)
         if rows.num_tokens:
             self.core.balance.count(rows.by_path(done.live))
         with torch.no_grad():
@@ -303,7 +308,8 @@ class TorchLearner:
         self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`.
+        """Apply and clear the gradient, and increment `step`. Returns `grad_norm` (before clipping) and `lr`, and
+        `mtp_loss` where MTP heads are trained.
 
         `lr` is the scheduled rate times the batch's `lr_share`. With a zero gradient the weights do not change, but
         `step` increases, and the same weights are published again.
@@ -316,7 +322,8 @@ class TorchLearner:
         )
         norm = self.core.step(lr=lr, step=self.step + 1)
         self.step += 1
-        return {"grad_norm": norm, "lr": lr}
+        heads = {} if self.core.mtp.optimizer is None else {"mtp_loss": self.core.mtp_loss}
+        return {"grad_norm": norm, "lr": lr, **heads}
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:

@@ -310,6 +310,7 @@ class TextTraining:
             ),
             group=group,
             weight_decay=config.weight_decay,
+            mtp_heads=self.plans[0].model.mtp_heads,
         )
         self.telemetry = None
         if job.telemetry is not None and group.rank == 0:
@@ -344,7 +345,8 @@ class TextTraining:
         self.loss, balance_loss = self._sums(losses)
         self.num_tokens += _num_tokens(spans)
         self.step = number
-        self._report(balance_loss=balance_loss, lr=lr, grad_norm=norm)
+        heads = {} if self.core.mtp.optimizer is None else {"mtp_loss": self.core.mtp_loss}
+        self._report(balance_loss=balance_loss, lr=lr, grad_norm=norm, **heads)
 
     def _share(
         self, documents: TokenizedDocuments, pieces: Spans, *, num_targets: int, num_inputs: int
@@ -359,6 +361,10 @@ class TextTraining:
         balance = balance * (rows.num_tokens / num_inputs)
         with self.group.collective("backward pass"):
             (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
+        if rows.lengths:
+            share = rows.num_tokens / num_inputs
+            of_rows = rows.rows_R, done.logits, rows.targets_R
+            self.core.mtp.add(done.stream, rows.tokens_N, rows.lengths, *of_rows, normaliser=num_targets, share=share)
         if rows.num_tokens:
             self.core.balance.count(done.live)
         progress.tick()

@@ -18,6 +18,7 @@ from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merge_adapter, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, write_model
 from etude.models.lora import Adapters, module_name, round_parameters
+from etude.models.mtp import trunk_of
 from etude.models.packed_weights import quantisable_matrices
 from etude.models.transformer import Transformer
 from etude.models.weight_views import hf_views
@@ -68,7 +69,7 @@ class FullWeights:
 
     @property
     def module(self) -> nn.Module:
-        return self.model
+        return trunk_of(self.model)
 
     def views(self) -> Mapping[str, torch.Tensor]:
         return hf_views(self.model)
@@ -199,7 +200,7 @@ def load_trainable(request: LoadRequest) -> Trainable:
 
 def set_recompute(model: Transformer, recompute: bool) -> Transformer:
     """Turn activation checkpointing on or off. Returns the model."""
-    for block in model.blocks:
+    for block in (*model.blocks, *(head.block for head in model.mtp)):
         block.recompute = recompute  # type: ignore[assignment]
     return model
 
@@ -208,7 +209,7 @@ def lora_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
     """Return the modules of a model that get adapters, by the last parts of their names."""
     inside, names = (
         model.config.architecture.etude_name,
-        [name for matrix in quantisable_matrices(model) for name in matrix.rows],
+        [name for matrix in quantisable_matrices(model, mtp=False) for name in matrix.rows],
     )
     is_mlp = {module_name(name): module_name(inside(name)) in MLP for name in names}
     return tuple(sorted(name for name in is_mlp if on is LoraOn.ALL or is_mlp[name] == (on is LoraOn.MLP)))

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from etude.errors import ConfigError
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.checkpoint import RowRange, read_rows
-from etude.models.config import ModelConfig
-from etude.models.headers import check_weights, read_json
+from etude.models.headers import check_weights, read_model_config
 from etude.models.lora import local_part
 from etude.models.transformer import Block, Stack, Transformer
 from etude.models.weight_views import hf_biases, hf_views
@@ -157,7 +156,14 @@ def meta_model(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
             "it is an adapter",
             hint="export the merged model, and start from that",
         )
-    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    config = read_model_config(path)
+    if config.mtp_heads:
+        raise ConfigError(
+            f"{path} cannot be loaded on several ranks",
+            f"it has {config.mtp_heads} MTP heads, which one process trains",
+            hint="set learner.ranks = 1; or set num_nextn_predict_layers = 0 in a copy's config.json, which leaves the "
+            "heads out",
+        )
     check_weights(path, config)
     with torch.device("meta"):
         return Transformer(config, seed=None, operators=operators, parallel=mesh.expert)
