@@ -1,4 +1,4 @@
-"""The guide's way from a folder of text to a mid-trained checkpoint, as printed: built, checked, trained by two ranks."""
+"""The guide's way from a folder of text to a mid-trained checkpoint: built, checked, trained by two ranks."""
 
 from __future__ import annotations
 
