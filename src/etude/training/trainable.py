@@ -201,7 +201,7 @@ def load_trainable(request: LoadRequest) -> Trainable:
 def set_recompute(model: Transformer, recompute: bool) -> Transformer:
     """Turn activation checkpointing on or off. Returns the model."""
     for block in (*model.blocks, *(head.block for head in model.mtp)):
-        block.recompute = recompute  # type: ignore[assignment]
+        block.recompute = recompute
     return model
 
 
